@@ -45,7 +45,7 @@ from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, MOST_LEVEL, FormatLadder
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.scheduler import Schedules, assign_schedules, caught
+from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Schedule
 
@@ -231,7 +231,7 @@ def formats_per_layer(
     precisions = all_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
     owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
     groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
-    for s, layers in assign_schedules(schedule, list(precisions or owners or [""]), caught(model)).values():
+    for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():
         for name in layers:
             of_roles = precisions[name].ladders if name in precisions else (AFFINE,) * len(Operands._fields)
             groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)

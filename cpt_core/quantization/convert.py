@@ -33,7 +33,7 @@ from cpt_core.quantization.coverage import (
 )
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
-from cpt_core.quantization.layers import Changed, QuantizedLayer, catches
+from cpt_core.quantization.layers import Changed, QuantizedLayer
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, quantizer_of
 from cpt_core.quantization.running import RUNNING_STARTS
@@ -231,7 +231,7 @@ def _undo(model: nn.Module) -> None:
 
 def _leave_out(model: nn.Module) -> None:
     """Let what stays in float32, inside a module whose products are caught, keep its own to itself."""
-    outer = [name for name, m in model.named_modules() if catches(m)]
+    outer = [name for name, m in model.named_modules() if isinstance(m, QuantizedLayer) and m.CATCHES]
     if not outer:
         return
     from cpt_core.quantization.operations import InFloat32, made
@@ -248,9 +248,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 
     Without modules that turned out to multiply nothing in their own forward, see ``operations``.
     """
-    found = all_precisions(model)
-    idle = {n for n, p in found.items() if p.called is False and catches(model.get_submodule(n))}
-    return {name: p for name, p in found.items() if name not in idle}
+    return {name: p for name, p in all_precisions(model).items() if p.must_be_there or p.called is not False}
 
 
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:

@@ -130,11 +130,6 @@ class QuantizedLayer(Changed):
         return p.operand("input", x), p.operand("weight", weight), quantized_bias
 
 
-def catches(module: nn.Module) -> bool:
-    """Whether a module is converted and runs its own forward, whose products are caught."""
-    return isinstance(module, QuantizedLayer) and module.CATCHES
-
-
 # inside, no function of torch is shown to a mode, such as that which catches products
 unseen = torch._C.DisableTorchFunction
 TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # whether compilers follow such modes

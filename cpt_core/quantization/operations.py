@@ -329,8 +329,7 @@ def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str,
                 along = dims[-1] - x.dim() if dims else -1
                 rounded.append(p.operand("linear_input" if any(weights) else role, x, along))
         grad = "linear_grad" if any(weights) else "grad"
-        first = weights != (True, False)  # the error product's operand comes first
-        if first:
+        if weights != (True, False):  # the error product's operand comes first
             return p.multiplied(lambda a, b: traced.einsum(equation, a, b), *rounded, role=grad)
         return p.multiplied(lambda b, a: traced.einsum(equation, a, b), *rounded[::-1], role=grad)
 

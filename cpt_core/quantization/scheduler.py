@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,7 +29,6 @@ from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.following import follow, follows
 from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.in_force import NOTHING
-from cpt_core.quantization.layers import catches
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 
@@ -73,7 +72,7 @@ class PrecisionScheduler:
         """Assign layers to schedules and apply step 0."""
         self._eval_bits = check_eval_bits(eval_bits)
         self._layers = all_precisions(model)
-        self.schedules = assign_schedules(schedule, self._layers, caught(model))
+        self.schedules = assign_schedules(schedule, self._layers)
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
@@ -185,11 +184,11 @@ class PrecisionScheduler:
 
 
 def assign_schedules(
-    schedule: Schedules, layers: Iterable[str], caught: Collection[str] = ()
+    schedule: Schedules, layers: Mapping[str, LayerPrecision | None]
 ) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers.
 
-    Of those that are ``caught`` it is not yet known whether they multiply: they may match no pattern, and then have no
+    Of some it is not yet known whether they multiply (``must_be_there``): they may match no pattern, and then have no
     precision, which is an error where they do.
     """
     declared(assign_schedules, {"schedule": schedule}, parts=True)
@@ -200,7 +199,7 @@ def assign_schedules(
     if len({s.total_steps for s in given.values()}) != 1:
         raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
     assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
-    for name, pattern in _patterns_of(layers, given, caught, "schedule").items():
+    for name, pattern in _patterns_of(layers, given, "schedule").items():
         assigned[pattern][1].append(name)
     idle = [p for p, (_, names) in assigned.items() if not names]
     if idle:
@@ -208,16 +207,14 @@ def assign_schedules(
     return assigned
 
 
-def _patterns_of(
-    layers: Iterable[str], patterns: Collection[str], optional: Collection[str], what: str
-) -> dict[str, str]:
-    """Return layer -> the first pattern that matches; ValueError when none does, but of ``optional`` layers."""
+def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collection[str], what: str) -> dict[str, str]:
+    """Return layer -> the first pattern that matches; ValueError when a layer that has to match one matches none."""
     found = {}
-    for layer in layers:
+    for layer, own in layers.items():
         pattern = next((p for p in patterns if fnmatchcase(layer, p)), None)
         if pattern is not None:
             found[layer] = pattern
-        elif layer not in optional:
+        elif own is None or own.must_be_there:
             raise ValueError(
                 f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
             )
@@ -244,7 +241,7 @@ def precision(
             ``PrecisionScheduler`` has been made.
     """
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
-    patterns = _patterns_of(layers, by_pattern, caught(model), "bits")
+    patterns = _patterns_of(layers, by_pattern, "bits")
     wanted = {name: resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
     before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
     try:
@@ -272,11 +269,6 @@ def check_eval_bits(value: Any) -> EvalBits:
     if isinstance(value, str) and value in EVAL_BITS:
         return value
     return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
-
-
-def caught(model: nn.Module) -> set[str]:
-    """Return the names of the modules whose products are caught in a forward of their own."""
-    return {name for name, m in model.named_modules() if catches(m)}
 
 
 def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
