@@ -166,6 +166,13 @@ def written(path, *rows):
     return path
 
 
+def state_of(model):
+    """Return parameters, buffers and the running ranges of a quantised model."""
+    ranges = [buffer for name, buffer in model.named_buffers() if ".running_" in name]
+    assert ranges
+    return [*model.state_dict().values(), *ranges]
+
+
 def same(a, b):
     """Whether two models have the same parameters, bit for bit."""
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

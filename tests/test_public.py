@@ -59,18 +59,12 @@ def test_a_star_gets_the_public_names_and_no_others(tmp_path):
     assert set(got) - {"__builtins__"} == set(cpt.choosing.__all__)
 
 
-def in_a_child(code):
+def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_nor_numpy():
+    rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
+    code = f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules); "
+    code += "assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_importing_the_package_and_its_rooms_takes_neither_torch_nor_numpy():
-    rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
-    in_a_child(f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules)")
-
-
-def test_a_room_is_there_without_an_import_of_its_own():
-    in_a_child("import cpt_core as cpt; assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']")
 
 
 def test_type_checkers_know_every_name_and_report_others(tmp_path):

@@ -9,6 +9,7 @@ import re
 import signal
 import traceback
 import warnings
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -22,25 +23,13 @@ from cpt_core.public import reference
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
 
-ODD = {
-    "None": lambda: None,
-    "True": lambda: True,
-    "-1": lambda: -1,
-    "0": lambda: 0,
-    "2.5": lambda: 2.5,
-    "1e300": lambda: 1e300,
+WRITTEN = (
+    "None", "True", "-1", "0", "2.5", "1e300", "10**30", "''", "'abc'", "b'x'", "[]", "[1, 'a']", "()", "(1,)", "{}",
+    "{'abc': 1}",
+)  # fmt: skip
+ODD = {text: partial(eval, text) for text in WRITTEN} | {
     "inf": lambda: float("inf"),
     "nan": lambda: float("nan"),
-    "10**30": lambda: 10**30,
-    "''": lambda: "",
-    "'abc'": lambda: "abc",
-    "b'x'": lambda: b"x",
-    "[]": lambda: [],
-    "[1, 'a']": lambda: [1, "a"],
-    "()": lambda: (),
-    "(1,)": lambda: (1,),
-    "{}": lambda: {},
-    "{'abc': 1}": lambda: {"abc": 1},
     "an object": object,
     "a function": lambda: lambda *given: None,
     "a class": lambda: int,

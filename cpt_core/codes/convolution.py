@@ -206,7 +206,7 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
         around = operators.active.padded_bytes(x, zero, geometry.padding)
         return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
-    return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero), rows.t()), zero
+    return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero).flatten(0, 2), rows.t()), zero
 
 
 @lru_cache
@@ -250,14 +250,14 @@ def padded(x: Tensor, padding: Any, fill: Any) -> Tensor:
 
 
 def windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, fill: Any = 0) -> Tensor:
-    """Return what every position of a kernel sees of (N, H, W, C), (N * P * Q, I * J * C); ``fill``: the padding."""
+    """Return what every position of a kernel sees of (N, H, W, C), (N, P, Q, I * J * C); ``fill``: the padding."""
     x = padded(x, padding, fill)
     N, *size, C = x.shape
     outer = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     image, row, column, _ = x.stride()
     strides = (image, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1)
     # a copy where windows overlap, also where reshape finds strides for a matrix of them, which libraries refuse
-    return x.as_strided((N, *outer, *kernel, C), strides).reshape(N * outer[0] * outer[1], -1).contiguous()
+    return x.as_strided((N, *outer, *kernel, C), strides).flatten(3).contiguous()
 
 
 def _filled(like: Tensor, shape: tuple[int, ...], value: Any) -> Tensor:
@@ -269,11 +269,8 @@ def _filled(like: Tensor, shape: tuple[int, ...], value: Any) -> Tensor:
 
 def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     """Return the sums of k - z over what every position of a kernel sees, (N, P, Q) int32; padding counts as z."""
-    N, H, W, C = codes.shape
-    pixels = sum_codes(codes, -1) - C * zero.int()
-    seen = windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(1, dtype=torch.int32)
-    sizes = zip((H, W), kernel, stride, padding, dilation, strict=True)
-    return seen.view(N, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+    pixels = sum_codes(codes, -1) - codes.shape[3] * zero.int()
+    return windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(3, dtype=torch.int32)
 
 
 def padded_bytes(codes: Tensor, zero: int, padding: Any) -> Tensor:
@@ -307,7 +304,7 @@ def pixel_products(
 
     Those of k_g (k_a - z_a) for every channel of the gradient, and in the last row those of k_a - z_a.
     """
-    columns = windows(x, kernel, stride, padding, dilation, zero)
+    columns = windows(x, kernel, stride, padding, dilation, zero).flatten(0, 2)
     rows = gradient.reshape(-1, gradient.shape[3])
     sums = torch.zeros(rows.shape[1] + 1, columns.shape[1], dtype=torch.int64, device=x.device)
     for start in range(0, len(rows), LONGEST):

@@ -1,10 +1,15 @@
 """A real Trainer of transformers drives a small BERT."""
 
+import contextlib
 import copy
+import io
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers import identical, make, state_of
 
 import cpt_core as cpt
 
@@ -20,8 +25,7 @@ CONFIG = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "
 LAYERS = 9  # eight linear ones and the products of attention
 
 
-def schedule_of(name="CR", total_steps=STEPS, **changes):
-    return cpt.make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+schedule_of = partial(make, total_steps=STEPS, n_cycles=2)
 
 
 def bert():
@@ -69,6 +73,10 @@ def probe(model):
     return seen
 
 
+def per_batch(schedule):
+    return [{b} for b in schedule.bits().tolist() for _ in range(ACCUMULATED)]
+
+
 def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule = schedule_of()
     trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), use_cpu=device.type == "cpu")
@@ -76,12 +84,21 @@ def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device)
     trainer.train()
     assert trainer.model.device.type == device.type
     assert trainer.state.global_step == STEPS
-    assert seen == [(True, {b}, {6}) for b in schedule.bits().tolist() for _ in range(ACCUMULATED)]
+    assert seen == [(True, bits, {6}) for bits in per_batch(schedule)]
 
 
-def test_evaluations_have_bits_of_their_own_in_whatever_order(tmp_path):
-    schedule, callback = schedule_of(), PrecisionCallback(schedule_of(), eval_bits=5)
-    trainer = trainer_of(tmp_path, callback, eval_strategy="steps", eval_steps=5, eval_on_start=True)
+class Peek(transformers.TrainerCallback):
+    """Use the model at 2 bits after every step."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        with cpt.precision(model.eval(), 2), torch.no_grad():
+            model(**{k: torch.as_tensor(v)[None] for k, v in TEST[0].items()})
+
+
+def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leaves_no_trace(tmp_path):
+    callback = PrecisionCallback(schedule_of(), eval_bits=5)
+    how = {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
+    trainer = trainer_of(tmp_path, callback, callbacks=[Peek()], **how)
     seen = probe(trainer.model)
     trainer.evaluate()  # before any training
     trainer.train()
@@ -90,17 +107,16 @@ def test_evaluations_have_bits_of_their_own_in_whatever_order(tmp_path):
     callback.eval_bits = "float"
     assert trainer.evaluate()["eval_bits"] == 32
     assert seen.pop()[1] == {None}
-    assert [bits for training, bits, _ in seen if training] == [
-        {b} for b in schedule.bits().tolist() for _ in range(ACCUMULATED)
-    ]
+    assert [bits for training, bits, _ in seen if training] == per_batch(schedule_of())
     evaluations = [bits for training, bits, _ in seen if not training]
-    assert evaluations == [{5}] * (1 + 1 + 3 + 2)  # one batch of 8 each: before, at the start, at 5, 10, 12, after
+    assert evaluations.count({2}) == STEPS
+    assert [bits for bits in evaluations if bits != {2}] == [{5}] * (
+        1 + 1 + 3 + 2
+    )  # one batch of 8 each: before, at the start, at 5, 10, 12, after
 
 
 def test_other_precisions_of_evaluation_and_other_steps_to_record_are_refused():
-    with pytest.raises(
-        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
-    ):
+    with pytest.raises(ValueError, match=r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"):
         PrecisionCallback(schedule_of(), eval_bits="max")
     with pytest.raises(ValueError, match="record_every must be a whole number of at least 1, got 'often'"):
         PrecisionCallback(schedule_of(), record_every="often")
@@ -109,36 +125,35 @@ def test_other_precisions_of_evaluation_and_other_steps_to_record_are_refused():
 # --- resuming -------------------------------------------------------------------------------------
 
 STOP = 4  # inside the first cycle and inside the first epoch
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 6, "eval_on_start": True}  # which draws random numbers of torch
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run without interruption, with a checkpoint after its 4th step."""
-    folder = tmp_path_factory.mktemp("straight")
-    trainer = trainer_of(folder, PrecisionCallback(schedule_of()), save_strategy="steps", save_steps=STOP)
-    trainer.train()
-    return trainer, folder / f"checkpoint-{STOP}"
+    """A run without interruption, its checkpoint after the 4th step, what it logged and printed."""
+    folder, printed = tmp_path_factory.mktemp("straight"), io.StringIO()
+    how = {"save_strategy": "steps", "save_steps": STOP, **EVALUATED}
+    trainer = trainer_of(folder, PrecisionCallback(schedule_of()), **how)
+    with contextlib.redirect_stdout(printed):
+        trainer.train()
+    history = list(trainer.state.log_history)
+    return SimpleNamespace(trainer=trainer, checkpoint=folder / f"checkpoint-{STOP}", history=history, printed=printed)
 
 
-def state_of(trainer):
-    ranges = {n: b for n, b in trainer.model.named_buffers() if ".running_" in n}
-    assert ranges
-    return trainer.model.state_dict() | ranges
+def losses_in(history):
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
-    whole, checkpoint = straight
+    whole, checkpoint = straight.trainer, straight.checkpoint
     callback = PrecisionCallback(schedule_of(), resume_from=checkpoint if elsewhere else None)
-    trainer = trainer_of(tmp_path if elsewhere else checkpoint.parent, callback)
+    trainer = trainer_of(tmp_path if elsewhere else checkpoint.parent, callback, **EVALUATED)
     seen = probe(trainer.model)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert [b for _, b, _ in seen] == [{b} for b in schedule_of().bits()[STOP:].tolist() for _ in range(ACCUMULATED)]
-    expected, found = state_of(whole), state_of(trainer)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, trainer)]
-    assert losses[0] == losses[1]
+    assert [b for training, b, _ in seen if training] == per_batch(schedule_of())[STOP * ACCUMULATED :]
+    assert identical(state_of(trainer.model), state_of(whole.model))
+    assert losses_in(trainer.state.log_history) == losses_in(straight.history)
     assert whole.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
     assert not list(checkpoint.glob("*.tmp"))
 
@@ -156,12 +171,11 @@ def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
     ids=["missing", "bytes", "empty", "other object", "other schedule", "other step"],
 )
 def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, schedule, message):
-    _, checkpoint = straight
     path = tmp_path / FILE
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
-        saved = torch.load(checkpoint / FILE, weights_only=True)
+        saved = torch.load(straight.checkpoint / FILE, weights_only=True)
         saved["last_step"] -= content == "step"
         torch.save(saved if isinstance(content, str) else content, path)
     callback = PrecisionCallback(schedule, resume_from=tmp_path)
@@ -198,11 +212,8 @@ def test_the_model_must_be_converted(tmp_path):
         trainer_of(tmp_path, PrecisionCallback(schedule_of()), bert())
 
 
-def test_the_log_tells_bits_and_cost(tmp_path, capsys):
-    schedule, callback = schedule_of(), PrecisionCallback(schedule_of())
-    trainer = trainer_of(tmp_path, callback, eval_strategy="steps", eval_steps=6, eval_on_start=True)
-    trainer.train()
-    history = trainer.state.log_history
+def test_the_log_tells_bits_and_cost(straight):
+    schedule, history = schedule_of(), straight.history
     steps = [e for e in history if "loss" in e]
     assert [e["bits"] for e in steps] == schedule.bits().tolist()
     assert steps[0]["relative_cost"] == (3 * 3 + 2 * 3 * 8) / (3 * 8 * 8)  # one forward, two backward products
@@ -212,17 +223,15 @@ def test_the_log_tells_bits_and_cost(tmp_path, capsys):
     assert evaluations == [(0, None, 8), (6, schedule(5), 8), (12, 8, 8)]
     assert "train_loss" in history[-1]
     assert history[-1]["relative_cost"] == schedule.relative_cost()
-    assert capsys.readouterr().out.count("'relative_cost'") == len(history) - 1
+    assert straight.printed.getvalue().count("'relative_cost'") == len(history) - 1
 
 
-def test_the_log_tells_what_quantisation_did(tmp_path):
+def test_the_log_tells_what_quantisation_did(straight, tmp_path):
     callback = PrecisionCallback(schedule_of(), record_every=4)
-    alone = trainer_of(tmp_path, PrecisionCallback(schedule_of()))
-    alone.train()
-    trainer = trainer_of(tmp_path, callback)
+    trainer = trainer_of(tmp_path, callback, **EVALUATED)
     trainer.train()
     steps = [e for e in trainer.state.log_history if "loss" in e]
-    assert [e["loss"] for e in steps] == [e["loss"] for e in alone.state.log_history if "loss" in e]
+    assert losses_in(steps) == losses_in(straight.history)
     assert [e["step"] for e in steps if "input/snr_db" in e] == [1, 5, 9]  # steps 0, 4 and 8 have ended
     assert max(map(len, steps)) < 40  # every layer has as many again
     recording = callback.precision.recording
@@ -238,15 +247,16 @@ def test_the_log_tells_what_quantisation_did(tmp_path):
 
 
 def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path):
-    callback = PrecisionCallback(schedule_of(), eval_bits=5)
-    trainer = trainer_of(tmp_path, callback)
+    schedule = schedule_of(total_steps=STEPS // 2, n_cycles=1)
+    callback = PrecisionCallback(schedule, eval_bits=5)
+    trainer = trainer_of(tmp_path, callback, num_train_epochs=1)
     keys = set(trainer.model.state_dict())
     assert keys == set(bert().state_dict())
     trainer.train()
     trainer.evaluate()
     seen = probe(trainer.model)
     trainer.train()
-    assert [b for _, b, _ in seen] == [{b} for b in schedule_of().bits().tolist() for _ in range(ACCUMULATED)]
+    assert [b for _, b, _ in seen] == per_batch(schedule)
     model = copy.deepcopy(trainer.model).eval()  # which nobody drives
     assert not any(p.now.is_set for p in precisions_of(model))
     assert {p.bits for p in precisions_of(trainer.model)} == {8}
@@ -258,7 +268,7 @@ def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path
 def test_another_trainer_takes_the_model_over(tmp_path):
     model = cpt.quantize_(bert())
     first, second = PrecisionCallback(schedule_of(), eval_bits=5), PrecisionCallback(schedule_of(), eval_bits=6)
-    trainer_of(tmp_path, first, model).train()
+    trainer_of(tmp_path, first, model)
     trainer = trainer_of(tmp_path, second, model)
     assert trainer.evaluate()["eval_bits"] == 6
     first.remove()
@@ -282,18 +292,3 @@ def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
     assert {p.bits for p in precisions_of(second)} == {3}
     second.eval()
     assert {p.bits for p in precisions_of(second)} == {5}
-
-
-def test_a_context_inside_the_training_leaves_no_trace(tmp_path):
-    class Peek(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, model, **kwargs):
-            with cpt.precision(model.eval(), 2), torch.no_grad():
-                model(**{k: torch.as_tensor(v)[None] for k, v in TEST[0].items()})
-
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), callbacks=[Peek()])
-    seen = probe(trainer.model)
-    trainer.train()
-    assert {tuple(b) for training, b, _ in seen if not training} == {(2,)}
-    assert [b for training, b, _ in seen if training] == [
-        {b} for b in schedule_of().bits().tolist() for _ in range(ACCUMULATED)
-    ]

@@ -1,8 +1,11 @@
 """A real Trainer of Lightning drives a small network."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from helpers import identical, make, state_of
 from torch import nn
 
 import cpt_core as cpt
@@ -22,8 +25,7 @@ pytestmark = [
 STEPS, ACCUMULATED, EPOCHS, LAYERS = 12, 2, 3, 2
 
 
-def schedule_of(name="CR", total_steps=STEPS, **changes):
-    return cpt.make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+schedule_of = partial(make, total_steps=STEPS, n_cycles=2)
 
 
 class Small(pl.LightningModule):
@@ -101,7 +103,7 @@ def per_batch(bits):
     return [{int(b)} for b in bits for _ in range(ACCUMULATED)]
 
 
-def test_loggers_get_what_quantisation_did(tmp_path):
+def test_loggers_get_what_quantisation_did(straight, tmp_path):
     callback, log, module = PrecisionCallback(schedule_of(), record_every=5), Log(), module_of()
     trainer_of(tmp_path, callback, logger=log).fit(module, TRAIN, TEST)
     recording = callback.precision.recording
@@ -110,9 +112,7 @@ def test_loggers_get_what_quantisation_did(tmp_path):
     of_layers = [[recording.scalars(step)[name] for name in names] for step in recording.steps]
     assert log.of("grad/gradient_to_noise") == [np.mean(two) for two in of_layers]  # the median of two
     assert not recording.open
-    alone = module_of()
-    trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(alone, TRAIN, TEST)
-    assert torch.equal(alone.net[0].weight, module.net[0].weight)
+    assert torch.equal(straight[0].net[0].weight, module.net[0].weight)
 
 
 def test_an_error_ends_the_recording(tmp_path):
@@ -137,7 +137,7 @@ def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device)
 
 
 def test_evaluations_have_bits_of_their_own(tmp_path):
-    schedule, module, callback = schedule_of(), module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
+    module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
     trainer = trainer_of(tmp_path, callback, val_check_interval=3)  # in the middle of an accumulation, too
     trainer.validate(module, TEST, verbose=False)  # before any training
     trainer.fit(module, TRAIN, TEST)
@@ -146,7 +146,7 @@ def test_evaluations_have_bits_of_their_own(tmp_path):
     callback.eval_bits = "float"
     (metrics,) = trainer.test(module, TEST, verbose=False)
     assert metrics["eval_bits"] == 32
-    assert module.bits("train") == per_batch(schedule.bits())
+    assert module.bits("train") == per_batch(schedule_of().bits())
     assert module.bits("val") == [{5}] * (1 + 1 + 2 * EPOCHS)  # before, the sanity check, twice an epoch
     assert (module.bits("predict"), module.bits("test")) == ([{5}], [{5}, {None}])
     assert callback.precision.get_last_bits() == [8]
@@ -154,9 +154,7 @@ def test_evaluations_have_bits_of_their_own(tmp_path):
 
 
 def test_other_precisions_of_evaluation_are_refused():
-    with pytest.raises(
-        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
-    ):
+    with pytest.raises(ValueError, match=r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"):
         PrecisionCallback(schedule_of(), eval_bits="max")
 
 
@@ -167,44 +165,34 @@ STOP = 4  # inside the first cycle, at the end of the first epoch
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run without interruption, with a checkpoint after its 4th step."""
-    folder, module = tmp_path_factory.mktemp("straight"), module_of()
+    """A run without interruption, its checkpoint after the 4th step, and what it logged."""
+    folder, module, log = tmp_path_factory.mktemp("straight"), module_of(), Log()
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1)
-    trainer_of(folder, PrecisionCallback(schedule_of()), keeper).fit(module, TRAIN, TEST)
-    return module, folder / f"step={STOP}.ckpt"
-
-
-def state_of(module):
-    ranges = {n: b for n, b in module.named_buffers() if ".running_" in n}
-    assert ranges
-    return module.state_dict() | ranges
+    trainer_of(folder, PrecisionCallback(schedule_of()), keeper, logger=log).fit(module, TRAIN, TEST)
+    return module, folder / f"step={STOP}.ckpt", log
 
 
 def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
-    whole, checkpoint = straight
+    whole, checkpoint, _ = straight
     module = module_of()
     trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
     assert module.bits("train") == per_batch(schedule_of().bits()[STOP:])
-    expected, found = state_of(whole), state_of(module)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert identical(state_of(module), state_of(whole))
 
 
 def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
-    whole, checkpoint = straight
+    whole, checkpoint, _ = straight
     losses, callback = [], PrecisionCallback(schedule_of())
     for module in (whole, module_of()):  # one callback for both
         trainer = trainer_of(tmp_path, callback)
         path = checkpoint.with_name(f"step={STEPS}.ckpt")
         losses.append(trainer.test(module, TEST, ckpt_path=path, verbose=False)[0]["test_loss"])
     assert losses[0] == losses[1]
-    expected, found = state_of(whole), state_of(module)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert identical(state_of(module), state_of(whole))
 
 
 def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
-    _, checkpoint = straight
-    module = module_of()
+    checkpoint, module = straight[1], module_of()
     with pytest.raises(ValueError, match="the checkpoint has schedules"):
         trainer_of(tmp_path, PrecisionCallback(schedule_of("ER"))).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
     content = torch.load(checkpoint, weights_only=True)
@@ -218,10 +206,9 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
 
 
 def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
-    _, checkpoint = straight
     module, callback = module_of(), PrecisionCallback(schedule_of())
     with pytest.raises(ValueError, match="the two must be equal"):
-        trainer_of(tmp_path, callback, max_epochs=EPOCHS + 1).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
+        trainer_of(tmp_path, callback, max_epochs=EPOCHS + 1).fit(module, TRAIN, TEST, ckpt_path=straight[1])
     trainer_of(tmp_path, callback).fit(module, TRAIN, TEST)
     assert module.bits("train") == per_batch(schedule_of().bits())
 
@@ -241,10 +228,8 @@ def test_the_module_must_be_converted(tmp_path):
         trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(Small(), TRAIN, TEST)
 
 
-def test_loggers_get_bits_and_cost(tmp_path):
-    schedule, log = schedule_of(), Log()
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule), logger=log)
-    trainer.fit(module_of(), TRAIN, TEST)
+def test_loggers_get_bits_and_cost(straight):
+    schedule, log = schedule_of(), straight[2]
     assert log.of("bits") == schedule.bits().tolist()
     costs = log.of("relative_cost")
     assert costs[0] == pytest.approx((3 * 3 + 2 * 3 * 8) / (3 * 8 * 8))  # one forward, two backward products

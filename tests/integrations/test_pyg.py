@@ -73,6 +73,12 @@ def layer(pyg, kind, *sizes):
     return made
 
 
+def sage_state(theirs):
+    """Return the parameters of a ``SAGEConv`` under DGL's names."""
+    neighbours, own = theirs.lin_l, theirs.lin_r
+    return {"fc_neigh.weight": neighbours.weight, "fc_self.weight": own.weight, "fc_self.bias": neighbours.bias}
+
+
 class Net(nn.Module):
     def __init__(self, first, second):
         super().__init__()
@@ -135,10 +141,7 @@ def test_dgls_layer_gives_the_same_numbers(pyg, kind, sizes, aggregation):
         other.load_state_dict({"weight": theirs.lin.weight.t(), "bias": theirs.bias})
     else:
         other = dgl.nn.SAGEConv(*sizes, "mean")
-        other.load_state_dict(
-            {"fc_neigh.weight": theirs.lin_l.weight, "fc_self.weight": theirs.lin_r.weight,
-             "fc_self.bias": theirs.lin_l.bias}
-        )  # fmt: skip
+        other.load_state_dict(sage_state(theirs))
     found = []
     nearest = cpt.QuantConfig(aggregation=aggregation).with_gradient_rounding("nearest")
     g = Graph.from_edges(*e, NODES)
@@ -331,13 +334,7 @@ def test_bad_calls(pyg, kind, call, said):
 def test_a_graph_of_its_data(pyg):
     data = SimpleNamespace(edge_index=edges(), num_nodes=NODES)
     theirs, ours = layer(pyg, "SAGE"), cpt.SAGEConv(6, 4)
-    ours.load_state_dict(
-        {
-            "fc_neigh.weight": theirs.lin_l.weight,
-            "fc_self.weight": theirs.lin_r.weight,
-            "fc_self.bias": theirs.lin_l.bias,
-        }
-    )
+    ours.load_state_dict(sage_state(theirs))
     torch.testing.assert_close(ours(Graph.from_pyg(data), features()), theirs(features(), edges()))
     with pytest.raises(ValueError, match="and no edge_weight, got a Tensor and a Tensor"):
         Graph.from_pyg(SimpleNamespace(**vars(data), edge_weight=torch.ones(90)))

@@ -48,14 +48,6 @@ def test_precisions_of_evaluation():
     assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (4, {})
 
 
-@pytest.mark.parametrize("eval_bits", [0, 33, 2.5, True, None, "max", "8", [8]])
-def test_other_precisions_of_evaluation_are_refused(eval_bits):
-    with pytest.raises(
-        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
-    ):
-        cpt.PrecisionScheduler(cpt.quantize_(nn.Linear(2, 2)), cpt.StaticSchedule(4, 9), eval_bits=eval_bits)
-
-
 def test_schedules_per_layer_have_entries_of_their_own():
     first, rest = (
         cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2) for n, q in (("ER", 6), ("CR", 8))

@@ -28,6 +28,7 @@ SOURCES, NODES = 50, 40
 NEAR = 1e-6
 SHARED = cpt.QuantConfig(execution="integer", aggregation="quantized").with_shared_steps()
 AUTHORS = cpt.QuantConfig(execution="integer", aggregation="quantized")
+FP_AGG = replace(SHARED, aggregation="fp")
 ALL = "forward, error, weight, aggregation, aggregation error"
 
 
@@ -159,7 +160,7 @@ LAYERS = {
 CONFIGS = {
     "shared steps": SHARED,
     "authors' steps": AUTHORS,
-    "FP-Agg": replace(SHARED, aggregation="fp"),
+    "FP-Agg": FP_AGG,
     "running ranges": own(graph_input=TENSOR, graph_aggregation=TENSOR),
     "gradient ranges per row": own(graph_grad=Quantizer("per_row", rounding="stochastic")),
 }
@@ -218,7 +219,7 @@ def test_layers_compute_what_the_simulation_does(name, config):
     [
         (GraphConv(6, 9), SHARED, 0, 0, 2, ALL),
         (GraphConv(9, 6), SHARED, 0, 0, 2, ALL),
-        (GraphConv(6, 9), replace(SHARED, aggregation="fp"), 0, 2, 0, "forward, error, weight"),
+        (GraphConv(6, 9), FP_AGG, 0, 2, 0, "forward, error, weight"),
         (GraphConv(6, 9), AUTHORS, 2, 1, 1, "error, aggregation error (forward simulated: weights have a range per row;"
          " weight simulated: inputs have a range per node; aggregation simulated: features have a range per node)"),
         (SAGEConv(6, 9), SHARED, 0, 1, 1, "forward, error, weight, aggregation (aggregation error simulated: a mean "),
@@ -248,9 +249,11 @@ def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
 # --- constant features -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gcn", "sage"])
-@pytest.mark.parametrize("width", [6, 12], ids=["sum first", "product first"])
-@pytest.mark.parametrize("config", [SHARED, AUTHORS, replace(SHARED, aggregation="fp")], ids=["Q", "authors'", "FP"])
+@pytest.mark.parametrize(  # a width of 6: the sum comes first; of 12: the product
+    ("kind", "width", "config"),
+    [("gcn", 6, SHARED), ("gcn", 12, AUTHORS), ("gcn", 12, FP_AGG), ("sage", 6, AUTHORS), ("sage", 6, FP_AGG),
+     ("sage", 12, SHARED)],
+)  # fmt: skip
 def test_codes_of_constant_features_are_made_once_per_bit_width(monkeypatch, kind, width, config):
     encode, made, outcomes = graph_integer.encoded, [], []
     monkeypatch.setattr(
@@ -320,8 +323,7 @@ def train(model, checkpoint=False):
     return losses_of(model, SCHEDULE, lambda step: nn.functional.cross_entropy(run(g, x), target), 8, lr=0.05)
 
 
-@pytest.mark.parametrize("config", [SHARED, AUTHORS], ids=["shared steps", "authors' steps"])
-@pytest.mark.parametrize("kind", ["gcn", "sage"])
+@pytest.mark.parametrize(("kind", "config"), [("gcn", AUTHORS), ("sage", SHARED)])
 def test_training_is_that_of_the_simulation_and_repeats(kind, config):
     losses = train(network(kind, config))
     assert losses == train(network(kind, config), checkpoint=True)

@@ -37,11 +37,11 @@ def attend(execution, shared, q=8, q_grad=8, half=None, mask=None):
 MASK = torch.zeros(3, 1, 1, 7).masked_fill(torch.arange(7) > 4, torch.finfo().min)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
 @pytest.mark.parametrize(
-    ("q", "q_grad", "mask"),
-    [(2, 8, None), (5, 6, MASK), (8, 8, None), (4, "float", MASK), (4, 12, None), (12, 8, MASK)],
-)
+    ("shared", "q", "q_grad", "mask"),
+    [(True, 2, 8, None), (False, 5, 6, MASK), (True, 8, 8, MASK), (False, 8, 8, None), (False, 4, "float", MASK),
+     (True, 4, 12, None), (True, 12, 8, MASK)],
+)  # fmt: skip
 def test_attention_computes_what_the_simulation_does(shared, q, q_grad, mask):
     on_codes, simulated = (attend(e, shared, q, q_grad, mask=mask) for e in ("integer", "simulated"))
     for y, z in zip(on_codes, simulated, strict=True):

@@ -301,7 +301,7 @@ def test_bad_ladders_of_a_configuration_are_refused(ladder, said):
 def test_compiled_models_follow_a_ladder():
     model, x = converted("linear", ladder=LADDERS["minifloat"])
     compiled = torch.compile(model, backend="aot_eager")
-    for mode, level in ((True, 4), (True, 8), (False, 8)):  # every format is compiled anew
+    for mode, level in ((True, 4), (False, 8)):  # every format is compiled anew
         with cpt.precision(model.train(mode), bits=level):
             assert torch.equal(compiled(x), model(x)), (mode, level)
 
