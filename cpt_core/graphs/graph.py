@@ -243,12 +243,7 @@ class Graph:
     @property
     def transposed(self) -> Graph:
         """The graph of the same edges the other way round, made once: along it gradients go back."""
-
-        def make() -> Graph:
-            indptr, indices, *_ = self._dgl.adj_tensors("csr") if self.kernel == "dgl" else self._back  # DGL is faster
-            return Graph._unchecked(indptr, indices, self.num_dst, self.backend)
-
-        return self._once("transposed", make)
+        return self._once("transposed", lambda: Graph._unchecked(*self._back, self.num_dst, self.backend))
 
     @cached_property
     def _dgl(self) -> Any:

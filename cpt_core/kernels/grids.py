@@ -43,16 +43,10 @@ def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> t
 def round_in_range(
     x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None, clip: bool
 ) -> Tensor:
-    """Round to a grid of a given range, such as a stored one.
+    """Round to a grid, see the module, of a given range, such as a stored one.
 
-    Args:
-        x: any shape and floating dtype.
-        low: minimum of the range, float32, broadcastable to x.
-        width: maximum - minimum, likewise; neither plays a part for mx and for what is not scaled.
-        levels: n = 2**q - 1 of a grid without a format, 0-d float32; a format has its own.
-        grid: see the module.
-        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
-        clip: of a grid without a format, see ``reference.round_to_grid``; formats always do.
+    Arguments as those of ``reference.round_to_grid``. A format has its own levels and always clips; the range plays no
+    part for mx and for what is not scaled.
 
     Raises:
         ValueError: for a row that blocks do not divide, and a format that clips but has no scale.

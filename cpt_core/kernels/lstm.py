@@ -91,11 +91,7 @@ class Backward(NamedTuple):
 
 
 def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
-    """Run all steps.
-
-    Args:
-        ops: the operators that quantise, such as ``torch.ops.cpt``.
-        *given: as ``Forward``.
+    """Run all steps of what is given, as ``Forward``; ``ops``, such as ``torch.ops.cpt``, quantise.
 
     Returns:
         Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
@@ -105,7 +101,6 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
     a = Forward(*given)
     weight, levels, granularity = a.weight, a.levels, a.granularity
     tables = None if a.column_codes is None else a[-2:]
-    _check_codes(tables is not None, granularity, a.grad_granularity)
     whole, to = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
@@ -160,11 +155,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
 
 
 def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply the chain rule, from the last step to the first.
-
-    Args:
-        ops: as in ``forward``.
-        *given: as ``Backward``.
+    """Apply the chain rule to what is given, as ``Backward``, from the last step to the first.
 
     Returns:
         The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
@@ -173,7 +164,6 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = Backward(*given)
     weight, gates, before, tanh_c, levels = a.weight, a.gates, a.before, a.tanh_c, a.levels
     tables = None if a.column_codes is None else a[-2:]
-    _check_codes(tables is not None, a.granularity)
     hidden_size = weight.shape[1]
     d_h, d_c = a.d_h.contiguous(), a.d_c.contiguous()
     four = gates.view(-1, 4, hidden_size)
@@ -212,12 +202,6 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
         )
     return d_gates, gates.new_empty(0) if levels is None else behind, d_h, d_c
-
-
-def _check_codes(on_codes: bool, *grids: str) -> None:
-    """Raise ValueError for products on codes of anything but the affine grid."""
-    if on_codes and any(parts_of(grid)[1] is not None for grid in grids):
-        raise ValueError(f"only the affine grid has codes, got the grids {', '.join(grids)}")
 
 
 def _split(steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -323,15 +307,12 @@ def gradients(
     """Return what ``backward`` does, all of them whole, and let the key of the noise go on.
 
     Args:
-        ops: as in ``forward``, as the other names.
+        ops, weight: as in ``backward``.
         given: gradients of the hidden states and of the last h and c; None where there is none.
         state: (B, H).
-        weight: as in ``backward``.
-        saved: gates, cell states before the step, tanh(c).
-        steps: T, sizes, reverse.
-        quantizes: levels, granularity and key of the gradient.
+        saved, steps, quantizes, tables: fields of ``Backward`` that follow each other, from ``gates``, ``steps``,
+            ``levels`` and ``column_codes`` on.
         advance: whether the key is to count the steps.
-        tables: as in ``backward``.
     """
     gates, before, _ = saved
     levels, _, key = quantizes

@@ -87,13 +87,9 @@ def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``torch.nn.functional.linear`` with its gradient, which is made of such products again.
+    """Return x (..., K) times weight (N, K) transposed, plus bias (N,), with its gradient, made of such products again.
 
-    Args:
-        ops: the operators, such as ``torch.ops.cpt``.
-        x: (..., K).
-        weight: (N, K).
-        bias: (N,) or None.
+    ``ops`` are the operators, such as ``torch.ops.cpt``.
     """
     if not in_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)

@@ -193,12 +193,7 @@ def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
     A pure function of key and place: the same in every backend, for any number of threads and layout in memory.
     ``key`` is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place at two
     points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u takes
-    2**16 values, symmetric about 0.
-
-    Args:
-        key: 0-d int64, different in every call.
-        start: first element.
-        count: how many.
+    2**16 values, symmetric about 0. ``key`` is 0-d int64, different in every call.
     """
     first, second = key_halves(key)
     pair = torch.arange(start >> 1, (start + count + 1) >> 1, device=key.device, dtype=torch.int64)

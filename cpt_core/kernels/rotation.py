@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpt_core.checks import whole
 from cpt_core.kernels.reference import traced_noise
 from cpt_core.kernels.traced import matmul
 
@@ -25,23 +24,20 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
 
     Args:
         x: floating, (..., F); the result has its shape and dtype, and gradients go back through the rotation.
-        size: of a block, a power of two that divides F.
+        size: of a block, a power of two, as a ``Quantizer`` has it.
         seed: of the signs.
         inverse: rotate back.
 
     Raises:
-        ValueError: for a size that is no power of two, or does not divide F.
+        ValueError: for a size that does not divide F.
     """
-    size = whole("size of a rotation", size, 1)
-    if size & (size - 1):
-        raise ValueError(f"a Hadamard rotation has a power of two as its size, got {size}")
     if not x.dim() or x.shape[-1] % size:
         raise ValueError(f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}")
     step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < size:
         matrix = torch.kron(matrix, step)
-    noise = traced_noise(torch.tensor(whole("seed", seed), device=x.device), size)
+    noise = traced_noise(torch.tensor(seed, device=x.device), size)
     matrix = torch.where(noise[:, None] < 0, -matrix, matrix) * size**-0.5
     blocks = x.unflatten(-1, (-1, size))
     return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)

@@ -154,9 +154,6 @@ def test_a_rotation_spreads_what_stands_out():
     assert torch.equal(compiled(x), rotate(x, 16, 5))
 
 
-@pytest.mark.parametrize(
-    ("size", "words"), [(12, "power of two"), (0, "at least 1"), (128, r"do not divide .*\(4, 64\)")]
-)
-def test_rotations_that_do_not_fit_are_refused(size, words):
-    with pytest.raises(ValueError, match=words):
-        rotate(normal(4, 64), size, 0)
+def test_a_rotation_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"do not divide .*\(4, 64\)"):
+        rotate(normal(4, 64), 128, 0)

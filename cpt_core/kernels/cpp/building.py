@@ -3,11 +3,10 @@
 The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
 its place and moved there, under a lock: processes that start at once build it once.
 
-Loading a library runs it. So it is taken from the cache only where nobody else could have put it: the file, its folder
-and the folders above belong to this user or to root, and others cannot write to them (a folder like ``/tmp``, where
-each may delete his own alone, may stand above). And only if its content has the digest that was written when it was
-built. What fails the first is left alone, and the kernels are built for this process; what fails the second is built
-again.
+Loading a library runs it. So it is taken from the cache only where nobody else could have put it: it and the folders
+above belong to this user or to root, and others cannot write to them (above its own folder there may be one like
+``/tmp``, where each may delete his own alone). Else it is left alone, and the kernels are built for this process. And
+only if its content has the digest that was written when it was built; else it is built again.
 """
 
 from __future__ import annotations

@@ -217,19 +217,6 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
   return {hidden, h, c, ranges, saved(gates), saved(operands), saved(before), saved(tanh_c)};
 }
 
-// The values of codes (rows, n), on one range or a range each, into `out`.
-void values_of(const Tensor& codes, const float* low, const float* width, bool by_row, float levels,
-               const Tensor& out) {
-  const int64_t n = codes.size(1);
-  const int8_t* k = codes.const_data_ptr<int8_t>();
-  float* y = out.mutable_data_ptr<float>();
-  by_rows(codes.size(0), n, [&](int64_t row) {
-    const float from = low[by_row ? row : 0], scale = scale_of(width[by_row ? row : 0], levels);
-    const float half = (levels + 1.f) / 2.f;
-    for (int64_t j = row * n; j < (row + 1) * n; ++j) y[j] = (static_cast<float>(k[j]) + half) * scale + from;
-  });
-}
-
 // What a step of the backward pass reads and writes, (rows, width) each; four of these for gates and their gradients.
 struct Step {
   const float *d_out, *d_h, *gates, *before, *tanh_c;
@@ -304,9 +291,9 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
     if (columns) {
       const auto [low, width] = range(before_grid, granularity);
       const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value(), false);
-      const float *lows = low.const_data_ptr<float>(), *widths = width.const_data_ptr<float>();
-      values_of(codes, lows, widths, low.numel() > 1, number(*grad_levels), after);
-      multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);
+      after.copy_(codes).add_((*grad_levels + 1) / 2).mul_((width / *grad_levels).clamp_min(MIN_SCALE)).add_(low);
+      multiply(part_h, codes, low.const_data_ptr<float>(), width.const_data_ptr<float>(), low.numel() > 1,
+               number(*grad_levels), weight, columns);
     } else {
       if (grad_levels) quantized(before_grid, after, *grad_levels, granularity, noise);
       product_out(part_h, after, weight, std::nullopt);

@@ -269,41 +269,34 @@ Tensor sum_neighbours(const Tensor& codes, const Tensor& zero, const Tensor& sca
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Round : torch::autograd::Function<Round> {
-  static Tensor forward(AutogradContext*, const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-                        const optional<Tensor>& key, bool clip) {
+// A rounding of x hands the gradient of its first result on as it is; the others, the range, have none.
+struct StraightThrough : torch::autograd::Function<StraightThrough> {
+  template <typename F>
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const F& round) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = operator_named<decltype(round_to_grid)>("cpt::round_to_grid");
-    return op.call(x, low, width, levels, key, clip);
-  }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
-  }
-};
-
-struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& levels, std::string_view granularity,
-                               const optional<Tensor>& key) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
-    auto [y, low, width] = op.call(x, levels, granularity, key);
-    ctx->mark_non_differentiable({low, width});
+    variable_list found = round(x);
+    ctx->mark_non_differentiable({found.begin() + 1, found.end()});
     ctx->set_materialize_grads(false);  // no zeros for ranges that nothing is derived by
-    return {y, low, width};
+    return found;
   }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], Tensor(), Tensor(), Tensor()};
-  }
+  static variable_list backward(AutogradContext*, variable_list grads) { return {grads[0], Tensor()}; }
 };
 
 Tensor round_autograd(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
                       const optional<Tensor>& key, bool clip) {
-  return Round::apply(x, low, width, levels, key, clip);
+  static const auto op = operator_named<decltype(round_to_grid)>("cpt::round_to_grid");
+  return StraightThrough::apply(x, [&](const Tensor& x) -> variable_list {
+    return {op.call(x, low, width, levels, key, clip)};
+  })[0];
 }
 
 Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_view granularity,
                              const optional<Tensor>& key) {
-  auto found = FakeQuantize::apply(x, levels, granularity, key);
+  static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
+  const auto found = StraightThrough::apply(x, [&](const Tensor& x) -> variable_list {
+    auto [y, low, width] = op.call(x, levels, granularity, key);
+    return {y, low, width};
+  });
   return {found[0], found[1], found[2]};
 }
 

@@ -249,13 +249,6 @@ def _track(running, low, width):
     tl.store(running + i, after, mask=(i < 3) & finite)
 
 
-@triton.jit
-def _draw(key, out, start, count, C: tl.constexpr):
-    """The noise itself."""
-    i = tl.program_id(0) * C + tl.arange(0, C)
-    tl.store(out + i, _uniform(key, start + i.to(tl.int64), True), mask=i < count)
-
-
 def range_of(x: Tensor, granularity: str) -> reference.Range:
     """Return the ranges of a tensor that is not empty, as ``reference.range_of``."""
     if granularity not in KEPT:
@@ -335,13 +328,6 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
     """Let a running range (3,) follow the range of one call, in place, as ``reference.track``."""
     _launch(_track, 1, running, running, low, width)
-
-
-def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
-    """Return the noise of some elements, as ``reference.hash_noise``; for tests, the kernels draw it as they round."""
-    out = torch.empty(count, dtype=torch.float32, device=key.device)
-    _launch(_draw, triton.cdiv(count, 128), out, key, out, start, count, C=128)
-    return out
 
 
 def why_not() -> str:

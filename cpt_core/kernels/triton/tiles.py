@@ -15,8 +15,6 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from cpt_core.checks import choose
-
 TILE = 4096  # elements of a tile; a quarter of it for tensors of less than 2**20
 FUSED = 16384  # elements of the largest tile of whole rows
 PARTS = 512  # programs that look for extremes where rows are few: some for every multiprocessor of a large device
@@ -78,9 +76,9 @@ def range_shape(shape: Ints, granularity: str) -> tuple[Ints, Ints]:
     """Return the shape of a range and its strides along the dimensions of the tensor.
 
     Raises:
-        ValueError: for an unknown granularity, or a range of no elements.
+        ValueError: for a range of no elements.
     """
-    kept = KEPT[choose("granularity", granularity, KEPT)](len(shape))
+    kept = KEPT[granularity](len(shape))
     if any(size == 0 for d, size in enumerate(shape) if d not in kept):
         raise ValueError(f"a tensor of shape {tuple(shape)} has no range {granularity}: it is empty")
     if not kept and not (granularity == "per_row" and shape):
