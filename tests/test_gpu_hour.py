@@ -1,5 +1,6 @@
 """``bench.gpu`` in its rehearsal on the CPU: every part runs, fails, stops and goes on."""
 
+import io
 import json
 import time
 from contextlib import nullcontext
@@ -22,6 +23,8 @@ from cpt_lab.sweeps import stores
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(stages, "commit", dict)  # asking git takes its time
+    monkeypatch.setattr(stages.gc, "collect", lambda: 0)  # so does this, in a process of many tests
+    monkeypatch.setattr(parts, "WARM_UP", 1)
     return tmp_path / "gpu-dry"
 
 
@@ -50,11 +53,18 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
         assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
 
 
-@pytest.mark.slow
-def test_the_steps_of_processes_are_counted_together(folder):
-    assert hour.main(["packing", "--dry", "--only", "1 at a time"]) == 0
-    (found,) = read(folder, "packing")[0]["values"].values()
-    assert found["steps_per_second"] == found["slowest"] > 0
+def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["-c", "quantised", "cpu", "0.01"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+    exec(parts.PACKED)  # what each of them does
+    ready, rate = capfd.readouterr().out.split()
+    assert (ready, float(rate) > 0) == ("ready", True)
+    monkeypatch.setattr(parts, "PACKED", "print('ready', flush=True); input(); print(2.5)")
+    assert hour.main(["packing", "--dry"]) == 0
+    found = read(folder, "packing")[0]["values"]
+    assert {stage: (v["steps_per_second"], v["slowest"]) for stage, v in found.items()} == {
+        "1 at a time, quantised": (2.5, 2.5), "2 at a time, quantised": (5.0, 2.5),
+    }  # fmt: skip
 
 
 def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(folder, monkeypatch):
@@ -90,7 +100,6 @@ def fake(monkeypatch, **given):
     monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
 
 
-@pytest.mark.slow
 def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(folder, monkeypatch):
     calls = []
 

@@ -108,32 +108,35 @@ def test_running_ranges_are_followed_alike(compiled, now):
     assert (expected[0] == torch.tensor(0.3)) == (not torch.tensor(now).isfinite().all())
 
 
-def test_noise_goes_by_the_place_of_an_element_not_by_where_it_lies():
-    x, levels, key = normal(4, 6, 8, 10), torch.tensor(3.0), torch.tensor(11)
-    lying = x.contiguous(memory_format=torch.channels_last), x.permute(3, 1, 0, 2).clone().permute(2, 1, 3, 0)
-    for granularity in ("per_tensor", "per_position", "per_row"):
-        first, *others = (operators.fake_quantize(y, levels, granularity, key)[0] for y in (x, *lying))
-        assert all(torch.equal(first, other) for other in others)
+FORMATS = (
+    "per_row|e4m3",
+    "per_tensor|symmetric4",
+    "per_row|affine4",
+    "per_channel|e5m2:clipping=rms",
+    "per_tensor|bf16",
+)
+FORMATS += ("per_tensor|mxfp4:partial=1", "per_row|nvfp4:partial=1")
 
 
 @pytest.mark.parametrize("key", [None, torch.tensor(5)])
-@pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
-def test_parts_change_no_bit(monkeypatch, granularity, key):
+@pytest.mark.parametrize("grid", [*sorted(GRANULARITIES), *FORMATS])
+def test_parts_change_no_bit(monkeypatch, grid, key):
     shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200)]
-    for shape in shapes if granularity == "per_sample_mean" else (*shapes, (999,)):
+    for shape in shapes if grid == "per_sample_mean" else (*shapes, (999,)):
         found = []
         for block in (10**9, 64):  # in one piece first
             monkeypatch.setattr(reference, "BLOCK", block)
-            found.append(grids.fake_quantize(normal(*shape), torch.tensor(7.0), granularity, key))
+            found.append(grids.fake_quantize(normal(*shape), torch.tensor(7.0), grid, key))
         assert identical(*found), shape
 
 
-def test_parts_are_really_used(monkeypatch):
-    calls = []
-    monkeypatch.setattr(reference, "_round_in_parts", lambda x, *rest: calls.append(x.numel()) or x.clone())
+@pytest.mark.parametrize("grid", ["per_tensor", "per_tensor|e2m1"])
+def test_parts_are_really_used(monkeypatch, grid):
+    calls, rows = [], reference.rows_of_part
+    monkeypatch.setattr(reference, "rows_of_part", lambda x: calls.append(x.numel()) or rows(x))
     x, levels = torch.rand(2 * reference.BLOCK + 1), torch.tensor(7.0)
-    for y in (x, x[:-1], x[::2].repeat(3)[::2]):
-        grids.fake_quantize(y, levels, "per_tensor", None)
+    for y in (x, x[:-1]):
+        grids.fake_quantize(y, levels, grid, None)
     assert calls == [len(x)]
 
 

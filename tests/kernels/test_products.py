@@ -8,7 +8,6 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core import processor as processors
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels import backend as module
 from cpt_core.kernels import operators, products
 
 ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
@@ -81,16 +80,6 @@ def test_a_library_can_be_forced(processor, monkeypatch):
     monkeypatch.setattr(products, "is_there", lambda: False)
     with pytest.raises(RuntimeError, match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"):
         products.choose_library("onednn")
-
-
-@pytest.fixture
-def undecided(monkeypatch):
-    """As if nothing had asked for a backend yet."""
-    monkeypatch.setattr(module, "_active", None)
-    before = operators.active, operators.gradient_node, products.active
-    yield
-    operators.active, operators.gradient_node = before[:2]
-    products.use(before[2])
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
