@@ -42,7 +42,6 @@ def test_all_backends_round_alike(cpp_kernels, layout, grid):
 def test_a_grid_without_a_format_is_the_one_of_levels():
     x = normal(6, 9)
     assert Quantizer("per_row", format=Format.affine(4)).grid == "per_row"
-    assert grids.parts_of("per_row") == ("per_row", None)
     assert Quantizer("per_row").on(Quantizer("per_tensor", format=Format.affine(4))).grid == "per_tensor"
     low, width = reference.range_of(x, "per_row")
     expected = reference.round_to_grid(x, low, width, N, None, False), low, width
