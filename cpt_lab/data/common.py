@@ -19,6 +19,7 @@ from cpt_lab.data.files import DataNotFoundError, fingerprint
 from cpt_lab.experiments.recipe import Recipe, is_own
 from cpt_lab.paths import data_dir, work_dir
 
+SPLITS = ("train", "valid", "test")
 MOST_CLASSES = 10_000  # where there are not as many samples
 MOST_NAMED = 10  # defects in one message
 R = TypeVar("R", bound=Recipe)

@@ -1,19 +1,6 @@
-"""Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own in VOC's layout.
+"""Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own, as ``data/cards/own-pictures.md`` has them.
 
-Your own pictures, as ``dataset``: a folder in COCO's layout, ``annotations/instances_train*.json`` with pictures in
-``train*/`` or ``images/``, or ``train/_annotations.coco.json`` beside them, and the same of ``test`` or ``val``; or one
-in VOC's (maybe with
-``VOCdevkit/VOC2007/`` or the like inside), that holds
-
-- ``JPEGImages/<id>.jpg``; greyscale ones are read as colour;
-- ``Annotations/<id>.xml``: ``size`` and one ``object`` per box, with ``name`` and ``bndbox``; an object's own ``part``
-  elements play no part;
-- ``ImageSets/Main/train.txt`` and ``test.txt``, or ``val.txt`` where there is no ``test.txt``: an id per line.
-
-Rules: the classes are the names in the training annotations. Pixels are counted from 1 and both corners belong to the
-box, as in VOC. A box that sticks out of its image, a box without area and an unknown class are errors. Objects marked
-``difficult`` are not trained on and count neither for nor against a detection. An image without objects is kept: it is
-all background. Of COCO the boxes are turned into this form; what is a crowd there is difficult here.
+Pixels are counted from 1 in VOC's form, and both corners belong to a box. COCO's boxes are turned into that form.
 
 Shapes: n boxes of an image.
 """
@@ -35,7 +22,7 @@ import torchvision
 from torch import Tensor
 
 from cpt_lab.data.common import each, generator_of, split_sizes, titled
-from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.image_readers import picture_size
 from cpt_lab.data.pictures import DIGITS, SCENES, Annotated, DetectionData, annotated_picture, scenes
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
@@ -94,9 +81,7 @@ def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
         try:
             found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
         except (RuntimeError, FileNotFoundError) as error:
-            raise DataNotFoundError(
-                f"{dataset} is not in {data_dir()}; get it with: {command(f'download {dataset}')}"
-            ) from error
+            raise not_here(dataset) from error
         files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
         return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
     folder = own_path(dataset)

@@ -1,22 +1,7 @@
 """Sentence pairs for natural language inference: XNLI, your own, and embedded ones from a small grammar.
 
-Your own pairs, as ``dataset``, a folder in one of three layouts (the first that is found is read):
-
-- XNLI's official files: ``XNLI-1.0/xnli.dev.tsv`` and ``xnli.test.tsv`` with the columns ``language``, ``gold_label``,
-  ``sentence1``, ``sentence2``, and ``XNLI-MT-1.0*/multinli/multinli.train.<language>.tsv`` with ``premise``, ``hypo``,
-  ``label``;
-- the Hugging Face hub's: ``<language>/train-*.parquet``, ``validation-*.parquet`` and ``test-*.parquet`` with
-  ``premise``, ``hypothesis``, ``label``;
-- flat files ``train``, ``validation`` (or ``valid``, ``dev``) and ``test`` with the ending ``.parquet``, ``.jsonl``,
-  ``.json``, ``.csv`` or ``.tsv`` and the columns ``premise``, ``hypothesis``, ``label``, and, for several languages,
-  ``language``; without that column all text counts as the recipe's language, and the title names none.
-
-Labels are names or numbers: entailment (0), neutral (1), contradiction (2); "contradictory", as XNLI's training files
-spell it, is the same. Rows whose label is "-" or -1, on which the annotators did not agree, are left out and counted in
-the log. Quotes mean nothing in ``.tsv`` files, as in XNLI's, and the usual in ``.csv`` files. Errors name rows as a
-spreadsheet without its header does: the first is 1.
-
-XNLI is looked up in ``CPT_DATA_DIR``, then ``data/cache``, as ``xnli/``, in any of these layouts.
+The layouts and what labels may be called: ``data/cards/own-pairs.md``. XNLI is ``xnli/`` in the data folder, in any of
+these layouts. Errors name rows as a spreadsheet without its header does: the first is 1.
 """
 
 from __future__ import annotations
@@ -35,15 +20,14 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import library
-from cpt_lab.data.common import generator_of
-from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.common import SPLITS, generator_of
+from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
-from cpt_lab.paths import command, data_dir
+from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
 LABELS = ("entailment", "neutral", "contradiction")
-SPLITS = ("train", "valid", "test")
 UNDECIDED = -1
 # what a file may say -> label
 SPELLINGS = {
@@ -178,10 +162,9 @@ LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
 def _folder(dataset: str) -> Path:
     EXPERIMENT.check_dataset(dataset)
     folder = data_dir() / "xnli" if dataset == "xnli" else own_path(dataset)
-    if folder.is_dir():
-        return folder
-    hint = f"; get it with: {command('download xnli')}" if dataset == "xnli" else ""
-    raise DataNotFoundError(f"there is no folder {folder}{hint}")
+    if not folder.is_dir():
+        raise not_here(dataset) if dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
+    return folder
 
 
 def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, Pairs], bool]:
@@ -237,16 +220,11 @@ def _table(path: Path) -> pd.DataFrame:
         if whole.startswith("["):
             return pd.DataFrame(json.loads(whole))
         return pd.DataFrame([json.loads(line) for line in whole.split("\n") if line.strip()])
-    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-    with path.open(encoding="utf-8", newline="") as text:
-        lines, rows = csv.DictReader(text, **form), []
-        for row in lines:
-            if None in row:
-                names = len(lines.fieldnames or ())
-                said = f"{path}, line {lines.line_num}: {names + len(row[None])} fields under {names} names"
-                raise ValueError(f"{said}; are quotes missing?")
-            rows.append(row)
-    return pd.DataFrame(rows, columns=lines.fieldnames)
+    form: dict[str, Any] = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    table = pd.read_csv(path, dtype=str, keep_default_na=False, **form)
+    if not isinstance(table.index, pd.RangeIndex):  # pandas takes what is too much in the first row for its name
+        raise ValueError("row 1 has more fields than the header has names; are quotes missing?")
+    return table
 
 
 def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:

@@ -19,6 +19,11 @@ class DataNotFoundError(FileNotFoundError):
     """A data set is not on this machine; the message names the command that gets it."""
 
 
+def not_here(name: str, note: str = "") -> DataNotFoundError:
+    """Return the error of a named data set that is not in the data folder."""
+    return DataNotFoundError(f"{name} is not in {data_dir()}{note}; get it with: {command(f'download {name}')}")
+
+
 def own_path(path: str) -> Path:
     """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
@@ -93,8 +98,7 @@ def check_data(recipe: Recipe) -> None:
     experiment.check_dataset(recipe.dataset)
     if not is_own(recipe.dataset):
         if experiment.named[recipe.dataset].folders and not sources(recipe):
-            get = f"get it with: {command(f'download {recipe.dataset}')}"
-            raise DataNotFoundError(f"{recipe.dataset} is not in {data_dir()}; {get}")
+            raise not_here(recipe.dataset)
         return
     for path in sources(recipe):
         if not path.exists():

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cpt_lab.data.common import whole_numbers
+from cpt_lab.data.common import SPLITS, whole_numbers
 from cpt_lab.data.files import reading
 
-SPLITS = ("train", "valid", "test")
 ROWS = 1 << 17  # lines of a table that are read at a time
 
 

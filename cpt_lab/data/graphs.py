@@ -1,19 +1,6 @@
-"""Graphs for node classification: OGB's, your own, and an embedded nearest-neighbour graph over digits.
+"""Graphs for node classification: OGB's, an embedded one over digits, and your own (``data/cards/own-graphs.md``).
 
-Your own graph, as ``dataset`` (every edge is taken in both directions, whatever the file says, and counted once):
-
-- an archive ``"my-graph.npz"`` with
-  ``edge_index`` (2, E) or ``edges`` (E, 2);
-  ``features`` or ``node_features`` (N, F), or, for sparse features of ones, ``feat_indptr``, ``feat_indices`` and
-  ``feat_shape`` as in a CSR matrix;
-  ``labels`` or ``node_labels`` (N,): 0, 1, ..., or -1 for nodes without a label;
-  and a split: ``train_idx``, ``valid_idx``, ``test_idx`` with node numbers, or ``train_masks``, ``val_masks``,
-  ``test_masks`` (N,), (splits, N), or (N, splits) as PyG writes them, of which the first split is taken;
-- a folder ``"my-graph/"`` in OGB's raw layout: ``raw/{edge,node-feat,node-label,num-node-list,num-edge-list}.csv.gz``
-  and ``split/<name>/{train,valid,test}.csv.gz``;
-- a folder with the files ``ind.<name>.*`` of Planetoid (Cora, CiteSeer, PubMed).
-
-OGB's data sets are looked up in ``CPT_DATA_DIR``, then ``data/cache``, as ``ogbn_arxiv/`` and ``ogbn_products/``.
+Every edge is taken in both directions, whatever a file says, and counted once.
 
 Shapes: N nodes, E edges, F features.
 """
@@ -29,9 +16,9 @@ import torch
 from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
-from cpt_lab.data.common import class_count, generator_of, one_thread, whole_numbers
+from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.graph_readers import SPLITS, RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
+from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
 from cpt_lab.data.ogb import read_ogb
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 

@@ -1,17 +1,6 @@
-"""Images: embedded digits, torchvision's data sets, and your own; batches that a resumed run continues exactly.
+"""Images: embedded digits, torchvision's data sets, and your own, as ``data/cards/own-images.md`` has them.
 
-Small images live in memory as one uint8 tensor and are augmented there, a batch at a time, on the device. Large ones
-(ImageNet, folders at full size) are read from disk by worker processes. Either way a batch is a pure function of
-(seed, step): the order of the data and its augmentation need no state.
-
-Your own images, as ``dataset``:
-
-- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg``, or with class folders alone;
-- ``"train.npz,test.npz"``, or a folder with exactly one ``*train*.npz`` and one ``*test*.npz`` or ``*val*.npz``; each
-  archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
-  the other, uint8) with ``offsets`` (n + 1,).
-
-A name without a slash is a known data set, so a folder in the data folder is written ``"my-images/"``.
+Small images live in memory as one uint8 tensor; large ones (ImageNet, folders at full size) are read from disk.
 
 Shapes: N images, C channels, H x W pixels.
 """
@@ -31,7 +20,7 @@ from torch.utils.data import Dataset
 
 from cpt_core.checks import library
 from cpt_lab.data.common import class_count, each, generator_of, split_sizes, titled
-from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.recipe import is_own
@@ -170,9 +159,7 @@ def _cifar(name: str) -> Arrays:
     try:
         parts = [_cifar_class(name)(data_dir(), train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
-        raise DataNotFoundError(
-            f"{name} is not in {data_dir()} (or is damaged); get it with: {command(f'download {name}')}"
-        ) from error
+        raise not_here(name, " (or is damaged)") from error
     train, test = (
         ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts

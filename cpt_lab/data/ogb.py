@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 
 from cpt_core.checks import library
-from cpt_lab.data.files import DataNotFoundError, reading, sources
+from cpt_lab.data.files import not_here, reading, sources
 from cpt_lab.data.graph_readers import RawGraph, read_ogb_folder
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
-from cpt_lab.paths import command, data_dir
+from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def read_ogb(recipe: GraphRecipe) -> RawGraph:
     name = recipe.dataset
     found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
     if not found:
-        raise DataNotFoundError(f"{name} is not in {data_dir()}; get it with: {command(f'download {name}')}")
+        raise not_here(name)
     graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title)
     *official, graph.classes = OFFICIAL[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]

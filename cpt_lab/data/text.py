@@ -1,8 +1,6 @@
-"""Text for language models: Penn Treebank, Python's own reference text, and plain-text corpora of your own.
+"""Text for language models: Penn Treebank, Python's own reference text, and your own (``data/cards/own-text.md``).
 
-A corpus is three files of one sentence per line, words separated by blanks, such as ``ptb.train.txt``,
-``ptb.valid.txt``, ``ptb.test.txt``; or one file, whose first eight tenths of lines are trained on. Every line ends in
-the word ``<eos>``; lines without words are skipped; words that the training text does not have become ``<unk>``.
+Every line ends in the word ``<eos>``; words that the training text does not have become ``<unk>``.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cpt_lab.data.common import generator_of
-from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.common import SPLITS, generator_of
+from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
-from cpt_lab.paths import command, data_dir
+from cpt_lab.paths import data_dir
 
 EOS, UNKNOWN = "<eos>", "<unk>"
-SPLITS = ("train", "valid", "test")
 PTB_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}  # with <eos>
 PTB_SHA256 = {
     "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
@@ -60,9 +57,8 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         texts, title = _reference_text(), "Python's reference text"
     elif recipe.dataset == "ptb":
         files = {split: data_dir() / "ptb" / f"ptb.{split}.txt" for split in SPLITS}
-        missing = [path for path in files.values() if not path.is_file()]
-        if missing:
-            raise DataNotFoundError(f"there is no {missing[0]}; get it with: {command('download ptb')}")
+        if not all(path.is_file() for path in files.values()):
+            raise not_here("ptb")
         texts, title = {split: _read(path) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
         counts = {split: len(_words(text)) for split, text in texts.items()}
         if counts != PTB_WORDS:

@@ -199,7 +199,9 @@ def test_files_that_cannot_be_read(tmp_path):
         folder = write_flat(tmp_path / ending, ending)
         rows = [["premise", "hypothesis", "label"], *[["a", "b", "0"]] * 2, *[["a", "b", "0", "c"]] * 2]
         (folder / f"train.{ending}").write_text("\n".join(mark.join(row) for row in rows))
-        refused(own(folder), rf"train\.{ending}, line 4: 4 fields under 3 names")
+        refused(own(folder), rf"train\.{ending} cannot be read: .*Expected 3 fields in line 4, saw 4")
+        (folder / f"train.{ending}").write_text("\n".join(mark.join(row) for row in (rows[0], *rows[:0:-1])))
+        refused(own(folder), rf"train\.{ending} .*row 1 has more fields than the header has names; are quotes missing")
     folder = write_flat(tmp_path / "other", "parquet")
     (folder / "train.parquet").write_bytes(b"nonsense")
     refused(own(folder), r"train\.parquet.*this is not a parquet file")
