@@ -231,15 +231,12 @@ def changed(files, **contents):
         ("image", lambda: images(labels=np.linspace(0, 2.99, 12)), rf"train\.npz: {WHOLE}, number 1 is 0\.27"),
         ("image", lambda: images(labels=np.arange(12) * 1j), rf"train\.npz: {WHOLE} .* got complex128"),
         ("image", lambda: images(labels=np.zeros((12, 2), int)), rf"{WHOLE} of shape \(n,\), got int64 \(12, 2\)"),
-        ("image", lambda: images(labels=np.array(["a"] * 12)), rf"{WHOLE} .* got <U1"),
         ("detection", lambda: changed(voc_folder(), x_xml=b'<?xml version="1.0" encoding="klingon"?>'),
          r"x\.xml cannot be read: LookupError"),
         ("detection", lambda: changed(voc_folder(), x_jpg=bomb()), r"x\.jpg cannot be read: DecompressionBombError"),
-        ("graph", lambda: graph(labels=np.arange(6) * 1j), rf"g\.npz: {WHOLE} .* got complex128"),
         ("graph", lambda: graph(features=np.full((6, 3), 1e300)),
          r"18 features are NaN or infinite, the first in node 0 \(as float32\)"),
         ("graph", lambda: graph(features=np.eye(6, 3) * 1j), r"features must be real numbers, got complex128"),
-        ("graph", lambda: graph(features=np.full((6, 3), "x")), r"features must be real numbers, got <U1"),
         ("graph", lambda: sparse(feat_indices=np.array([0, 1, 2, -1, 0, 0])), r"do not fit feat_shape \(6, 3\)"),
         ("graph", lambda: sparse(feat_indptr=np.array([0, 4, 2, 3, 4, 5, 6])), r"do not fit feat_shape \(6, 3\)"),
         ("graph", lambda: sparse(feat_shape=np.array([6, 1 << 50])), r"g\.npz cannot be read: .*Memory"),
@@ -264,7 +261,9 @@ def test_hostile_content_is_refused_with_its_reason(task, files, message, data_f
 
 
 @pytest.mark.parametrize(
-    "form", [lambda m: m, lambda m: m.T, lambda m: m[0]], ids=["(splits, N)", "(N, splits)", "(N,)"]
+    "form",
+    [lambda m: m, lambda m: m.T, lambda m: m[0], lambda m: m[0].astype(float)],
+    ids=["(splits, N)", "(N, splits)", "(N,)", "ones and zeros"],
 )
 def test_masks_of_every_form(form, data_folder):
     found = load_graph(own("graph", own_data(data_folder, masks(form))))
@@ -306,22 +305,15 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
 # --- at a glance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", EXPERIMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_of_another_task_is_refused_at_a_glance(layout, task, data_folder):
-    right, make = LAYOUTS[layout]
-    asked = own(task, own_data(data_folder, make()))
-    if task == right:
-        check_data(asked)
-    else:
-        with pytest.raises(ValueError, match=rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md"):
-            check_data(asked)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
-    task, make = LAYOUTS[layout]
-    assert task_of_data(own_data(data_folder, make())) == task
+    right, make = LAYOUTS[layout]
+    dataset = own_data(data_folder, make())
+    assert task_of_data(dataset) == right
+    check_data(own(right, dataset))
+    for task in set(EXPERIMENTS) - {right}:
+        with pytest.raises(ValueError, match=rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md"):
+            check_data(own(task, dataset))
 
 
 @pytest.mark.parametrize(
@@ -369,10 +361,10 @@ def test_all_wrong_files_are_named_at_once(data_folder):
 
 
 @pytest.mark.parametrize("task", EXPERIMENTS)
-@pytest.mark.parametrize("dataset", ["nowhere/", "nowhere.npz", "nowhere.txt"])
-def test_own_data_that_is_not_there(task, dataset):
-    with pytest.raises(DataNotFoundError, match=r"there is no file or folder .*nowhere"):
-        check_data(own(task, dataset))
+def test_own_data_that_is_not_there(task):
+    for dataset in ("nowhere/", "nowhere.npz", "nowhere.txt"):
+        with pytest.raises(DataNotFoundError, match=r"there is no file or folder .*nowhere"):
+            check_data(own(task, dataset))
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -438,7 +430,7 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
     first = load_once(load_text, words, *fields)
     assert load_once(load_text, replace(words, steps=words.steps + 1), *fields) is first
     assert len(load_once(load_text, replace(words, unit="characters"), *fields).train) > len(first.train)
-    first = load_once(load_text, words, *fields)
+    assert load_once(load_text, words, *fields) is not first  # the last alone is kept
     (data_folder / "mine" / "train.txt").write_bytes(b"quite another one\n" * 9)
     assert "another" in load_once(load_text, words, *fields).vocabulary
     elsewhere = tmp_path_factory.mktemp("elsewhere")

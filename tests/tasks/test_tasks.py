@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cpt_lab.data import common
-from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once
+from cpt_lab.data.common import Stream, batch_keys, generator_of
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
@@ -91,14 +91,20 @@ def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     }
 
 
-@pytest.mark.parametrize("task", EXPERIMENTS)
-def test_a_session_has_the_metric_of_its_experiment(task):
-    experiment = EXPERIMENTS[task]
-    dataset = next(d.name for d in experiment.datasets if d.embedded)
-    spec = run_spec(recipe("smoke", dataset), "CR", q_max=8, seed=0, scale="smoke")
+FIXED = {
+    ("digits", None): True, ("pydoc", None): True, ("digits-graph", "gcn"): True, ("digits-graph", "sage"): False,
+    ("templates", None): False, ("digit-scenes", None): False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dataset", "model"), FIXED)
+def test_a_session_has_the_metric_of_its_experiment_and_knows_whether_its_steps_are_alike(dataset, model):
+    spec = smoke_spec(dataset, model=model)
     session = Session(task_of(spec), spec, stand_in=True)
-    assert session.metric is experiment.metric
-    assert session.metric.better == (-1 if task == "language_model" else 1)
+    assert session.metric is EXPERIMENTS[spec.recipe.task].metric
+    assert session.metric.better == (-1 if dataset == "pydoc" else 1)
+    assert session.task.fixed_shape == FIXED[dataset, model]
+    assert session.why_not_captured == "the device is cpu"
 
 
 # --- learning rates -------------------------------------------------------------------------------
@@ -138,6 +144,7 @@ def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
         ("digits-graph", {"lr_rule": "step"}, "Adam", [8, 8, 0.8, 0.08]),
         ("digits-graph", {"lr_rule": "constant"}, "Adam", [8, 8, 8, 8]),
         ("pydoc", {"final_lr": 0.1}, "SGD", [8, 4.513, 4.4, 0.8]),
+        ("pydoc", {"lr_rule": "step"}, "SGD", [8, 8, 8, 0.08]),
         ("pydoc", {"lr_rule": "plateau", "lr_division": 4.0, "evaluate_every": 9}, "SGD", [8, 8, 8, 8]),
     ],
 )
@@ -217,24 +224,6 @@ def test_purposes_are_the_numbers_that_rows_were_made_with():
     assert (set(second), set(third)) == ({2}, {3})
     assert order == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
     assert order != other
-
-
-def test_data_is_loaded_once_and_the_last_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "_last", {})
-    loaded = []
-
-    def load(r):
-        loaded.append((r.dataset, r.size))
-        return object()
-
-    small = recipe("demo")
-    first = load_once(load, small, "size")
-    assert load_once(load, run_spec(small, "CR", q_max=8, seed=3).recipe, "size") is first
-    assert load_once(load, recipe("demo", "cifar10"), "size") is not first
-    assert load_once(load, small, "size") is not first  # only the last is kept
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    load_once(load, small, "size")
-    assert loaded == [("digits", 8), ("cifar10", 16), ("digits", 8), ("digits", 8)]
 
 
 SETTINGS = {  # data set and preset -> fields at paper scale
