@@ -9,7 +9,7 @@ import pytest
 from layouts import PAIRS, pair_files, pair_rows, tsv, write
 
 from cpt_lab import data
-from cpt_lab.data import entailment, templates
+from cpt_lab.data import templates
 from cpt_lab.data.entailment import LABELS, load_entailment
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
@@ -160,15 +160,6 @@ def put(split, row, column, value):
     return change
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_missing_columns(tmp_path, ending):
-    folder = write_flat(tmp_path / "mine", ending, change=lambda s, rows: rows.rename(columns={"premise": "text"}))
-    with pytest.raises(
-        ValueError, match=rf"train\.{ending}: needs the columns premise; it has text, hypothesis, label"
-    ):
-        load_entailment(own(folder))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -177,10 +168,12 @@ def test_missing_columns(tmp_path, ending):
         (put("test", 1, "label", ""), r"test\.csv, row 2: label ''; allowed are"),
         (put("train", 5, "premise", "  "), r"train\.csv, row 6: the premise is empty"),
         (put("validation", 0, "hypothesis", ""), r"validation\.csv, row 1: the hypothesis is empty"),
+        (lambda split, rows: rows.rename(columns={"premise": "text"}),
+         r"train\.csv: needs the columns premise; it has text, hypothesis, label"),
         (lambda split, rows: rows[: 0 if split == "test" else None], r"test\.csv has no rows"),
         (lambda split, rows: rows.assign(label="-"), r"mine: no train pair in en has a label"),
     ],
-)
+)  # fmt: skip
 def test_wrong_rows(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         load_entailment(own(write_flat(tmp_path / "mine", "csv", change=change)))
@@ -225,25 +218,17 @@ def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
 
     def snapshot_download(repository, *, repo_type, allow_patterns, local_dir):
         asked.append((repository, repo_type, allow_patterns, local_dir))
-        write_hub(local_dir, [allow_patterns[0].split("/")[0]])
+        if repo_type == "dataset":
+            write_hub(local_dir, [allow_patterns[0].split("/")[0]])
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert data.download("xnli", "fr") == tmp_path / "xnli"
     assert asked == [("facebook/xnli", "dataset", ["fr/*"], tmp_path / "xnli")]
     check(load_entailment(own("xnli", language="fr", test_languages=("fr",))), "fr", ("fr",))
-    monkeypatch.setattr(entailment, "library", lambda *args: _Hub(asked))
     data.download("bert-base-multilingual-cased")
     assert asked[1][:2] == ("google-bert/bert-base-multilingual-cased", "model")
     assert {"config.json", "model.safetensors", "vocab.txt"} <= set(asked[1][2])
     assert asked[1][3] == tmp_path / "bert-base-multilingual-cased"
-
-
-class _Hub:
-    def __init__(self, asked):
-        self.asked = asked
-
-    def snapshot_download(self, repository, *, repo_type, allow_patterns, local_dir):
-        self.asked.append((repository, repo_type, allow_patterns, local_dir))
 
 
 # --- the grammar ----------------------------------------------------------------------------------
@@ -321,7 +306,7 @@ def _line(kind):
 def test_labels_follow_from_what_the_words_mean():
     rng = random.Random(0)
     leaves = [kind for kind in templates.PARENT if kind not in templates.KINDS]
-    for premise, hypothesis, label in random.Random(1).sample(sentence_pairs(4000), 150):
+    for premise, hypothesis, label in random.Random(1).sample(sentence_pairs(4000), 100):
         words = {word.removesuffix("s") for word in f"{premise} {hypothesis}".split()}
         near = [leaf for leaf in leaves if _line(leaf) & words]
         seen = set()

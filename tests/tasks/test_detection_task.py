@@ -310,8 +310,8 @@ def test_nothing_to_be_found_is_an_error():
 
 
 @pytest.mark.slow
-def test_training_learns_on_one_scene_and_all_metrics_are_stored():
-    s = spec(steps=60, train_images=4, batch=4, valid_images=2, test_images=4, lr=3e-3)
+def test_training_learns_two_scenes_and_all_metrics_are_stored():
+    s = spec(steps=60, train_images=2, batch=2, valid_images=1, test_images=1, lr=3e-3)
     task = DetectionTask(s, CPU)
     losses = []
     run = train(DetectionTask, s, on_step=lambda step, model, loss: losses.append(loss))

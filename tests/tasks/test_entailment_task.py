@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers import same, smoke_spec
+from layouts import write
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.summary import summary
@@ -156,12 +157,8 @@ def test_every_further_language_has_its_accuracy(tmp_path):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder, labels=3, kind="bert"):
+def write_checkpoint(folder, labels):
     torch.manual_seed(5)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-        transformers.GPT2Model(config).save_pretrained(folder)
-        return folder
     known = {word for premise, hypothesis, _ in sentence_pairs(300) for word in f"{premise} {hypothesis}".split()}
     words = [*entailment_task.SPECIAL, "[MASK]", *sorted(known)]
     config = transformers.BertConfig(
@@ -197,7 +194,7 @@ def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels)
 
 def test_checkpoints_that_cannot_be_used(data_folder):
     (data_folder / "empty").mkdir()
-    write_checkpoint(data_folder / "gpt", kind="gpt2")
+    write(data_folder / "gpt", {"config.json": b'{"model_type": "gpt2"}'})
     for name, error, message in (
         ("bert-base-multilingual-cased", DataNotFoundError, r"with: .*python -m cpt_lab download bert-base-multi"),
         ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),
