@@ -202,17 +202,3 @@ def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
     monkeypatch.setenv("CPT_CAPTURE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert capture.why_not(torch.device(device), fixed) == reason
-
-
-FIXED = {
-    ("digits", None): True, ("pydoc", None): True, ("digits-graph", "gcn"): True, ("digits-graph", "sage"): False,
-    ("templates", None): False, ("digit-scenes", None): False,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("dataset", "model"), FIXED)
-def test_tasks_know_whether_their_steps_are_alike(dataset, model):
-    spec = smoke_spec(dataset, model=model)
-    made = Session(task_of(spec), spec)
-    assert made.task.fixed_shape == FIXED[dataset, model]
-    assert made.why_not_captured == "the device is cpu"
