@@ -3,9 +3,11 @@
 import datetime
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +19,7 @@ from cpt_core.kernels import operators
 from cpt_lab.data.image_batches import array_batches
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.paths import ROOT
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes, session
@@ -42,7 +45,6 @@ def trained(spec=SPEC, **options):
 
 def worker(rank, folder):
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = datetime.timedelta(seconds=120)
     distributed.init_process_group("gloo", f"file://{folder}/group", timeout, world_size=2, rank=rank)
     states = []
@@ -66,8 +68,15 @@ def worker(rank, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """What two processes of torchrun have left: those of ``worker``, then of a grid on the command line."""
     folder = tmp_path_factory.mktemp("run")
-    torch.multiprocessing.spawn(worker, (folder,), nprocs=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    surroundings = os.environ | {
+        "CPT_RUNS_DIR": str(folder / "runs"), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    done = subprocess.run([*command, folder], env=surroundings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder / "said").write_text(done.stdout)
     return folder
 
 
@@ -134,16 +143,15 @@ def test_shares_are_the_batch(monkeypatch):
         assert torch.equal(torch.cat(shares), x)
 
 
-def test_torchrun_runs_a_grid(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    grid = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "q_max=8", "--seeds", "0"]
-    surroundings = os.environ | {"CPT_RUNS_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, "-m", "cpt_lab", *grid], env=surroundings, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1 ok"
-    (row,) = map(json.loads, (tmp_path / "smoke/image.jsonl").read_text().splitlines())
+def test_torchrun_runs_a_grid(folder):
+    assert (folder / "said").read_text().splitlines()[-1] == "1 ok"
+    (row,) = map(json.loads, (folder / "runs/smoke/image.jsonl").read_text().splitlines())
     spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
     assert (row["key"], row["provenance"]["processes"], row["steps"]) == (spec.key, 2, 190)
-    assert not list(tmp_path.rglob("*.pt"))
+    assert not list((folder / "runs").rglob("*.pt"))
+
+
+if __name__ == "__main__":  # as torchrun starts it
+    worker(int(os.environ["RANK"]), Path(sys.argv[1]))
+    sys.argv[1:] = "run digits/mlp6 --scale smoke --only schedule=CR q_max=8 --seeds 0".split()
+    runpy.run_module("cpt_lab", run_name="__main__")

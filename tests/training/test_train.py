@@ -86,11 +86,6 @@ def test_a_seed_decides_the_initial_weights():
     assert not torch.equal(first, other)
 
 
-def test_precision_matters(run):
-    """The negative control of every run: at 2 bits this network does not learn."""
-    assert train(ImageTask, spec_of("static 2")).metric("accuracy") < run.metric("accuracy") - 0.2
-
-
 def test_bitops_of_a_run(run):
     layers = 64 * 32 + 5 * 32 * 32 + 32 * 10
     squares = sum(int(q * q + 16 * q) for q in run.spec.schedule.bits())
