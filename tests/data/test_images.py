@@ -89,18 +89,6 @@ def test_an_epoch_holds_every_image_once_and_the_last_batch_is_small():
     assert len(numbers[2]) == 2
 
 
-def test_batches_are_functions_of_seed_and_step():
-    images = torch.randint(0, 256, (10, 1, 6, 6), dtype=torch.uint8)
-    straight = batches_of(images)
-    for _ in range(5):
-        next(straight)
-    x, y = next(straight)
-    again_x, again_y = next(batches_of(images, start=5))
-    assert torch.equal(x, again_x)
-    assert torch.equal(y, again_y)
-    assert not torch.equal(next(batches_of(images, seed=1, start=5))[1], y)
-
-
 def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
     image = torch.randint(0, 256, (1, 6, 6), dtype=torch.uint8)
     x, _ = next(batches_of(image.expand(2500, 1, 6, 6), batch=2500))

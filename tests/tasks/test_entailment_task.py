@@ -42,12 +42,8 @@ def test_training_learns():
     assert task_of(run.spec) is EntailmentTask
 
 
-def test_batches_are_a_function_of_the_step_and_an_epoch_holds_every_pair_once():
+def test_an_epoch_holds_every_pair_once():
     task = EntailmentTask(spec(batch=128), CPU)
-    running = task.batches(0)
-    for step in range(7):
-        for x, y in zip(next(running), next(task.batches(step)), strict=True):
-            assert torch.equal(x, y)
     epoch = [next(task.batches(step)) for step in range(3)]
     assert [len(batch[-1]) for batch in epoch] == [128, 128, 44]
     seen = {tuple(row[row > 0].tolist()) for batch in epoch for row in batch[0]}
