@@ -3,8 +3,9 @@
 import atexit
 import csv
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder where data are looked for."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """What runs a command of ``cpt`` as a user would, and returns its status, stdout and stderr."""
+    from cpt_lab import commands
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cpt", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            commands.main()
+        said = capsys.readouterr()
+        return end.value.code or 0, said.out, said.err
+
+    return run
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=WITH_CUDA)])

@@ -260,9 +260,10 @@ def test_quality_is_minus_perplexity():
 
 
 def test_the_front_at_equal_cost_and_at_equal_quality():
-    arms = pd.DataFrame({"relative_cost": [0.5, 0.5, 0.5, 0.6, 0.7], "mean": [0.8, 0.7, 0.8, 0.8, 0.9]})
-    # beaten: as cheap but worse; dearer and no better. Two alike do not beat each other
-    assert quality_cost.pareto(arms).tolist() == [True, False, True, False, True]
+    means = [0.8, 0.7, 0.8, 0.8, 0.9, float("nan")]
+    arms = pd.DataFrame({"relative_cost": [0.5, 0.5, 0.5, 0.6, 0.7, 0.2], "mean": means})
+    # beaten: as cheap but worse; dearer and no better; without a result. Two alike do not beat each other
+    assert quality_cost.pareto(arms).tolist() == [True, False, True, False, True, False]
 
 
 def test_figure_7_turns_the_axis():

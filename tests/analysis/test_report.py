@@ -123,6 +123,15 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
 
 
+def test_a_report_of_runs_that_failed(quick, tmp_path):
+    """All of one network, and all but one of another."""
+    arms, failed = {"schedules": ["RR", "CR"], "static": [8], "seeds": [0]}, {"status": "failed", "error": "x"}
+    lost = rows_of(designs.quality_cost("demo", "digits", "mlp6", **arms), metrics=[], bitops={}, **failed)
+    first, *others = rows_of(designs.quality_cost("demo", "digits", "resnet8_w8", **arms))
+    page = written([*lost, first, *({**row, "metrics": [], "bitops": {}, **failed} for row in others)], tmp_path)
+    assert page.count("<td>1</td>") >= 6  # runs, finished or failed
+
+
 def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(page):
     count, text = sum(len(path.read_bytes().splitlines()) for path in results_dir().glob("*.jsonl")), plain(page)
     assert f"{count} of {count} rows intact" in text

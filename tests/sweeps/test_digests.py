@@ -1,5 +1,6 @@
 """Rows certify themselves: whatever is not as it was written is noticed, named, not counted, and not destroyed."""
 
+import itertools
 import json
 import re
 import tempfile
@@ -15,7 +16,6 @@ from typer.testing import CliRunner
 from cpt_lab.analysis import runs
 from cpt_lab.commands import app
 from cpt_lab.experiments.spec import key_of
-from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import lines, stores
 from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
 from cpt_lab.sweeps.sweep import run_grid
@@ -72,8 +72,14 @@ def forged(row, digest=None):
     return b'{"digest": "' + (digest or lines.digest(text)).encode() + b'", ' + text[1:] + b"\n"
 
 
-@pytest.mark.parametrize("how", ["in the line", "in another's line", "written anew", "beside the store", "none"])
-@pytest.mark.parametrize("name", EDITS)
+# what is seen by a digest, whatever was edited, and what also where the digest was written anew or left out
+BY_DIGEST = itertools.cycle(["in the line", "in another's line", "beside the store"])
+BY_CONTENT = itertools.cycle(["written anew", "none"])
+CASES = [(name, next(BY_DIGEST)) for name in EDITS]
+CASES += [(name, next(BY_CONTENT)) for name, (*_, reason) in EDITS.items() if reason]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     path, value, reason = EDITS[name]
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
@@ -81,9 +87,6 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
         certify(written(store, *map(plain, (first, second, third))))
     edited = json.loads(json.dumps(first))
     put(edited, path, value)
-    if reason is None and how in ("written anew", "none"):
-        assert lines.line_of(edited)  # nobody could tell
-        return
     old = lines.digest(lines.canonical(first))
     line = {
         "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}),
@@ -91,13 +94,9 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     }[how]  # fmt: skip
     others = (plain(second), plain(third)) if how == "beside the store" else (second, third)
     before = written(store, others[0], line, others[1]).read_bytes()
-    changed = "it was changed after it was written: its digest is that of another row"
-    said = {
-        "in the line": changed,
-        "in another's line": changed,
-        "beside the store": r"its digest is not in rows\.sha256",
-    }.get(how, "x")
-    with pytest.warns(NotIntactWarning, match=rf"do not count: .*rows\.jsonl, line 2: ({reason or said})"):
+    beside = r"its digest is not in rows\.sha256"
+    said = beside if how == "beside the store" else "it was changed after it was written: its digest is that of another"
+    with pytest.warns(NotIntactWarning, match=rf"do not count: .*rows\.jsonl, line 2: {reason or said}"):
         assert stores.load_rows(store) == [second, third]
     assert stores.find_row(store, SPECS[0].key) is None
     with pytest.warns(NotIntactWarning):
@@ -138,7 +137,7 @@ ANYTHING = st.recursive(
 
 @given(st.dictionaries(TEXT, ANYTHING, max_size=4), st.dictionaries(TEXT, ANYTHING, max_size=3), st.booleans())
 @example({}, {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}, False)  # a file's odd name
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
     row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
     row.pop("digest", None)
@@ -201,14 +200,11 @@ def test_a_sweep_does_an_edited_run_again(tmp_path):
 def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.sweeps.verify.results_dir", lambda: tmp_path)
     monkeypatch.setattr("cpt_lab.sweeps.verify.run_again", lambda row: row)
     store, (first, second, _) = tmp_path / "rows.jsonl", rows()
-    written(
-        store,
-        {**first, "provenance": {**first["provenance"], "python": "x"}},
-        second,
-        plain({**first, "status": "great"}),
-    )
+    first["provenance"] = {**first["provenance"], "python": "x"}
+    written(store, first, second, plain({**first, "status": "great"}))
     fault = f"{store}, line 3: status 'great' is none of ok, diverged, failed"
     said = f"2 of 3 rows intact; does not count: {fault}"
     for command in (["verify", str(store)], ["claims", "--evidence"]):
@@ -229,13 +225,3 @@ def test_what_is_no_row_is_not_written(tmp_path):
         with pytest.raises(ValueError, match=f"this is no row: {reason}"):
             stores.append_row(tmp_path / "rows.jsonl", row | change)
     assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_committed_rows_are_intact_and_none_is_gone():
-    files = sorted(results_dir().glob("*.jsonl"))
-    count = sum(len(file.read_bytes().splitlines()) for file in files)
-    assert integrity(files) == Integrity(count)
-    for file in files:
-        stored = [json.loads(line) for line in file.read_bytes().splitlines()]
-        bare = {lines.digest(lines.canonical(row)) for row in stored if "digest" not in row}
-        assert bare == lines.Judge(file).known

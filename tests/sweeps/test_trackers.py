@@ -1,6 +1,7 @@
 """Rows in a tracker.  Clients are stand-ins here; those of mlflow, tensorboard and trackio were tried by hand."""
 
 import contextlib
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -11,19 +12,23 @@ from cpt_lab.commands import app
 from cpt_lab.sweeps.stores import load_rows
 from cpt_lab.sweeps.trackers import TRACKERS, sender
 
-RUN = [
-    "run",
-    "digits/mlp6",
-    "--scale",
-    "smoke",
-    "--only",
-    "schedule=CR,RR",
-    "q_max=8",
-    "--seeds",
-    "0",
-    "--workers",
-    "0",
-]
+RUN = "run digits/mlp6 --scale smoke --only schedule=CR,RR q_max=8 --seeds 0 --workers 0".split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPT_RUNS_DIR", str(folder))
+        assert CliRunner().invoke(app, RUN).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def runs(trained, tmp_path, monkeypatch):
+    """A folder of two runs, of which nothing was sent."""
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
 
 
 def client(said):
@@ -51,15 +56,13 @@ def client(said):
         ("trackio", "trackio", "log", "init"),
     ],
 )
-def test_rows_and_curves_are_sent_once(tracker, module, of_step, of_run, tmp_path, monkeypatch):
+def test_rows_and_curves_are_sent_once(tracker, module, of_step, of_run, runs, monkeypatch):
     said = []
     monkeypatch.setitem(sys.modules, module, client(said))
-    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     shown = CliRunner().invoke(app, [*RUN, "--log", tracker])
     assert shown.exit_code == 0, shown.output
     assert "rows sent: 2" in shown.output
-    store = tmp_path / "smoke" / "image.jsonl"
-    rows = load_rows(store)
+    rows = load_rows(runs / "smoke" / "image.jsonl")
     assert sum(x[0] == of_run for x in said) == 2
     steps = rows[0]["spec"]["recipe"]["steps"]
     each = 3 if tracker == "tensorboard" else 1  # loss, bits, learning rate
@@ -75,8 +78,8 @@ def test_rows_and_curves_are_sent_once(tracker, module, of_step, of_run, tmp_pat
     assert not [x for x in said if x[0] in (of_step, of_run)]
 
 
-def test_what_a_tracker_does_not_take_is_sent_by_the_next_command(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+@pytest.mark.usefixtures("runs")
+def test_what_a_tracker_does_not_take_is_sent_by_the_next_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())  # which has nothing that is asked for
     shown = CliRunner().invoke(app, [*RUN, "--log", "mlflow"])
     assert isinstance(shown.exception, OSError)

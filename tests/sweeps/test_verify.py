@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import sys
 from dataclasses import replace
 from statistics import stdev
 
@@ -11,7 +10,6 @@ import pytest
 from helpers import PROVENANCE, kept_row, row_of, smoke_spec, specs_of, written
 
 from cpt_core.kernels import backend, reference
-from cpt_lab import commands
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT, results_dir
@@ -42,16 +40,10 @@ def row(stored):
     return copy.deepcopy(load_rows(stored)[0])
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["cpt", "verify", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            commands.main()
-        said = capsys.readouterr()
-        return end.value.code or 0, said.out, said.err
-
-    return run
+@pytest.fixture(autouse=True)
+def none_committed(tmp_path, monkeypatch):
+    """No rows but those of a test, so that thousands are not read."""
+    monkeypatch.setattr(verify, "results_dir", lambda: tmp_path / "none")
 
 
 @pytest.fixture
@@ -65,7 +57,7 @@ def as_stored(stored, monkeypatch):
 def test_stored_rows_repeat_bit_for_bit(command, stored, monkeypatch):
     here = lambda *args, workers, **options: run_grid(*args, workers=0, **options)  # noqa: E731 - a process takes seconds
     monkeypatch.setattr(verify, "run_grid", here)
-    status, said, _ = command(stored)
+    status, said, _ = command("verify", stored)
     assert status == 0
     whole, *lines = said.splitlines()
     assert whole == "2 of 3 rows intact, 1 have no digest (`certify` writes them)"
@@ -160,25 +152,23 @@ def test_what_computed_a_row_is_compared_and_named(path, name, row):
 
 def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
     found = copy.deepcopy(row)
+
+    def differs():
+        return verify.compare(row, found, []).differs
+
     row["provenance"] = {**row["provenance"], "dirty": True, "commit": "2" * 40}
-    assert verify.compare(row, found, []).differs == ("code (the row's tree had changes, or no commit)",)
-    del row["provenance"]["machine"], row["provenance"]["dirty"]
-    assert [why.split()[0] for why in verify.compare(row, found, []).differs] == ["machine", "code"]
-    row["device"] = "some GPU"
-    assert verify.compare(row, found, []).differs[-1] == "device"
-    found["device"] = "some GPU"
-    assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
-    fixed = {"switches": {"CPT_DETERMINISTIC": "1"}}
-    found["provenance"] = found["provenance"] | {"machine": found["provenance"]["machine"] | fixed}
-    assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
-    row["provenance"]["machine"] = found["provenance"]["machine"]
-    assert [why.split()[0] for why in verify.compare(row, found, []).differs] == ["code"]
-
-
-def test_early_rows_hold_no_evaluations(row):
-    found = copy.deepcopy(row)
-    del row["evaluations"], row["provenance"]["machine"]
+    assert differs() == ("code (the row's tree had changes, or no commit)",)
+    del row["provenance"]["machine"], row["provenance"]["dirty"], row["evaluations"]  # as early rows
+    assert [why.split()[0] for why in differs()] == ["machine", "code"]
     assert verify.compare(row, found, []).verdict == "within tolerance"
+    row["device"] = "some GPU"
+    assert differs()[-1] == "device"
+    found["device"] = "some GPU"
+    assert differs()[-1] == "order of sums (a GPU chooses it)"
+    found["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
+    assert differs()[-1] == "order of sums (a GPU chooses it)"
+    row["provenance"]["machine"] = found["provenance"]["machine"]
+    assert [why.split()[0] for why in differs()] == ["code"]
 
 
 def test_another_commit_or_version_of_this_package_excuses_nothing(row):
@@ -341,11 +331,11 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
 
 
 def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, tmp_path):
-    assert command(stored, "--rows", 1)[0] == 0
+    assert command("verify", stored, "--rows", 1)[0] == 0
     rows = load_rows(stored)
     change(rows[1], "loss", 0)
     store = written(tmp_path / "rows.jsonl", *rows)
-    status, said, _ = command(stored, store)
+    status, said, _ = command("verify", stored, store)
     assert status == 1
     assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in said
     assert "3 bit for bit, 1 NOT REPRODUCED by commit " in said
@@ -356,11 +346,11 @@ def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, s
     spec = smoke_spec("digits")
     spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
     far = written(data_folder / "far.jsonl", kept_row(spec, 0.5))
-    status, said, error = command(stored, far)
+    status, said, error = command("verify", stored, far)
     assert (status, said, as_stored) == (2, "", [])
     assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
     assert "--skip-missing" in error
-    status, said, _ = command(far, stored, "--skip-missing")
+    status, said, _ = command("verify", far, stored, "--skip-missing")
     assert (status, len(as_stored)) == (0, 2)
     lines = said.splitlines()
     assert lines[-2].startswith(f"skipped {far}: cifar10 is not in ")
