@@ -1,6 +1,17 @@
-"""What of a notebook comes from where, by its code alone."""
+"""The notebooks, and what of one comes from where, by its code alone."""
 
 import ast
+from functools import cache
+from pathlib import Path
+
+import nbformat
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ORDER = ("00", "01", "02", "03", "08", "07", "09", "04", "05", "06")  # in which the course is read
+COURSE = sorted(  # appendices, from 10 on, need no predictions and no exercises
+    (p for p in NOTEBOOKS if p.name < "10"), key=lambda p: ORDER.index(p.name[:2])
+)
 
 # What trains, measures or computes in float32 gives other last digits, or more than that, on another machine.
 RAN = {
@@ -10,10 +21,19 @@ RAN = {
 ROWS = {"committed"}
 
 
+@cache
+def read(path):
+    """Return a notebook, which is not to be changed."""
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(book):
+    return [c for c in book.cells if c.cell_type == "code"]
+
+
 def pictures(book):
     """Return the code cells that show a picture."""
-    cells = [c for c in book.cells if c.cell_type == "code"]
-    return [c for c in cells if any("image/png" in output.get("data", {}) for output in c.outputs)]
+    return [c for c in code_cells(book) if any("image/png" in output.get("data", {}) for output in c.outputs)]
 
 
 def reached(book, roots):

@@ -2,10 +2,9 @@
 
 import json
 
-import nbformat
-import pytest
+from flow import FOLDER, read
 
-from book.words import FOLDER, LONG, Count, count, sentences
+from book.words import LONG, Count, count, sentences
 
 # Words, long sentences, colons, lines of code, lines of plumbing. Lower them when a notebook has become shorter.
 CEILINGS = {
@@ -25,7 +24,6 @@ CEILINGS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda p: p.stem)
 def test_a_notebook_does_not_grow(path):
     found = count(json.loads(path.read_text(encoding="utf-8")))
     over = [name for name, n, most in zip(Count._fields, found, CEILINGS[path.name[:2]], strict=True) if n > most]
@@ -42,7 +40,7 @@ def test_the_course_is_read_in_an_evening():
 
 def test_the_method_has_25_lines_in_which_nothing_is_ours():
     """The cells between the first check and the first prediction, and the quantiser: what the title promises."""
-    cells = {c.id: c.source for c in nbformat.read(FOLDER / "00_start_here.ipynb", as_version=4).cells}
+    cells = {c.id: c.source for c in read(FOLDER / "00_start_here.ipynb").cells}
     method = f"{cells['00-30']}\n{cells['00-34']}"
     assert len([line for line in method.splitlines() if line.strip()]) <= 25
     assert not {"cpt", "exercises", "pictures", "schedules", "P"} & set(method.replace(".", " ").split())

@@ -4,13 +4,12 @@ import ast
 import html
 import math
 import re
-from functools import cache
-from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
 import torch
+from flow import COURSE, FOLDER, NOTEBOOKS, code_cells, read
 
 import cpt_core as cpt
 from cpt_lab.data.common import one_thread
@@ -21,9 +20,6 @@ from cpt_lessons.demonstrations import held_out, tiny_problem
 from cpt_lessons.exercises import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS, with_answers
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-COURSE = [p for p in NOTEBOOKS if p.name < "10"]
 TO_DO = [p for p in NOTEBOOKS if p in COURSE or (FOLDER / "solutions" / f"{p.name[:2]}_solutions.py").exists()]
 
 
@@ -58,15 +54,8 @@ def own_layer(through=lambda x, q, role: cpt.quantize(x, q, role), rows=True, bi
     return layer
 
 
-NAMES = {
-    "cpt": cpt,
-    "math": math,
-    "np": np,
-    "torch": torch,
-    "own_layer": own_layer,
-    "grid": grid,
-    "AlwaysOne": AlwaysOne,
-}
+OWN = {"own_layer": own_layer, "grid": grid, "AlwaysOne": AlwaysOne}
+NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch, **OWN}
 SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 
 # Further answers that are right, and ones that are wrong, by exercise.
@@ -258,18 +247,9 @@ def said(exercise, attempt, capsys):
     return " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
 
 
-@cache
-def read(path):
-    return nbformat.read(path, as_version=4)
-
-
-def code(path):
-    return [c for c in read(path).cells if c.cell_type == "code"]
-
-
 def exercise_cells(path):
     """What is to be written, in order: most of it stands in one cell, some where it was explained."""
-    return "\n".join(c.source for c in code(path) if "exercises.check(" in c.source)
+    return "\n".join(c.source for c in code_cells(read(path)) if "exercises.check(" in c.source)
 
 
 def calls(source, name):
@@ -429,7 +409,7 @@ def test_what_is_no_question_is_told_those_there_are(capsys):
 @pytest.mark.parametrize("path", COURSE, ids=lambda p: p.stem)
 def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
     book = read(path)
-    sources = "\n".join(c.source for c in code(path))
+    sources = "\n".join(c.source for c in code_cells(book))
     asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
     assert asked
     predicted = calls(sources, "predict")
@@ -448,7 +428,7 @@ def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
 
 
 def test_questions_have_one_place():
-    asked = [q for path in NOTEBOOKS for c in code(path) for q, *_ in calls(c.source, "reveal")]
+    asked = [q for path in NOTEBOOKS for c in code_cells(read(path)) for q, *_ in calls(c.source, "reveal")]
     assert sorted(map(ast.literal_eval, asked)) == sorted(PREDICTIONS)
 
 

@@ -4,23 +4,15 @@ import ast
 import json
 import re
 import sys
-from functools import cache
-from pathlib import Path
 
 import nbformat
 import pytest
-from flow import RAN, ROWS, pictures, reached
+from flow import COURSE, FOLDER, NOTEBOOKS, RAN, ROWS, code_cells, pictures, reached, read
 
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lessons.notebooks import parameters_of
 from cpt_lessons.parameters import PARAMETERS, check_parameters
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-ORDER = ("00", "01", "02", "03", "08", "07", "09", "04", "05", "06")  # in which the course is read
-COURSE = sorted(  # appendices, from 10 on, need no predictions and no exercises
-    (p for p in NOTEBOOKS if p.name < "10"), key=lambda p: ORDER.index(p.name[:2])
-)
 HEADINGS = ("Predict", "Exercises", "## Summary")
 OPENING = re.compile(
     r"# \d\d · [^\n]+\n\n\*\*Study time\*\* \d+ minutes[^\n]*\n\n\*\*Needs\*\* [^\n]+\n\n"
@@ -28,23 +20,9 @@ OPENING = re.compile(
 )
 
 
-@cache
-def read(path):
-    return nbformat.read(path, as_version=4)
-
-
-@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
-def path(request):
-    return request.param
-
-
 @pytest.fixture
 def book(path):
     return read(path)
-
-
-def code_cells(book):
-    return [c for c in book.cells if c.cell_type == "code"]
 
 
 def tagged(book, tag):
@@ -154,16 +132,10 @@ def test_imports_only_the_package_torch_and_the_standard_library(book, path):
     tree = ast.parse("\n".join(c.source for c in code_cells(book)))
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert {m.split(".")[0] for m in modules} <= {
-        "cpt_core",
-        "cpt_lab",
-        "cpt_lessons",
-        "torch",
-        *(
-            ["sklearn"] if path.name[:2] in ("00", "03", "07") else []
-        ),  # they train by themselves, and have to have data
-        *sys.stdlib_module_names,
-    }
+    allowed = {"cpt_core", "cpt_lab", "cpt_lessons", "torch", *sys.stdlib_module_names}
+    if path.name[:2] in ("00", "03", "07"):  # they train by themselves, and have to have data
+        allowed.add("sklearn")
+    assert {m.split(".")[0] for m in modules} <= allowed
 
 
 def test_texts(book, path):

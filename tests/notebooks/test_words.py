@@ -2,13 +2,10 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
-import nbformat
 import pytest
+from flow import FOLDER, NOTEBOOKS, read
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger", "rank correlation")
 PAPER = "](https://arxiv.org/abs/2403.02243)"
 HIDDEN = (
@@ -29,8 +26,7 @@ def prose(text):
 
 @cache
 def said(path):
-    book = nbformat.read(path, as_version=4)
-    return prose("\n\n".join(c.source for c in book.cells if c.cell_type == "markdown"))
+    return prose("\n\n".join(c.source for c in read(path).cells if c.cell_type == "markdown"))
 
 
 def unlinked(text, word):
@@ -43,11 +39,6 @@ def unlinked(text, word):
         if link.start() < first.start() < link.end() and link[1] == target:
             return ""
     return text[text.rfind("\n", 0, first.start()) + 1 :].splitlines()[0]
-
-
-@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
-def path(request):
-    return request.param
 
 
 @pytest.mark.parametrize("word", WORDS)

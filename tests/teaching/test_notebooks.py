@@ -299,19 +299,18 @@ def test_what_is_handed_out_has_no_answers(tmp_path):
 
 def test_a_table_of_what_was_handed_in(tmp_path):
     def hand_in(name, *said):
-        cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=f"{line}\n") for line in said])
+        write(name, new_code_cell(outputs=[new_output("stream", text=f"{line}\n") for line in said]))
+
+    def write(name, *cells):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / name)
+        nbformat.write(new_notebook(cells=[*cells]), tmp_path / name)
 
     hand_in("ada/03_images.ipynb", "exercise 03.1: correct: yes\nexercise 03.2: not yet. 5 is wanted, of 2 it makes 7")
     hand_in("ada/08.ipynb", "exercise 08.1: not attempted yet", "exercise 08.1: correct")
     hand_in("ada/.ipynb_checkpoints/08.ipynb", "exercise 08.1: not yet")
     hand_in("bo.ipynb", "exercise 03.1: not attempted yet")
     hand_in("eve/empty.ipynb")
-    hand_out = tmp_path / "fay" / "03.ipynb"
-    hand_out.parent.mkdir()
-    cells = [nbformat.v4.new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), hand_out)
+    write("fay/03.ipynb", *(new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)))
     out = tmp_path / "table.csv"
     done = CliRunner().invoke(app, ["collect", str(tmp_path), "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -330,23 +329,6 @@ def test_a_table_of_what_was_handed_in(tmp_path):
         collected(tmp_path / "nobody")
     with pytest.raises(ValueError, match=r"no notebook below .* says anything of an exercise"):
         collected(tmp_path / "eve")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"number": "99"}, "no notebook '99'; choose from 07"),
-        ({"scale": "huge"}, "scale must be one of smoke, demo, paper; got 'huge'"),
-        ({"dataset": "cifar10"}, "no chosen notebook has a parameter 'dataset'"),
-        ({"given": {"sead": [1]}}, "unknown parameter 'sead'; did you mean 'seeds'"),
-        ({"given": {"seeds": "[1]"}}, "seeds must be a list"),
-    ],
-)
-def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, arguments, message):
-    place("07_small.ipynb", "print(scale)")
-    with pytest.raises(ValueError, match=message):
-        reproduce.reproduce(**{"progress": False, **arguments})
-    assert not list((tmp_path / "runs").rglob("*.html"))
 
 
 def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(place, tmp_path):

@@ -12,20 +12,8 @@ from cpt_lessons import detection, graphs, images, language
 from cpt_lessons.own_runs import beside_rivals, compared, ran, titled
 
 
-@pytest.fixture
-def runs():
-    columns = {
-        "arm": ["CR", "CR", "RR"],
-        "seed": [0, 1, 0],
-        "scale": "demo",
-        "savings": "",
-        "diverged": False,
-        "seconds": 0.8,
-    }
-    return pd.DataFrame(columns)
-
-
-def test_what_ran_is_said_in_a_line(runs, capsys):
+def test_what_ran_is_said_in_a_line(capsys):
+    runs = pd.DataFrame({"arm": ["CR", "CR", "RR"], "seed": [0, 1, 0], "diverged": False, "seconds": 0.8})
     ran(runs)
     ran(runs[:1].assign(diverged=True))
     ran(runs[:0])

@@ -1,0 +1,12 @@
+"""What the tests of notebooks share."""
+
+from pathlib import Path
+
+import pytest
+from flow import NOTEBOOKS
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    """Every notebook."""
+    return request.param

@@ -1,0 +1,20 @@
+"""What the tests of lessons share."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from cpt_lab.analysis import runs
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps.stores import load_rows
+
+kept = cache(load_rows)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def read_once() -> Iterator[None]:
+    """Committed rows are read once: whoever asks for some of them has them all read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "load_rows", lambda file: (kept if file.parent == results_dir() else load_rows)(file))
+        yield
