@@ -18,8 +18,6 @@ from typer.core import TyperCommand
 
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
-PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
-
 app = typer.Typer(
     help="Cyclic precision training: reproduce the paper's experiments.",
     no_args_is_help=True,
@@ -406,8 +404,8 @@ def download(
 
 def main() -> None:
     """Run a command; wrong values end with one line, not a traceback."""
-    for plug_in in filter(find_spec, PLUG_INS):
-        import_module(plug_in)
+    if find_spec("cpt_lessons"):  # the package above this one, which brings more of them
+        import_module("cpt_lessons.commands")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)

@@ -29,9 +29,8 @@ SCHEMA_VERSION = 1
 STATUSES = ("ok", "diverged", "failed")
 RESULT = ("status", "metrics", "bitops", "steps", "loss", "evaluations", "data_checksum")  # what a run gives
 BARE = "no digest"  # of a row that is older than they are, and of which nobody wrote one since
-TORN = re.compile(
-    rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+'
-)  # the beginning of a line of ours, as a dying writer leaves it
+# the beginning of a line of ours, as a dying writer leaves it
+TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
 _TYPES = {
     "key": str, "status": str, "spec": dict, "provenance": dict, "metrics": list, "bitops": dict, "loss": list,
     "evaluations": list, "error": str,

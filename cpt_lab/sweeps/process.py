@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -140,20 +140,28 @@ def _context() -> Any:
         # a task whose extra is not installed is left out there, and missed by its own runs only
         tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
         context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks, "sklearn.datasets", "sklearn.neighbors"])
-        before = {name: os.environ.get(name) for name in ALLOCATOR}
-        os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
         # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it. The tracker of
         # resources goes first: starting it inside would end the block before the server takes it over
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            forkserver.ensure_running()
+            with unless_set(ALLOCATOR):
+                forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
     return context
+
+
+@contextmanager
+def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give values to variables of the environment for a ``with`` block, to those that have none."""
+    missing = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dict[str, str]) -> None:

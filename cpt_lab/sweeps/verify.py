@@ -1,28 +1,18 @@
 """Do stored rows repeat?  Their specs are run again, and what comes out is compared with what was stored.
 
-A run is a function of its spec and of what computes it: processor, instructions, threads, libraries, kernels. Where all
-of these are those of the row, every bit must be: metrics, losses, evaluations, BitOps, steps, checksum of the data. The
-commit and the version of this package excuse nothing: whether its code still gives the row is what is asked.
-
-Where one of them differs, sums are rounded otherwise in their last digit, now and then a value crosses an edge of the
-quantisation grid, and training makes that grow: after a tenth of a run two machines follow different paths, as two
-seeds do. Then is asked what rounding cannot change, and the rest as far as it can be:
-
-- key, status, costs, BitOps, steps and the checksum of the data agree exactly;
-- the first recorded loss, the mean of the first twentieth of the run, agrees to ``FIRST_LOSS``;
-- the final main metric, at q_max bits on the test set, differs by no more than seeds do: see ``allowed``.
+Where what computes a run (processor, instructions, threads, libraries, kernels) is that of the row, every bit must be.
+The commit excuses nothing. Elsewhere what rounding cannot change is to agree exactly (``EXACT``), the first loss to
+``FIRST_LOSS``, and the final metric as far as seeds do: docs/reproducing/repeating.md says why.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, stdev
@@ -39,6 +29,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit, version
 from cpt_lab.sweeps.lines import Row, load_rows
+from cpt_lab.sweeps.process import unless_set
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.tasks.base import task_of
 
@@ -146,7 +137,7 @@ def run_again(row: Row) -> Row:
     """
     where = row["provenance"]
     threads, device = where.get("machine", {}).get("threads", 1), "cpu" if row["device"] == "cpu" else "cuda"
-    with tempfile.TemporaryDirectory(prefix="verify") as folder, _as_was(where):
+    with tempfile.TemporaryDirectory(prefix="verify") as folder, unless_set(_variables(where)):
         store = Path(folder) / "again.jsonl"
         (found,) = run_grid([_spec(row)], store, workers=1, threads=threads, device=device, progress=False)
     return found
@@ -158,19 +149,13 @@ def _spec(row: Row) -> RunSpec:
         return RunSpec.from_dict(row["spec"])
 
 
-@contextmanager
-def _as_was(where: dict[str, Any]) -> Iterator[None]:
+def _variables(where: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of the environment that make a run compute as a row was computed."""
     wanted = {"CPT_KERNELS": "reference"} if where.get("kernels") == "reference" else {}
     library = _library(where)
     wanted |= {"CPT_PRODUCTS": library} if library == "torch" or products.is_there() else {}
     wanted |= {"CPT_DETERMINISTIC": "1"} if _in_fixed_order(where) else {}
-    forced = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    os.environ |= forced
-    try:
-        yield
-    finally:
-        for name in forced:
-            del os.environ[name]
+    return wanted
 
 
 def _in_fixed_order(where: dict[str, Any]) -> bool:
