@@ -197,17 +197,6 @@ def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
     assert "there" in outcomes[0].page.read_text()
 
 
-def test_what_is_not_a_cells_error_leaves_a_report_too(place, monkeypatch):
-    def broken(path, *others):
-        raise OSError("no space left")
-
-    place("07_small.ipynb", "1")
-    monkeypatch.setattr(kernels, "execute", broken)
-    outcomes, index = reproduce.reproduce("demo", progress=False)
-    assert [(o.status, o.error) for o in outcomes] == [("failed", "OSError: no space left")]
-    assert "no space left" in index.read_text()
-
-
 def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch, capfd):
     for number in ("05", "06", "07"):
         begin = f"import time, pathlib\npathlib.Path({str(tmp_path / f'began {number}')!r}).touch()\n"
