@@ -132,11 +132,9 @@ def test_what_only_developers_need_is_not_in_the_help(command):
         assert (status, "Usage" in out) == (0, True)
 
 
-def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
+def test_a_plan_counts_what_is_done_failed_and_missing(command):
     for spec, status in zip(grids.grid_specs("digits/mlp6", "smoke"), ["ok", "diverged", "failed"], strict=False):
         keep(spec, status, seconds=1.0)
-    frame = outlook.plan("digits/mlp6", "smoke", measured=False)
-    assert frame.iloc[0][["runs", "done", "failed", "missing"]].tolist() == [12, 2, 1, 9]
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert status == 0
     assert "12 runs: 2 done, 1 failed, 9 missing" in out

@@ -76,13 +76,8 @@ def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):
     """Without the environment on the path, and wherever one is."""
     for folder in (tmp_path, Path(sys.executable).parents[2]):
         monkeypatch.chdir(folder)
-        done = subprocess.run(
-            paths.command("--help"),
-            shell=True,
-            capture_output=True,
-            text=True,
-            env={"PATH": "", "PYTHONPATH": str(ROOT)},
-        )
+        surroundings = {"PATH": "", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(paths.command("--help"), shell=True, capture_output=True, text=True, env=surroundings)
         assert done.returncode == 0, done.stderr
         assert "download" in done.stdout
     assert paths.command("plan") == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_lab plan"
