@@ -13,7 +13,7 @@ from scipy import stats
 
 from cpt_core.checks import choose
 from cpt_lab.analysis.estimates import Estimate, holm
-from cpt_lab.analysis.preregistered import LEVEL, all_answers
+from cpt_lab.analysis.preregistered import LEVEL
 from cpt_lab.analysis.runs import committed, table
 from cpt_lab.experiments.grids import grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec
@@ -64,7 +64,9 @@ def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
     of = {spec.key: key for spec, key in zip(fresh(grid), keys, strict=True)}
     again = again.assign(key=again["key"].map(of), seed=again["seed"] - FRESH)
     mixed = pd.concat([known[~known["key"].isin(keys)], again])
-    before, now = ({(a.question, e.what): e for a in all_answers(runs) for e in a.primary} for runs in (known, mixed))
+    both = zip(studies("arms"), studies("outcome"), strict=True)
+    (study,) = (outcome for arms, outcome in both if grid in arms.GRIDS)
+    before, now = ({(a.question, e.what): e for a in study.answers(runs) for e in a.primary} for runs in (known, mixed))
     pairs = [(e, now[name]) for name, e in before.items() if name in now and list(e.values) != list(now[name].values)]
     p = holm([float(stats.ttest_ind(a.values, b.values, equal_var=False).pvalue) for a, b in pairs])
     return [Repeated(a, b, found) for (a, b), found in zip(pairs, p, strict=True)]

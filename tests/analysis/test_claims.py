@@ -20,12 +20,10 @@ from cpt_lab.analysis.claims import (
     combined,
     holm,
     judge,
-    judged,
     said,
-    summary,
     verdict,
 )  # fmt: skip
-from cpt_lab.analysis.effects import Claim, Effect
+from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.estimates import holm as adjusted
 from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.runs import table
@@ -64,15 +62,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.Sho
         ("correlation", 0, 0.2, 0.9, 2, OPEN),
         ("predictor", 0, 0.2, 0.9, 3, CONFIRMED),
         ("more", 0, float("nan"), float("nan"), 9, OPEN),
+        ("exact", 0, 1, 1, 3, CONFIRMED),
+        ("exact", 0, -1, -1, 3, CONTRADICTED),
     ],
 )
 def test_rules(test, margin, low, high, n, said):
     assert verdict(test, margin, ((low + high) / 2, low, high), n) == said
 
 
-def test_exact_claims_and_unknown_rules():
-    assert verdict("exact", 0, (1, 1, 1), 3) == CONFIRMED
-    assert verdict("exact", 0, (-1, -1, -1), 3) == CONTRADICTED
+def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="unknown test 'better'; choose from more, no_worse"):
         verdict("better", 0, (0, 0, 0), 3)
 
@@ -105,28 +103,12 @@ def students(*values):
 def test_holm(seed):
     """Against p-values of scipy, adjusted as in books: which of several experiments stand."""
     rng = np.random.default_rng(seed)
-    effects = [students(*rng.normal(shift, 1, 5)) for shift in (3, -2, 2, 1.5, 1, 0)]
+    samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
-    words = holm([lambda alpha, e=e: said(claim, e, alpha) for e in effects])
-    samples = [np.random.default_rng(seed).normal(0, 1, 30).reshape(6, 5)[i] for i in range(6)]
-    pvalues = [stats.ttest_1samp(x + s, 0).pvalue for x, s in zip(samples, (3, -2, 2, 1.5, 1, 0), strict=True)]
+    words = holm([lambda alpha, e=e: said(claim, e, alpha) for e in (students(*x) for x in samples)])
+    pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
     assert [w != OPEN for w in words] == [p <= 0.05 for p in adjusted(pvalues)]
-    assert {w for w, e in zip(words, effects, strict=True) if e.interval[0] < 0} <= {CONTRADICTED, OPEN}
-
-
-def test_holm_takes_what_one_experiment_alone_would_settle():
-    weak, strong = students(0.1, 0.9, 0.5, 0.2, 0.6), students(1.0, 1.1, 0.9, 1.0, 1.0)
-    claim = IDS["schedule_controls"]
-    assert 0.025 / 2 < stats.ttest_1samp([0.1, 0.9, 0.5, 0.2, 0.6], 0).pvalue < 0.05
-    none = students(-1, 1, 0.5, -0.5, 0.1)
-
-    def of(*effects):
-        return holm([lambda alpha, e=e: said(claim, e, alpha) for e in effects])
-
-    assert of(weak) == [CONFIRMED]
-    assert of(weak, none, none) == [OPEN] * 3
-    assert of(weak, strong) == [CONFIRMED] * 2  # the strong one is decided first: then there is one left
-    assert holm([]) == []
+    assert {w for w, x in zip(words, samples, strict=True) if x.mean() < 0} <= {CONTRADICTED, OPEN}
 
 
 def test_runs_at_other_scales_weaken_no_word(monkeypatch):
@@ -308,17 +290,6 @@ def test_lost_time_is_no_damage():
     assert entry(harmed_by_length, "deficit_length").verdict(False) == OPEN  # worse than one, like the other
 
 
-def test_a_failed_sweep_is_no_evidence():
-    specs = designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=range(3))
-    rows = [{**r, "status": "failed", "metrics": []} for r in by_arm(specs, {})]
-    entries = judged(table(rows))
-    assert [e.claim for e in entries] == claims()
-    assert all(e.verdict(False) == OPEN for e in entries)
-    shown = summary(entries)
-    assert shown.claim.to_list() == [c.claim for c in claims()]
-    assert shown.evidence.map(type).eq(list).all()
-
-
 # --- the list -------------------------------------------------------------------------------------
 
 
@@ -360,7 +331,6 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
     (on_test_nodes,) = effect.others  # figure 5 has validation nodes
     assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
-    assert isinstance(IDS["gcn_aggregation"], Claim)
 
 
 def test_schedules_below_the_bits_that_a_range_test_finds_are_marked():

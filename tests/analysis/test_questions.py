@@ -93,14 +93,6 @@ def test_deficits_against_their_controls(deficits):
             assert r.worse == 3
 
 
-def test_runs_that_diverged_count_as_chance(deficit_rows):
-    lost = next(r for r in deficit_rows if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
-    rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficit_rows]
-    found = critical_periods.deficits(table(rows)).set_index("arm").loc["[0, 400) of 800"]
-    assert (found.n, found.diverged, found.worse) == (3, 1, 3)
-    assert found["mean"] == pytest.approx((0.5 + 0.1 + 0.52) / 3)
-
-
 def test_less_is_better_for_a_perplexity():
     specs = designs.deficit_scan("demo", "pydoc", seeds=[0, 1])
     runs = table(row_of(s, 10 + len(s.schedule.windows), "perplexity") for s in specs)

@@ -18,8 +18,8 @@ from cpt_core.described import INCH
 from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_lab.analysis.rounding import error_over_training
-from cpt_lab.analysis.runs import committed
-from cpt_lab.paths import ROOT
+from cpt_lab.analysis.runs import load
+from cpt_lab.paths import ROOT, results_dir
 from cpt_lessons import detection, diagrams, graphs, images, pictures
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
@@ -27,18 +27,18 @@ THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
 BOTH = ("relative_cost", "noise_exposure")
 
 
+def kept(name):
+    return load(results_dir() / f"{name}.jsonl")
+
+
 @cache
 def digits():
-    return committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    return kept("image_digits").query("model == 'mlp6' and q_min == 3")
 
 
 @cache
 def facebook():
-    return committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp' and q_max == 8")
-
-
-def characters():
-    return committed("language_pydoc").query("q_max == 8")
+    return kept("graph_facebook").query("model == 'gcn' and aggregation == 'fp' and q_max == 8")
 
 
 @cache
@@ -59,9 +59,9 @@ FIGURES = {
     "figure 2": lambda: schedules.figure_2(total_steps=800),
     "figure 3": lambda: figure_3(digits(), xs=BOTH, front=True),
     "figure 6": lambda: figure_6(facebook(), xs=BOTH, front=True),
-    "figure 7": lambda: figure_7(characters(), xs=BOTH),
+    "figure 7": lambda: figure_7(kept("language_pydoc").query("q_max == 8"), xs=BOTH),
     "many arms of one cost": lambda: figure_3(crowd(), xs=BOTH),
-    "figure 8": lambda: figure_8(committed("deficit_facebook")),
+    "figure 8": lambda: figure_8(kept("deficit_facebook")),
     "cost and noise": schedules.jensen_figure,
     "number lines": pictures.number_lines,
     "slopes": diagrams.slopes,

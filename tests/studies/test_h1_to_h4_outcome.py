@@ -12,7 +12,7 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import grids
 from cpt_lab.studies.h1_to_h4 import arms, outcome
 from cpt_lab.tasks.learning_rates import constant, cosine, milestones
-from tests.helpers import row_of
+from tests.studies.made import row_at
 
 
 def chance(spec):
@@ -21,25 +21,20 @@ def chance(spec):
 
 
 def rows(grid, quality, sd=0.1, lost=(), hubs=0.0):
-    """Rows of all runs of a grid.
+    """Rows of all runs of a grid, of ``quality(spec)`` and noise.
 
-    ``quality(spec)`` in points, or minus percent of the perplexity; arms in ``lost`` diverged; with Q-Agg, nodes of
-    many neighbours have ``hubs`` points more.
+    Arms in ``lost`` diverged; with Q-Agg, nodes of many neighbours have ``hubs`` points more.
     """
     out = []
     for spec in grids.grid_specs(grid):
-        value = quality(spec) + sd * chance(spec)
-        text = spec.recipe.task == "language_model"
-        metric, stored = ("perplexity", 10 * math.exp(-value / 100)) if text else ("accuracy", 0.9 + value / 100)
-        row = row_of(spec, stored, metric, "diverged" if spec.arm in lost else "ok")
-        if row["metrics"]:
-            point = row["metrics"][0]
-            row["metrics"].append({**point, "precision": "current"})
-            for low in spec.recipe.degrees if not text else ():
-                more = hubs * (spec.recipe.aggregation == "quantized" and low == 30)
-                there = {"name": f"accuracy_degree{low}", "value": stored + more / 100, "precision": "current"}
-                row["metrics"].append({**point, **there})
-        out.append(row)
+        made = row_at(spec, quality(spec) + sd * chance(spec), status="diverged" if spec.arm in lost else "ok")
+        made["metrics"] += [
+            {**at_own, "name": f"accuracy_degree{low}", "value": at_own["value"] + more / 100}
+            for at_own in made["metrics"][1:]
+            for low in getattr(spec.recipe, "degrees", ())
+            for more in [hubs * (spec.recipe.aggregation == "quantized" and low == 30)]
+        ]
+        out.append(made)
     return out
 
 
@@ -235,7 +230,7 @@ def test_runs_that_diverged_count_as_chance():
     assert found.word == "weights and activations hurt more"
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
     found = answer("H2", *(rows(grid, lambda s: 0.0, lost=("static 5",)) for grid in H2))
-    by_unit = {"points": 90 - 100 / 4, "%": 100 * math.log(102 / 10)}  # four classes, 102 characters
+    by_unit = {"points": 50 - 100 / 4, "%": 100 * math.log(102 / 10)}  # four classes, 102 characters
     assert {e.what: e.mean for e in found.primary if "static 5" in e.what} == {
         e.what: pytest.approx(by_unit[e.unit], abs=0.2) for e in found.primary if "static 5" in e.what
     }
@@ -283,9 +278,6 @@ def test_the_page_and_the_figure_show_what_is_answered():
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
     found = list(map(preregistered.sentence, preregistered.all_answers(table(made))))
-    assert [
-        said[: said.index(":")] for said in found
-    ] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
     first, second, third = (found[i] for i in (1, 0, 5))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "

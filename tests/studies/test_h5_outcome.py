@@ -13,16 +13,8 @@ from cpt_lab.analysis.schedules import jensen_figure
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome
 from cpt_lab.studies.h5.arms import CASES, allocated
-from cpt_lab.studies.h5.outcome import (
-    ARMS,
-    allocation_figure,
-    cases,
-    secondary,
-    sections,
-    summary,
-    verdict,
-)
-from tests.helpers import row_of
+from cpt_lab.studies.h5.outcome import ARMS, allocation_figure, cases, secondary, sections, summary, verdict
+from tests.studies.made import row_at
 from tests.studies.test_h5_arms import made_up
 
 
@@ -50,16 +42,7 @@ def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
             gain = 5.0 if arm == "static 8" else gains.get((case, arm), 0.0)
             gain += 3 * math.sin(spec.seed) + spread * noise[i]  # what a seed has in all arms, and noise
             status = "diverged" if (case, arm, spec.seed) in lost else "ok"
-            perplexity = spec.recipe.task == "language_model"
-
-            def value(gain, perplexity=perplexity):
-                return 10 * math.exp(-gain / 100) if perplexity else 0.5 + gain / 100
-
-            row = row_of(spec, value(gain), "perplexity" if perplexity else "accuracy", status)
-            if status == "ok":
-                at_own = value(gain + (own if arm == "static" else 0.0))
-                row["metrics"].append(dict(row["metrics"][0], value=at_own, precision="current"))
-            found.append(row)
+            found.append(row_at(spec, gain, gain + (own if arm == "static" else 0.0), status))
     return table(found)
 
 
@@ -128,12 +111,6 @@ def test_low_then_high_is_judged_by_itself():
     found = effects(rows({("facebook", "low then high"): 1.0}))
     assert line(found, "facebook", "low then high").word == "wins"
     assert verdict(found).startswith("nothing beat static")
-
-
-def test_holm_is_over_all_cases_and_arms():
-    found = effects(rows())
-    p = np.sort(found["p"])
-    assert np.sort(found["adjusted"])[0] == pytest.approx(min(1, 16 * p[0]))
 
 
 def test_the_better_evaluation_of_static_is_the_opponent():

@@ -1,0 +1,26 @@
+"""What the tests of studies share."""
+
+from dataclasses import replace
+
+import pytest
+
+from cpt_lab.studies import tuned
+from tests.studies.made import rates
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory):
+    """A function that gives a study six seeds, and rows by which its settings are chosen; see ``made.rates``."""
+    folder = tmp_path_factory.mktemp("rates")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def write(study, qualities):
+            for case, c in study.cases.items():
+                patch.setitem(study.cases, case, replace(c, seeds=6))
+            (folder / study.file).write_text("".join(rates(study, qualities)))
+            return folder / study.file
+
+        patch.setattr(tuned, "results_dir", lambda: folder)
+        tuned.held_out.cache_clear()
+        yield write
+    tuned.held_out.cache_clear()
