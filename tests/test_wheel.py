@@ -14,8 +14,6 @@ import nbformat
 import pytest
 
 import cpt_core
-from cpt_lab.analysis.claims import claims
-from cpt_lab.analysis.runs import committed
 
 pytestmark = pytest.mark.slow
 
@@ -124,23 +122,17 @@ def test_the_source_distribution_holds_what_git_tracks(built):
 
 
 def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
-    where = (
-        "import cpt_core, cpt_lab.paths as p; from cpt_lab.analysis import claims, runs; "
-        "print(cpt_core.__file__, p.CHECKOUT, p.data_dir(), len(runs.committed('h7')), len(claims.claims()))"
-    )
+    where = "import cpt_core, cpt_lab.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir(), p.results_dir())"
     said = subprocess.run([cpt.python, "-c", where], cwd=cpt.folder, capture_output=True, text=True).stdout.split()
-    package = Path(said[0]).parent
+    package, checkout, data, results = map(Path, said)
     assert package.is_relative_to(cpt.python.parents[1])
-    assert said[1] == "None"
-    assert Path(said[2]) == cpt.folder.parent / "cache" / "cpt_core"
-    assert [int(n) for n in said[3:]] == [len(committed("h7")), len(claims())]
-    assert "claims" in cpt("--help", blocked=EXTRA)
-    assert "85 runs: 0 done" in cpt("plan", "digits/mlp6", blocked=EXTRA)
+    assert str(checkout) == "None"
+    assert data == cpt.folder.parent / "cache" / "cpt_core"
     said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
     assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
     assert "1 done" in cpt("plan", "digits/mlp6", "--scale", "smoke", blocked=EXTRA)
     # the report of all takes three times as long
-    rows = package.parent / "cpt_lab" / "shipped" / "results" / "image_cifar10_jpeg.jsonl"
+    rows = results / "image_cifar10_jpeg.jsonl"
     assert f"report: {cpt.folder / 'runs' / 'report.html'}" in cpt("report", str(rows), blocked=EXTRA)
     page = (cpt.folder / "runs" / "report.html").read_text()
     assert rows.name in page
