@@ -176,11 +176,8 @@ class Entry:
         mark = "; rows older than the rule" if len(older) and older.all() else "; some rows older than the rule"
         return f"{pd.Timestamp(self.claim.since):%Y-%m-%d %H:%M} UTC" + (mark if older.any() else "")
 
-    def _at(self, paper_scale: bool) -> list[tuple[Effect, str]]:
-        return [(e, v) for e, v in self.effects if _of_paper(e) == paper_scale]
-
     def _tested(self, paper_scale: bool) -> list[tuple[Effect, str]]:
-        return [(e, v) for e, v in self._at(paper_scale) if _testable(e)]
+        return [(e, v) for e, v in self.effects if _of_paper(e) == paper_scale and _testable(e)]
 
     def _named(self, word: str, effect: Effect) -> str:
         """A word as the scale has it."""
@@ -197,7 +194,7 @@ class Entry:
         whole = self.verdict(paper_scale)
         head = "" if len(parts) == 1 and whole != OPEN else f"{whole}: "
         undecided = dict.fromkeys(e.dataset for e, v in tested if v == OPEN)
-        few = dict.fromkeys(e.dataset for e, _ in self._at(paper_scale) if not _testable(e))
+        few = dict.fromkeys(e.dataset for e, _ in self.effects if _of_paper(e) == paper_scale and not _testable(e))
         parts += [f"{'undecided' if head else 'open'} on {', '.join(undecided)}"] if undecided else []
         parts += [f"fewer than {LEAST_SEEDS} seeds on {', '.join(few)}"] if few else []
         return head + "; ".join(parts) if parts else "open (not run)"

@@ -127,8 +127,13 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
 def test_columns_that_say_the_same_of_all_arms_are_left_out():
     (section,) = quality_cost.sections(made_up(lambda arm, seed, cost: 0.6, seeds=(0,)))
     assert not {"q_max", "std", "failed", "paper"} & set(section.table)
-    (section,) = quality_cost.sections(made_up(lambda arm, seed, cost: 0.6 + 0.1 * seed))
+    rows = rows_of(lambda arm, seed, cost: 0.6 + 0.1 * seed)
+    (section,) = quality_cost.sections(table(rows))
     assert {"std", "n", "diverged"} < set(section.table)  # also where no run did
+    for error, again in (("", False), ("took longer than 60 s", True)):  # the second is to be run again
+        rows[0] |= {"status": "failed", "metrics": [], "error": error}
+        (section,) = quality_cost.sections(table(rows))
+        assert ("failed" in section.table) == again
 
 
 def test_figure_3_draws_every_point():

@@ -1,8 +1,4 @@
-"""Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch.
-
-A task is complete when all its runs are there; the questions are answered when all tasks are. A run that diverged or
-failed counts as chance.
-"""
+"""Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch."""
 
 from __future__ import annotations
 
