@@ -53,15 +53,19 @@ PREREGISTERED = (
 )
 
 
+# a store of every kind; of the others a page of all rows has more of the same
+LEFT_OUT = "cycles|deficit_facebook|equal_cost_(digits|facebook)|graph_cora|h7_rates|h10_rates|language_ptb"
+STORES = [path for path in sorted(results_dir().glob("*.jsonl")) if not re.match(LEFT_OUT, path.name)]
+
+
 @pytest.fixture(scope="module")
 def stored():
-    return runs.load(*sorted(results_dir().glob("*.jsonl")))
+    return runs.load(*STORES)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    stores = sorted(results_dir().glob("*.jsonl"))
-    return report.write_report(stores, tmp_path_factory.mktemp("r") / "p.html").read_text()
+    return report.write_report(STORES, tmp_path_factory.mktemp("r") / "p.html").read_text()
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     network = digits[(digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")]
     assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
     for words in (
-        "Critical learning periods: mlp6 on scikit-learn digits", "Equal cost: mlp6 on scikit-learn digits",
+        "Critical learning periods: mlp6 on scikit-learn digits", "Equal cost: ",
         "92.23 +- 0.09 %", "Claims of the paper", "opposite sign in ", "confirmed, exact", "Pareto front",
         "data/results/image_digits.jsonl",
         "keep the best one on the test set",
@@ -131,7 +135,7 @@ def test_a_report_of_runs_that_failed(quick, tmp_path):
 
 
 def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(page):
-    count, text = sum(len(path.read_bytes().splitlines()) for path in results_dir().glob("*.jsonl")), plain(page)
+    count, text = sum(len(path.read_bytes().splitlines()) for path in STORES), plain(page)
     assert f"{count} of {count} rows intact" in text
     said = dict(re.findall(r'<dt id="(word-\d+)">(.*?)</dt><dd>.{40,}?</dd>', page))
     links = [f"{mark} {word}" for mark, word in re.findall(r'<a class="word" href="#(word-\d+)">(.*?)</a>', page)]
