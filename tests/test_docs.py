@@ -57,31 +57,26 @@ def test_the_grids_that_pages_run_are_there():
         assert grids.find_grids(name), name
 
 
+def kept(name):
+    """What a file under data/results holds."""
+    return json.loads((results_dir() / f"{name}.json").read_text())
+
+
 def test_the_page_on_choosing_says_what_rising_bits_came_to():
-    page, tasks = (
-        (ROOT / "docs/choosing.md").read_text(),
-        json.loads((results_dir() / "adaptive.json").read_text())["tasks"],
-    )
-    verdicts = []
-    for task, runs in tasks.items():
+    page, verdicts = (ROOT / "docs/choosing.md").read_text(), []
+    for task, runs in kept("adaptive")["tasks"].items():
         for other in ("static", "CR"):
             mean, low, high = interval([run["adaptive"] - run[other] for run in runs])
             assert re.search(rf"^\| {task} .* {re.escape(interval_text(mean, low, high))} ", page, re.M)
             assert all(abs(run["costs"][other] / run["cost"] - 1) < 1e-3 for run in runs)
             verdicts.append((task, other, (low > 0) - (high < 0)))
-    assert verdicts == [
-        ("digits", "static", 0),
-        ("digits", "CR", 0),
-        ("characters", "static", 0),
-        ("characters", "CR", 1),
-    ]
+    assert [verdict for verdict in verdicts if verdict[-1]] == [("characters", "CR", 1)]
     assert "It is not clearly better than static bits. On characters it is better than CR." in page
 
 
 def test_the_page_on_choosing_says_which_bits_evaluate():
     page = (ROOT / "docs/choosing.md").read_text()
-    rows = json.loads((results_dir() / "evaluated_at.json").read_text())["rows"]
-    found = {(row["task"], row["trained"], row["seed"]): row["quality"] for row in rows}
+    found = {(row["task"], row["trained"], row["seed"]): row["quality"] for row in kept("evaluated_at")["rows"]}
     assert len(found) == 4 * 5 * 8
 
     def minus(task, one, other):
@@ -106,7 +101,7 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
 
 def test_the_page_on_choosing_says_in_which_order_bits_come():
     page = (ROOT / "docs/choosing.md").read_text()
-    rows = json.loads((results_dir() / "order_of_bits.json").read_text())["rows"]
+    rows = kept("order_of_bits")["rows"]
     found = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in rows}
     assert (len(found), {row["seed"] for row in rows}) == (7 * 4 * 12, set(order_of_bits.SEEDS))
     gains = {
@@ -133,7 +128,7 @@ def test_the_page_on_choosing_says_in_which_order_bits_come():
 
 def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
     page = (ROOT / "docs/sweeps.md").read_text()
-    found = json.loads((results_dir() / "arms.json").read_text())["recipes"]
+    found = kept("arms")["recipes"]
     for name, of in found.items():
         ratios = " | ".join(f"{of[column]:.1f}" for column in ("bare", "R=1", "R=2", "R=11", "R=26"))
         assert f"| {name} | {of['step_ms']:.1f} ms | {ratios} |" in page
@@ -143,7 +138,7 @@ def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
 
 def test_the_page_on_sweeps_prices_the_whole_paper():
     page = (ROOT / "docs/sweeps.md").read_text()
-    rows = pd.DataFrame(json.loads((results_dir() / "paper_scale.json").read_text())["rows"])
+    rows = pd.DataFrame(kept("paper_scale")["rows"])
     assert dict(zip(rows.grid, rows.runs, strict=True)) == {
         name: len(grid.make("paper")) for name, grid in grids.find_grids(None).items() if "paper" in grid.scales
     }
@@ -156,11 +151,9 @@ def test_the_page_on_sweeps_prices_the_whole_paper():
     for title, start in names.items():
         of = priced[priced.grid.str.startswith(start)]
         sums, hours[title] = of[["exaops", "hours", "money", "store_mb"]].sum(), of.hours.sum()
+        spent = f"{sums.exaops:.1f} | {sums.hours:,.0f} | {sums.money:,.0f}"
         stored = f"{sums.store_mb:,.0f} MB | {of.checkpoint_mb.max():,.0f} MB"
-        assert (
-            f"| {title} | {of.runs.sum():,} | {sums.exaops:.1f} | {sums.hours:,.0f} | {sums.money:,.0f} | {stored} |"
-            in page
-        )
+        assert f"| {title} | {of.runs.sum():,} | {spent} | {stored} |" in page
     assert f"ImageNet is {100 * hours['ImageNet'] / hours['all']:.0f} % of it" in page
     assert 28 * 24 < hours["all"] - hours["ImageNet"] - hours["Pascal VOC 2012"] < 31 * 24  # "a month"
 

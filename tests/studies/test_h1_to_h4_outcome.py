@@ -129,13 +129,11 @@ def test_h2_static_is_not_beaten_or_is():
         return 3.0 * (spec.arm == "cyclic at the cost of static 5" and spec.recipe.model == "sage")
 
     found = answer("H2", *(rows(grid, wins) for grid in H2))
-    assert found.word.startswith(
-        "contradicted: a schedule wins in 1 of 6 (Facebook GraphSAGE, schedule minus static 5);"
-    )
+    told = "contradicted: a schedule wins in 1 of 6 (Facebook GraphSAGE, schedule minus static 5);"
+    assert found.word.startswith(told)
     assert found.p == pytest.approx(1, abs=0.01)
-    assert answer("H2", *(rows(grid, lambda s: 0.0, sd=3) for grid in H2)).word.startswith(
-        "open; static is better in 0 of 6"
-    )
+    unclear = answer("H2", *(rows(grid, lambda s: 0.0, sd=3) for grid in H2))
+    assert unclear.word.startswith("open; static is better in 0 of 6")
 
 
 def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
@@ -288,8 +286,7 @@ def test_outcomes_are_said_in_words():
     assert third.startswith("H5: Do bits put where they matter beat static precision of equal cost? ")
     found = outcome.answers(table([*made, *rows("h3/facebook", lambda s: deficit_loss(s, date=-1), sd=0.001)]))
     said = preregistered.sentence(next(a for a in found if a.question == "H3"))
-    assert said.startswith(
-        "H3: Does the date of a deficit matter? Earlier is worse. Loss, latest minus earliest, at equal "
-    )
+    told = "H3: Does the date of a deficit matter? Earlier is worse. Loss, latest minus earliest, at equal "
+    assert said.startswith(told)
     assert said.endswith("points, n = 10.")
     assert set(preregistered.secondary(found)[""]) == {"H2", "H3"}

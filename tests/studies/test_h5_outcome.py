@@ -51,9 +51,8 @@ def line(found, case, arm):
 
 
 def test_known_gains_are_found_with_their_sign_and_nothing_else():
-    found = effects(
-        rows({("facebook", "over both"): 0.5, ("digits", "over time"): -2.0, ("characters", "over both"): 3})
-    )
+    gains = {("facebook", "over both"): 0.5, ("digits", "over time"): -2.0, ("characters", "over both"): 3}
+    found = effects(rows(gains))
     assert len(found) == 16
     won = line(found, "facebook", "over both")
     assert (won.word, won.unit, won.n) == ("wins", "points", 10)
@@ -73,18 +72,16 @@ def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
     assert set(found["word"]) == {"open"}
     mine = found[found["arm"] != "low then high"]
     best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
-    assert verdict(found).startswith(
-        f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}"
-    )
+    told = f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}"
+    assert verdict(found).startswith(told)
 
 
 def test_what_wins_here_and_loses_there_is_mixed():
-    found = effects(rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0}))
+    gains = {("facebook", "over time"): 1.0, ("digits", "over time"): -2.0}
+    found = effects(rows(gains))
     assert verdict(found).startswith("mixed, as what wins here loses elsewhere: over time, digits: -2")
     assert "over time, facebook: +" in verdict(found)
-    both = effects(
-        rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0, ("facebook", "over both"): 1.0})
-    )
+    both = effects(rows(gains | {("facebook", "over both"): 1.0}))
     assert verdict(both).startswith("bits here, not there: over both, facebook: +")
     assert ". Mixed, as what wins here loses elsewhere: over time, " in verdict(both)
 
