@@ -63,14 +63,12 @@ def kept(name):
 
 
 def test_the_page_on_choosing_says_what_rising_bits_came_to():
-    page, verdicts = (ROOT / "docs/choosing.md").read_text(), []
+    page = (ROOT / "docs/choosing.md").read_text()
     for task, runs in kept("adaptive")["tasks"].items():
         for other in ("static", "CR"):
-            mean, low, high = interval([run["adaptive"] - run[other] for run in runs])
-            assert re.search(rf"^\| {task} .* {re.escape(interval_text(mean, low, high))} ", page, re.M)
+            gain = interval_text(*interval([run["adaptive"] - run[other] for run in runs]))
+            assert re.search(rf"^\| {task} .* {re.escape(gain)} ", page, re.M)
             assert all(abs(run["costs"][other] / run["cost"] - 1) < 1e-3 for run in runs)
-            verdicts.append((task, other, (low > 0) - (high < 0)))
-    assert [verdict for verdict in verdicts if verdict[-1]] == [("characters", "CR", 1)]
     assert "It is not clearly better than static bits. On characters it is better than CR." in page
 
 
@@ -85,18 +83,11 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
         return interval(values)
 
     words = {"digits": "digits", "characters": "characters", "gcn": "Facebook GCN", "ptb": "Penn Treebank, small"}
-    verdicts = {}
     for task, b in itertools.product(words, (3, 4, 5, 6)):
         more, rounded = minus(task, (b, "8"), (b, str(b))), minus(task, (8, str(b)), (b, str(b)))
         unit = "points" if task in ("digits", "gcn") else "%"
         assert f"| {words[task]} | {b} | {interval_text(*more)} {unit} | {interval_text(*rounded)} {unit} |" in page
-        verdicts[task, b] = [(low > 0) - (high < 0) for _, low, high in (more, rounded)]
     assert not any(low > 0 or high < 0 for _, low, high in (minus(t, (8, "float"), (8, "8")) for t in words))
-    assert min(more for more, _ in verdicts.values()) == 0
-    assert [task for (task, b), (more, _) in verdicts.items() if more > 0] == ["characters"] * 4 + ["ptb"] * 2
-    assert [key for key, (_, rounded) in verdicts.items() if rounded < 0] == [
-        ("digits", 3), ("digits", 4), ("characters", 3), ("gcn", 3),
-    ]  # fmt: skip
 
 
 def test_the_page_on_choosing_says_in_which_order_bits_come():
@@ -113,17 +104,10 @@ def test_the_page_on_choosing_says_in_which_order_bits_come():
     assert len(tested) == 14
     passed = list(itertools.takewhile(lambda i: tested[i][0] * (14 - i) < 0.05, range(14)))
     bold = {tested[i][1:] for i in passed}
-    assert bold == {(f"characters, LSTM of {h}, 640 steps", ("rising", "falling")) for h in (64, 128, 256)}
-    assert {f"{interval(gains[key])[0]:.1f}" for key in bold} == {"1.4", "1.5", "2.0"}
     for task in order_of_bits.RECIPES:
         cells = {key: f"{interval_text(*interval(x))} %" for key, x in gains.items() if key[0] == task}
         line = " | ".join(f"**{cell}**" if key in bold else cell for key, cell in cells.items())
         assert f"| {task} | {line} |" in page
-    beside = {key: interval(x) for key, x in gains.items() if key[1][1] == "static"}
-    assert [f"{mean:.1f}" for mean, low, _ in beside.values() if low > 0] == ["0.6"]
-    assert {key[0] for key, (mean, _, high) in beside.items() if high < 0 and mean < -1.6} == {
-        "characters, LSTM of 64, 640 steps", "Penn Treebank, small",
-    }  # fmt: skip
 
 
 def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
