@@ -1,10 +1,6 @@
 """Which runs make an experiment: a list of tables for every kind.  Paper: sections 4 and 5.
 
 An experiment is what may be compared; those at paper scale come first.
-
->>> from cpt_lab.analysis.runs import table
->>> quality_cost_groups(table([]))
-[]
 """
 
 from __future__ import annotations
