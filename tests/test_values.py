@@ -126,10 +126,10 @@ VALUES = {
     "over": "time", "partial": True, "percentile": 99.0, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
     "progress": False, "q_grad": 8, "q_high": 8, "q_low": 3, "q_max": 8, "q_min": 3,
     "quantizer": "conv_input", "quantizers": cpt.quantization.QUANTIZERS, "rate": 4.0, "reduce": "mean", "repeats": 1,
-    "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)), "saturate": True,
-    "scale": "e8m0", "seed": 0, "seeds": (0,), "share": 0.1, "specials": "nan", "stateful": (), "step": 3,
-    "steps": 8, "steps_per_epoch": 4, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
-    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
+    "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)),
+    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "share": 0.1, "specials": "nan", "stateful": (),
+    "step": 3, "steps": 8, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
+    "steps_per_epoch": 4, "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
 }  # fmt: skip
 # the same of what is made anew for every call
 MADE = {
