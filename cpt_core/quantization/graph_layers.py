@@ -117,9 +117,8 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     def _in_one_pass(self, role: str, x: Tensor) -> bool:
         """Whether an operand is quantised here and now, on its own range; compilers fuse the plain chain."""
         self.require_bits()
-        if torch.compiler.is_compiling() or self.observed:
-            return False
-        if not self.now.activation or x.numel() == 0 or x.dtype in HALF:
+        apart = torch.compiler.is_compiling() or self.observed or x.dtype in HALF
+        if apart or not self.now.activation or x.numel() == 0:
             return False
         self.follow(x)
         q = self.quantizers[role]
