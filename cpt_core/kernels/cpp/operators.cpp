@@ -270,7 +270,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // A rounding of x hands the gradient of its first result on as it is; the others, the range, have none.
-struct StraightThrough : torch::autograd::Function<StraightThrough> {
+struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
   template <typename F>
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const F& round) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -285,7 +285,7 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
 Tensor round_autograd(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
                       const optional<Tensor>& key, bool clip) {
   static const auto op = operator_named<decltype(round_to_grid)>("cpt::round_to_grid");
-  return StraightThrough::apply(x, [&](const Tensor& x) -> variable_list {
+  return FakeQuantize::apply(x, [&](const Tensor& x) -> variable_list {
     return {op.call(x, low, width, levels, key, clip)};
   })[0];
 }
@@ -293,7 +293,7 @@ Tensor round_autograd(const Tensor& x, const Tensor& low, const Tensor& width, c
 Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_view granularity,
                              const optional<Tensor>& key) {
   static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
-  const auto found = StraightThrough::apply(x, [&](const Tensor& x) -> variable_list {
+  const auto found = FakeQuantize::apply(x, [&](const Tensor& x) -> variable_list {
     auto [y, low, width] = op.call(x, levels, granularity, key);
     return {y, low, width};
   });
