@@ -142,7 +142,8 @@ from dask.distributed import LocalCluster
 class SLURMCluster(LocalCluster):
     def __init__(self, cores, memory, walltime, worker_extra_args, job_extra_directives, job_script_prologue):
         assert job_script_prologue[0].startswith("export CPT_DATA_DIR=/")
-        super().__init__(n_workers=0, threads_per_worker=cores, resources={"GPU": 1}, dashboard_address=None)
+        how = {"processes": False, "protocol": "tcp", "dashboard_address": None}
+        super().__init__(n_workers=0, threads_per_worker=cores, resources={"GPU": 1}, **how)
 """
 
 

@@ -14,6 +14,7 @@ import nbformat
 import pytest
 
 import cpt_core
+from cpt_core.kernels.cpp.building import kernels_dir
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,7 @@ def cpt(installed, tmp_path, monkeypatch):
     folder.mkdir()
     for name in ("PYTHONPATH", "CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(kernels_dir()))  # those of the same sources are not built again
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))  # nbconvert's templates
     before = sorted(packages.glob("cpt_*/**/*"))

@@ -177,8 +177,6 @@ def _worth_having(
     noise = 4.0**-every @ (weights / weights.mean())
     found: list[int] = []
     for i in np.lexsort((noise, prices)).tolist():
-        if found and noise[i] >= noise[found[-1]]:
-            continue
         while len(found) > 1:
             a, b = found[-2:]
             if (noise[a] - noise[b]) * (prices[i] - prices[b]) > (noise[b] - noise[i]) * (prices[b] - prices[a]):
