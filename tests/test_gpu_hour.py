@@ -36,7 +36,7 @@ def read(folder, part):
 @pytest.mark.parametrize(
     ("part", "only", "ok", "left_out"),
     [
-        ("checks", "versions,quantisers,layer linear,task multilayer", 5, 0),
+        ("checks", "versions,tests,quantisers,layer linear,task multilayer", 6, 0),
         ("speed", "PTB LSTM", 3, 4),
         ("memory", "ResNet-20", 3, 4),
     ],

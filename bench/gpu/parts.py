@@ -48,7 +48,7 @@ def _tests(options: Options) -> dict[str, Any]:
     assert CHECKOUT is not None
     which = ["-m", "gpu", "tests"]
     if options.dry:
-        which = ["-m", "not gpu", "tests/graphs/test_graph.py", "-k", "agree_on_a_device"]
+        which = ["-m", "not gpu", "tests/graphs/test_graph.py", "-k", "as_a_dense_product_does"]
     elif importlib.util.find_spec("xdist"):
         which += ["-n", "4"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE",
