@@ -104,7 +104,7 @@ class Capture:
     def __call__(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Do one step, in whatever way; the loss is the caller's to keep, the carry lasts until the next step."""
         leaves, structure = tree_flatten((batch, carry))
-        kind = (structure, tuple(map(_kind, leaves)), self.state())
+        kind = (kind_of((batch, carry)), self.state())
         found = self._recorded.get(kind)
         if found is None and not self.why_not and self._repeats(kind, leaves):
             found = self._record(kind, leaves, structure)
@@ -163,8 +163,13 @@ class _Recorded:
         return loss.clone(), carry
 
 
-def _kind(leaf: Any) -> Hashable:
+def kind_of(tree: Any) -> Hashable:
     """What must be equal for two steps to run the same kernels; an object that is no number is that object."""
+    leaves, structure = tree_flatten(tree)
+    return structure, tuple(map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)

@@ -61,11 +61,13 @@ class Session:
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         # at the bits of step 0; whoever trains through the schedule steps it
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self._layers = list(layer_precisions(self.model).values())
+        self._in_force: list[Any] = []
         self.capture: Capture | None = None  # records the step and replays it
         reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
         if not reason:
-            self.capture = Capture(self._advance, CudaRecorder(self.device), self._kind, self.model.parameters())
+            self.capture = Capture(self._advance, CudaRecorder(self.device), self.kind, self.model.parameters())
             self.lr = torch.zeros((), device=self.device)
             make_capturable(self.optimizer, self.lr)
             self.optimizer.register_load_state_dict_post_hook(self._follow)
@@ -87,12 +89,15 @@ class Session:
         make_capturable(optimizer, self.lr)
         self.capture.reset()  # it writes to the state that was exchanged
 
-    def _kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[Any, ...]:
         """What a step depends on besides tensors: what is computed of constant features is kept for every q.
 
         And more bits than codes have are simulated in any case.
         """
-        return tuple((*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers)
+        if self._in_force != (now := [p.now for p in self._layers]):
+            parts = [(*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers]
+            self._in_force, self._kind = now, tuple(parts)
+        return self._kind
 
     def batches(self, start: int) -> Iterator[Any]:
         """Yield the batches from step ``start`` on, of each the part of this process."""

@@ -27,6 +27,7 @@ from cpt_lab.training import processes
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
 from cpt_lab.training.evaluation import assess, bitops_of, metrics_of
 from cpt_lab.training.session import Session
+from cpt_lab.training.together import Asked, Steps, alone
 
 if TYPE_CHECKING:
     from cpt_lab.tasks.base import Task
@@ -64,7 +65,12 @@ class Run(State):
         raise KeyError(f"no metric {wanted}")
 
 
-def train(
+def train(task_class: type[Task], spec: RunSpec, **options: Any) -> Run:
+    """Train one run from start to end and return its result; ``options`` are those of ``steps_of``."""
+    return alone(steps_of(task_class, spec, **options))
+
+
+def steps_of(
     task_class: type[Task],
     spec: RunSpec,
     *,
@@ -73,8 +79,8 @@ def train(
     checkpoint_seconds: float = 60.0,
     on_step: OnStep | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Run:
-    """Train one run from start to end and return its result.
+) -> Steps[Run]:
+    """Train one run from start to end: all but its optimizer steps, which it asks for, see ``together``.
 
     Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.
 
@@ -103,14 +109,16 @@ def train(
         return found
 
     look = partial(assessed, partial(assess, policy=recipe.eval_bits))
-    started = saved = time.monotonic()
-    before, captured = state.seconds, state.captured
-    batches = session.batches(state.step)
+    saved = time.monotonic()
+    started, captured = saved - state.seconds, state.captured
     losses: list[Tensor] = []  # of the last steps, not read yet
     at_once = session.device.type == "cpu" or on_step is not None
     while state.step < recipe.steps:
         lr = session.lr_at(state.step, state.history["evaluations"])
-        losses.append(session.step(next(batches), lr))
+        asked = time.monotonic()
+        loss, seconds = yield Asked(session, state.step, lr)
+        losses.append(loss)
+        started += time.monotonic() - asked - seconds  # what others did meanwhile is no time of this run
         entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
         for column, entry in entries.items():
             state.history[column].append(entry)
@@ -133,7 +141,7 @@ def train(
             log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
             if state.status != "ok":
                 break
-        state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
+        state.seconds, state.captured = time.monotonic() - started, captured + session.captured
         if checkpoint is not None and saves:
             try:
                 save_checkpoint(checkpoint, session, state)
@@ -148,7 +156,7 @@ def train(
     if state.status == "ok":
         state.history["evaluations"].append(look())
     metrics = assessed(metrics_of)
-    state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
+    state.seconds, state.captured = time.monotonic() - started, captured + session.captured
     return Run(
         **vars(state),
         spec=spec,
