@@ -330,6 +330,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
     errors = {"CR": "Traceback\nValueError: no luck", "RR": "took longer than 5 s\nthe end of its log"}
 
     def fail(job, should_stop):
+        yield from ()
         return {**stores.describe(job.spec), "status": "failed", "error": errors[job.spec.arm]}
 
     monkeypatch.setattr("cpt_lab.sweeps.worker._row", fail)

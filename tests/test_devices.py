@@ -17,7 +17,7 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
-from cpt_lab.sweeps.worker import Job, run_one
+from cpt_lab.sweeps.worker import Job, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import device_name
 from cpt_lab.training.session import Session
@@ -72,13 +72,14 @@ def demo(**changes):
     return run_spec(replace(small, **changes), "static 8", q_max=8, seed=0, scale="demo")
 
 
-WAYS = [(run_one, "cpu"), *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_one, supervise))]
+WAYS = [(run_all, "cpu"), *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_all, supervise))]
 
 
 @pytest.mark.parametrize(("way", "where"), WAYS)
 def test_a_worker_runs_on_its_device(way, where, tmp_path):
     gpu = 0 if way is supervise else None
-    row = way(Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu)).row
+    (outcome,) = way(Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu))
+    row = outcome.row
     assert (row["status"], row["device"]) == ("ok", device_name(where))
     assert ("captured" in row) == (where == "cuda")
 

@@ -69,7 +69,7 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     path = runs_dir() / "calibration.json"
     with tempfile.TemporaryDirectory() as folder:
         job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
-        row = supervise(job, work=_measure).row or {}
+        row = supervise(job, work=_measure)[0].row or {}
     if "error" in row:
         raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
     found = Calibration(**row)
@@ -110,14 +110,15 @@ def _key(spec: RunSpec, device: str) -> str:
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
-def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
+def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> list[Outcome]:
     """Work of the measuring process."""
     from cpt_lab.sweeps.worker import Outcome
 
     try:
-        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, usual_device(job.options.device, job.spec))))
+        row = asdict(_steps(job.spec, usual_device(job.options.device, job.spec)))
     except Exception as error:
-        return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
+        row = {"error": f"{type(error).__name__}: {error}"}
+    return [Outcome(job.spec.key, "ran", row)]
 
 
 def _steps(spec: RunSpec, device: str) -> Calibration:

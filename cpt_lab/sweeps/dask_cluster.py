@@ -81,7 +81,8 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
                 for future, job in _results(client, futures, signals, live, sign):
                     live.at_once = sum(client.nthreads().values())
                     died = isinstance(future.exception(), distributed.KilledWorker)
-                    yield record_loss(job, "its workers died again and again") if died else future.result()
+                    why = "its workers died again and again"
+                    yield from [record_loss(one, why) for one in job.each()] if died else future.result()
     finally:
         with suppress(OSError):
             sign.write_text("stop", encoding="utf-8")  # to the runs that a second Ctrl-C or an error leaves behind
@@ -128,10 +129,10 @@ def _told_to_stop(sign: str) -> bool:
         ) from None
 
 
-def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
-    """What a worker does: one run in a process of its own."""
+def _work(job: Job, sign: str, slots: list[int | None]) -> list[Outcome]:
+    """What a worker does: one job in a process of its own."""
     if _told_to_stop(sign):
-        return Outcome(job.spec.key, "stopped")
+        return [Outcome(one.spec.key, "stopped") for one in job.each()]
     # Dask's nannies mark their workers as daemons, which may not start processes; ours end by themselves when the
     # worker dies.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

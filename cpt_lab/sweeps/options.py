@@ -25,6 +25,8 @@ class SweepOptions:
         per_gpu: runs that share a GPU; None takes as many as fit, measured before they start (one on a cluster that
             is there already).
         scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.
+        together: runs of one recipe and seed that train side by side in a process, to the same rows; None takes up to
+            11 on a CPU where that is faster, at smoke and demo scale.
         timeout: seconds after which a run is failed; not with ``workers=0``.
         retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
         checkpoint_seconds: time between checkpoints of a run.
@@ -37,6 +39,7 @@ class SweepOptions:
     device: str = "auto"
     per_gpu: int | None = None
     scheduler: str | None = None
+    together: int | None = None
     timeout: float | None = None
     retry_failed: bool = False
     checkpoint_seconds: float = 60.0
@@ -47,11 +50,13 @@ class SweepOptions:
         choose("executor", self.executor, EXECUTORS)
         choose("device", self.device, DEVICES)
         declared(type(self), vars(self))
-        for name, least in (("workers", 0), ("threads", 1), ("per_gpu", 1)):
+        for name, least in (("workers", 0), ("threads", 1), ("per_gpu", 1), ("together", 1)):
             if (value := getattr(self, name)) is not None:
                 whole(name, value, least, MOST)
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
+        if self.timeout is not None and (self.together or 1) > 1:
+            raise ValueError(f"timeout={self.timeout} is of a run alone in its process; got together={self.together}")
         if not self.checkpoint_seconds >= 0:
             raise ValueError(f"checkpoint_seconds must be 0 or more; got {self.checkpoint_seconds!r}")
         if self.scheduler is not None and self.executor != "dask":

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.machine import share_with
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.stores import StoreError
-from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.sweeps.worker import Job, Outcome, run_all
 
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
 
@@ -36,15 +37,17 @@ def supervise(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     should_kill: Callable[[], bool] = lambda: False,
-    on_start: Callable[[], None] = lambda: None,
-    work: Callable[..., Outcome] = run_one,
-) -> Outcome:
+    on_start: Callable[[str], None] = lambda key: None,
+    work: Callable[..., list[Outcome]] = run_all,
+) -> list[Outcome]:
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
+
+    Runs that had trained side by side there are no failures: each may try again alone.
 
     Args:
         should_stop: asked all the time; the run then writes its checkpoint and ends.
         should_kill: the same, but the process is killed.
-        on_start: called when the run has started: the time that it may take counts from there.
+        on_start: called with the key of a run that has started: the time that it may take counts from there.
         work: what the process does; for tests.
 
     Raises:
@@ -74,7 +77,7 @@ def supervise(
                 said[kind] = content
                 if kind == "started":
                     started = time.monotonic()
-                    on_start()
+                    on_start(content)
             now = time.monotonic()
             late = late or now - started > timeout
             if asked == math.inf and (late or should_stop()):
@@ -90,12 +93,12 @@ def supervise(
         receiver.close()
     if "error" in said:
         raise StoreError(said["error"])
-    outcome = said.get("outcome")
-    if outcome is not None and not (late and outcome.status == "stopped"):
-        return outcome  # what it said counts, however it ended after that
-    if should_kill() or (outcome is None and should_stop() and not late):
-        return Outcome(job.spec.key, "stopped")  # died because it was told to: no failure
-    return record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))
+    outcomes = said.get("outcomes")
+    if outcomes and not (late and outcomes[0].status == "stopped"):
+        return outcomes  # what it said counts, however it ended after that
+    if job.beside or should_kill() or (outcomes is None and should_stop() and not late):
+        return [Outcome(one.spec.key, "stopped") for one in job.each()]  # died because it was told to: no failure
+    return [record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))]
 
 
 def record_loss(job: Job, why: str) -> Outcome:
@@ -164,13 +167,18 @@ def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dict[str, str]) -> None:
+def _child(job: Job, sender: Any, work: Callable[..., list[Outcome]], environment: dict[str, str]) -> None:
     os.environ.update(environment)  # the server that this process comes from may be older than a change of it
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sweep, which then asks with SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
     _log_to(stores.place(job.store, "logs", job.spec.key))
+    for spec in job.beside:
+        with suppress(OSError):
+            stores.place(job.store, "logs", spec.key).write_text(
+                f"trains beside {job.spec.key}, whose log is of both\n"
+            )
     if job.gpu is not None:  # before CUDA starts
         visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
@@ -182,7 +190,7 @@ def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dic
             sender.send((kind, content))
 
     try:
-        send("outcome", work(job, stop.is_set, lambda: send("started", None)))
+        send("outcomes", work(job, stop.is_set, partial(send, "started")))
     except StoreError as error:
         send("error", str(error))
 

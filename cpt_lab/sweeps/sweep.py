@@ -31,12 +31,14 @@ from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.progress import Live, Signals
 from cpt_lab.sweeps.stores import Row
-from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
 from cpt_lab.training.arithmetic import lay_out
 from cpt_lab.training.device import choose_device
+from cpt_lab.training.together import pays
 
+MOST = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
 Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
@@ -78,7 +80,7 @@ def run_grid(
     _check_data(specs, todo, held.values(), store, options)
     if todo:
         stores.check_source(store, commit())
-        _sweep([Job(spec, store, options) for spec in todo], _executor(todo, options), options.progress)
+        _sweep(_jobs(todo, store, options), _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
         held = {row["key"]: row for row in stores.load_rows(store)}
     rows = [held[spec.key] for spec in specs]
@@ -136,7 +138,7 @@ def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
 
 
 def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
-    with Signals() as signals, Live(len(jobs), progress) as live:
+    with Signals() as signals, Live(sum(1 + len(job.beside) for job in jobs), progress) as live:
         while jobs and not signals.stop.is_set():
             again = set()
             for outcome in execute(jobs, signals, live):
@@ -144,7 +146,8 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
                 if outcome.row is None:
                     again.add(outcome.key)
             # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
-            jobs = [replace(job, wait=True) for job in jobs if job.spec.key in again]
+            each = [replace(one, wait=True, beside=()) for job in jobs for one in job.each()]
+            jobs = [job for job in each if job.spec.key in again]
             if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
                 first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
                 said = "runs are another sweep's, or somebody ended their processes; waiting for"
@@ -152,6 +155,39 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
+
+
+def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]:
+    """Return the jobs of these runs: of one recipe and seed as many to a process as the options say."""
+    alike: dict[Any, list[RunSpec]] = {}
+    for spec in specs:
+        alike.setdefault((spec.recipe, spec.seed), []).append(spec)
+    jobs = []
+    for part in alike.values():
+        size = _together(part[0], len(specs), options)
+        jobs += [Job(first, store, options, beside=tuple(rest)) for first, *rest in _parts(part, size)]
+    return jobs
+
+
+def _parts(specs: list[RunSpec], size: int) -> Iterator[list[RunSpec]]:
+    """Yield parts of at most so many, as even as can be."""
+    count = -(-len(specs) // size)
+    for i in range(count):
+        yield specs[i::count]
+
+
+def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
+    """Return how many runs of a recipe train side by side, of ``count`` that are to be done."""
+    on_gpu = choose_device(options.device, spec) != "cpu"
+    if options.together is not None:
+        if on_gpu and options.together > 1:
+            raise ValueError(f"together={options.together} is for the CPU; a GPU replays the steps of every run")
+        return options.together
+    elsewhere = on_gpu or options.executor != "local" or processes.count() > 1
+    if elsewhere or options.workers == 0 or options.timeout or spec.scale == "paper" or not pays(spec):
+        return 1
+    workers = options.workers or max(1, usable_cores() // options.threads)
+    return min(MOST, -(-count // workers))
 
 
 def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
@@ -163,11 +199,11 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
             if signals.stop.is_set():
                 return
 
-            def should_stop(steps: int = job.spec.recipe.steps) -> bool:
+            def should_stop(steps: int = job.spec.recipe.steps * (1 + len(job.beside))) -> bool:
                 live.stepped(steps)  # it is asked after every step
                 return signals.stop.is_set()
 
-            yield run_one(job, should_stop, partial(live.started, job.spec.key))
+            yield from run_all(job, should_stop, live.started)
     finally:
         torch.set_num_threads(before)
 
@@ -176,16 +212,16 @@ def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None
     """Several runs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
     free = deque(slots)  # one for every thread
 
-    def work(job: Job) -> Outcome:
+    def work(job: Job) -> list[Outcome]:
         if signals.stop.is_set():
-            return Outcome(job.spec.key, "stopped")
+            return [Outcome(one.spec.key, "stopped") for one in job.each()]
         gpu = free.popleft()
         try:
             return supervise(
                 replace(job, gpu=gpu, sharing=len(slots)),
                 should_stop=signals.stop.is_set,
                 should_kill=signals.kill.is_set,
-                on_start=partial(live.started, job.spec.key),
+                on_start=live.started,
             )
         except Exception:  # the store cannot be written: nothing more is started, the others stop
             signals.stop.set()
@@ -203,7 +239,7 @@ def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None
                 for future in ended:
                     problem = future.exception() or problem
                     if future.exception() is None:
-                        yield future.result()
+                        yield from future.result()
         finally:
             if pending:  # the second Ctrl-C, or an error in this thread
                 signals.kill.set()

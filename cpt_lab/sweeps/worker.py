@@ -11,7 +11,7 @@ import itertools
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,8 @@ from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
 from cpt_lab.training.arithmetic import cuda_provenance, fix_order_of_sums
 from cpt_lab.training.device import choose_device, device_name, peak_memory
-from cpt_lab.training.train import Run, Stopped, train
+from cpt_lab.training.together import Steps, alone, together
+from cpt_lab.training.train import Run, Stopped, steps_of
 
 WAIT_SECONDS = 60.0  # for a run that another sweep has, before a worker looks after its other runs
 log = logging.getLogger(__name__)
@@ -43,6 +44,12 @@ class Job:
     gpu: int | None = None  # which of the visible GPUs the process sees; None for all of them
     sharing: int = 1  # how many runs share the cores and the memory of its machine
     wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
+    beside: tuple[RunSpec, ...] = ()  # runs that train side by side with it, in the same process
+
+    def each(self) -> list[Job]:
+        """Return a job for every run, beside the others."""
+        runs = (self.spec, *self.beside)
+        return [replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :])) for i, spec in enumerate(runs)]
 
 
 @dataclass(frozen=True)
@@ -54,33 +61,43 @@ class Outcome:
     row: Row | None = None
 
 
-def run_one(
-    job: Job, should_stop: Callable[[], bool] = lambda: False, on_start: Callable[[], None] = lambda: None
-) -> Outcome:
-    """Run a job in this process and append its row; a run that raises becomes a row with status "failed".
+def run_one(job: Job, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
+    """Run a job of one run in this process, see ``run_all``."""
+    return run_all(job, should_stop)[0]
+
+
+def run_all(
+    job: Job, should_stop: Callable[[], bool] = lambda: False, on_start: Callable[[str], None] = lambda key: None
+) -> list[Outcome]:
+    """Run a job in this process and append its rows; a run that raises becomes a row with status "failed".
 
     The row is the last thing that is written and the checkpoint goes only after it, so a process that dies anywhere
     loses nothing but the time since its last checkpoint. The claim on the run is held until the end.
 
     Args:
         should_stop: asked after every step; the run then writes its checkpoint and ends.
-        on_start: called when the run is this process's to do.
+        on_start: called with the key of a run that is this process's to do.
 
     Raises:
-        StoreError: when the store cannot be written; the checkpoint is kept.
+        StoreError: when the store cannot be written; checkpoints are kept.
     """
+    runs = [_steps(one, should_stop, on_start) for one in job.each()]
+    return together(runs) if job.beside else [alone(runs[0])]
+
+
+def _steps(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> Steps[Outcome]:
     key, store = job.spec.key, job.store
     try:
         with stores.claim(store, key, WAIT_SECONDS if job.wait else 0.0, should_stop) as mine:
             if not mine:
                 return Outcome(key, "stopped" if should_stop() else "busy")
-            on_start()
+            on_start(key)
             held = stores.find_row(store, key)  # only now: it may have come while this process waited
             if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
                 return Outcome(key, "held", held)
             stores.check_free(store)
             stores.clean(store, key)
-            row = stores.append_row(store, _row(job, should_stop))
+            row = stores.append_row(store, (yield from _row(job, should_stop)))
             if row["status"] != "failed":
                 stores.remove_checkpoints(store, {key})
             return Outcome(key, "ran", row)
@@ -92,7 +109,7 @@ def run_one(
         raise StoreError(f"cannot write beside {store}: {error.strerror or error}; checkpoints are kept") from error
 
 
-def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
+def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
     spec = job.spec
     row = stores.describe(spec)
     device = job.options.device
@@ -106,10 +123,12 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         if device == "cpu":
             row["provenance"]["products"] = backend().products
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
+        if job.beside:
+            row["provenance"]["beside"] = len(job.beside)
         if processes.count() > 1:
             row["provenance"]["processes"] = processes.count()
             processes.tell((job, device))
-        run = _trained(job, device, should_stop)
+        run = yield from _trained(job, device, should_stop)
         row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
     except (Stopped, StoreError):
@@ -122,15 +141,17 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
     return {**row, **_results(run, device)}
 
 
-def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Run:
+def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
     with processes.agreed():
-        return train(
-            task_of(job.spec),
-            job.spec,
-            device=device,
-            checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
-            checkpoint_seconds=job.options.checkpoint_seconds,
-            should_stop=should_stop,
+        return (
+            yield from steps_of(
+                task_of(job.spec),
+                job.spec,
+                device=device,
+                checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
+                checkpoint_seconds=job.options.checkpoint_seconds,
+                should_stop=should_stop,
+            )
         )
 
 
@@ -141,7 +162,7 @@ def follow() -> int:
         job, device = told
         torch.set_num_threads(job.options.threads)
         try:
-            _trained(job, device, lambda: False)
+            alone(_trained(job, device, lambda: False))
         except Exception:  # what stopped or ended it, the first process, which has it too, says
             log.info("ended", exc_info=True)
     return 0

@@ -189,7 +189,11 @@ def _free_of_operands(recorded: fx.GraphModule) -> None:
     for node in list(recorded.graph.nodes):
         if isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in SHAPED:
             of = node.args[0].meta["val"]
-            setattr(recorded, name := f"shape_of_{node.name}", torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta"))
+            setattr(
+                recorded,
+                name := f"shape_of_{node.name}",
+                torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta"),
+            )
             with recorded.graph.inserting_before(node):
                 node.args = (recorded.graph.get_attr(name), *node.args[1:])
             node.kwargs = {**node.kwargs, "device": of.device}

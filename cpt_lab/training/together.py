@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
+from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.capture import kind_of
 from cpt_lab.training.replay import Done, Replay, tensors_in
 from cpt_lab.training.session import Session
@@ -52,7 +53,10 @@ def alone(run: Steps[T]) -> T:
         batches = session.batches(step)
         while True:
             started = time.monotonic()
-            loss = session.step(next(batches), lr)
+            try:
+                loss = session.step(next(batches), lr)
+            except Exception as error:
+                run.throw(error)
             session, step, lr = run.send((loss, time.monotonic() - started))
     except StopIteration as end:
         return end.value
@@ -69,6 +73,12 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
     return [arm.result for arm in arms]
 
 
+def pays(spec: RunSpec) -> bool:
+    """Whether runs of a recipe end sooner side by side, as ``python -m bench.together`` measured."""
+    recipe = spec.recipe
+    return recipe.task in ("image", "language_model") or getattr(recipe, "padding", "") == "max"
+
+
 class _Arm:
     """A run, with a state of its own of torch's random numbers: what one draws, no other misses."""
 
@@ -79,11 +89,12 @@ class _Arm:
         self.run, self.random = run, torch.get_rng_state()
         self.send(None)
 
-    def send(self, answer: Answer | None) -> None:
-        """Let it go on until it asks again, or ends."""
+    def send(self, answer: Answer | Exception | None) -> None:
+        """Let it go on until it asks again, or ends; an error is raised where it waits."""
         torch.set_rng_state(self.random)
+        go_on: Callable[[Any], Any] = self.run.throw if isinstance(answer, Exception) else self.run.send
         try:
-            self.asked = self.run.send(answer)  # type: ignore[arg-type]
+            self.asked = go_on(answer)
         except StopIteration as end:
             self.asked, self.result = None, end.value
         now = torch.get_rng_state()
@@ -98,12 +109,13 @@ class _SideBySide:
     """The steps of arms: the batches that all of them see, and what was recorded."""
 
     def __init__(self) -> None:
-        self.next_step, self.batches, self.steps = -1, iter(()), 0
+        self.batches: Iterator[Any] = iter(())
+        self.next_step, self.steps = -1, 0
         self.replays: dict[Hashable, Replay | None] = {}
         self.passes: dict[tuple[int, int], Callable[..., Done]] = {}
         self.merged: tuple[list[Session], torch.optim.Optimizer | None] = [], None
 
-    def step(self, arms: list[_Arm]) -> list[Answer]:
+    def step(self, arms: list[_Arm]) -> list[Answer | Exception]:
         """Do one step of every arm."""
         started = time.monotonic()
         torch.set_rng_state(arms[0].random)
@@ -116,14 +128,15 @@ class _SideBySide:
         for arm in arms:
             of = arm.asked.session
             parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(arm)
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, Tensor | Exception] = {}
         for kind, part in parts.items():
             for arm in part:
                 arm.random = drawn
             replay = self._replay(kind, part[0], batch)
             losses |= self._one_by_one(part, batch) if replay is None else self._replayed(replay, part, batch)
         share = (time.monotonic() - started) / len(arms)
-        return [(losses[id(arm)], share) for arm in arms]
+        found = [losses[id(arm)] for arm in arms]
+        return [loss if isinstance(loss, Exception) else (loss, share) for loss in found]
 
     def _replay(self, kind: Hashable, arm: _Arm, batch: Any) -> Replay | None:
         """Return what was recorded of such a step; None where nothing is, and a run does it as it would alone."""
@@ -137,15 +150,18 @@ class _SideBySide:
                 self.replays[kind] = None
         return self.replays.get(kind)
 
-    def _one_by_one(self, arms: list[_Arm], batch: Any) -> dict[int, Tensor]:
-        losses = {}
+    def _one_by_one(self, arms: list[_Arm], batch: Any) -> dict[int, Tensor | Exception]:
+        losses: dict[int, Tensor | Exception] = {}
         for arm in arms:
             torch.set_rng_state(arm.random)
-            losses[id(arm)] = arm.asked.session.step(batch, arm.asked.lr)
+            try:
+                losses[id(arm)] = arm.asked.session.step(batch, arm.asked.lr)
+            except Exception as error:
+                losses[id(arm)] = error
             arm.random = torch.get_rng_state()
         return losses
 
-    def _replayed(self, replay: Replay, arms: list[_Arm], batch: Any) -> dict[int, Tensor]:
+    def _replayed(self, replay: Replay, arms: list[_Arm], batch: Any) -> dict[int, Tensor | Exception]:
         torch.set_rng_state(arms[0].random)
         given = tensors_in(batch)
         shared = replay.shared(given)

@@ -32,7 +32,7 @@ from cpt_lab.sweeps.process import _context, supervise
 from cpt_lab.sweeps.progress import Live
 from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.sweep import _slots, run_grid
-from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.sweeps.worker import Job, Outcome, run_all, run_one
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -43,6 +43,7 @@ def quick(monkeypatch):
     ran = []
 
     def fake(job, should_stop):
+        yield from ()  # it asks for no steps
         ran.append(job.spec.arm)
         row = stores.describe(job.spec)
         if job.spec.arm == "RR":
@@ -185,13 +186,13 @@ def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_th
 
 def told(folder, **job):
     """What the process of a run says of itself."""
-    return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell).row
+    return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell)[0].row
 
 
 def tell(job, stop, on_start):
     threads, cores = torch.get_num_threads(), usable_cores()
     words = {"word": os.environ.get("CPT_TEST_WORD"), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    return Outcome(job.spec.key, "ran", {"threads": threads, "cores": cores, "sharing": job.sharing, **words})
+    return [Outcome(job.spec.key, "ran", {"threads": threads, "cores": cores, "sharing": job.sharing, **words})]
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -232,13 +233,13 @@ def out_of_memory(job, stop, on_start):
 
 
 def hang(job, stop, on_start):
-    on_start()
+    on_start(job.spec.key)
     print("no step ever ends", flush=True)
     time.sleep(60)
 
 
 def append_and_die(job, stop, on_start):
-    run_one(job, stop, on_start)
+    run_all(job, stop, on_start)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -252,7 +253,7 @@ def append_and_die(job, stop, on_start):
 )
 def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tmp_path):
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl")
-    outcome = supervise(job, work=work)
+    (outcome,) = supervise(job, work=work)
     assert outcome.row["status"] == "failed"
     assert [w for w in words if w not in outcome.row["error"]] == []
     assert stores.load_rows(job.store) == [outcome.row]
@@ -261,7 +262,7 @@ def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tm
 def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.sweeps.process.GRACE_SECONDS", 0.5)
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", SweepOptions(timeout=0.5))
-    outcome = supervise(job, work=hang)
+    (outcome,) = supervise(job, work=hang)
     assert outcome.row["error"].startswith("took longer than 0.5 s")
     assert "no step ever ends" in outcome.row["error"]
     log = stores.place(job.store, "logs", job.spec.key)
@@ -282,7 +283,7 @@ def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_p
 
 def test_a_process_that_dies_after_its_row_has_not_failed(tmp_path):
     job = Job(specs_of("CR", steps=20)[0], tmp_path / "rows.jsonl")
-    assert supervise(job, work=append_and_die).row["status"] == "ok"
+    assert supervise(job, work=append_and_die)[0].row["status"] == "ok"
     assert len(job.store.read_text().splitlines()) == 1
 
 
@@ -297,7 +298,7 @@ def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monk
 
     def first_has_no_room(job, **rest):
         ran.append(job)
-        return supervise(job, work=no_room if job.spec == specs[0] else run_one, **rest)
+        return supervise(job, work=no_room if job.spec == specs[0] else run_all, **rest)
 
     monkeypatch.setattr(sweep_module, "supervise", first_has_no_room)
     with pytest.raises(StoreError, match="no room, said the process of the run"):
@@ -341,7 +342,7 @@ def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatc
 
     def once(job, **rest):
         tried.append(job)
-        return supervise(job, work=ended_by_somebody if len(tried) == 1 else run_one, **rest)
+        return supervise(job, work=ended_by_somebody if len(tried) == 1 else run_all, **rest)
 
     monkeypatch.setattr(sweep_module, "supervise", once)
     (row,) = run_grid([spec], tmp_path / "rows.jsonl", workers=1)
@@ -350,7 +351,7 @@ def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatc
 
 def ended_by_somebody(job, stop, on_start):
     os.kill(os.getpid(), signal.SIGTERM)
-    return run_one(job, stop, on_start)
+    return run_all(job, stop, on_start)
 
 
 @pytest.mark.slow
