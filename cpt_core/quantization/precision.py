@@ -158,7 +158,8 @@ class LayerPrecision(RunningState):
                 backend()  # here, before anything is traced
             self.check_levels(Levels(*checked))
             self.in_force = Levels(*checked)
-        self.driver = driver
+        if driver is not self.driver:  # modules are slow to assign to
+            self.driver = driver
 
     def train(self, mode: bool = True) -> Self:
         """Change the mode as every module does; the scheduler may have other bits for evaluation."""
