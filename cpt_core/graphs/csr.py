@@ -9,9 +9,11 @@ One operator, so that compilers, which know no sparse tensors, take it as it is.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -67,8 +69,32 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices), None, None, None, None
 
 
+def by_dgl(graph: Any, h: Tensor) -> Tensor:
+    """Return the same sum, as DGL computes it along its own graph: an operator, which a recording sees."""
+    _GRAPHS[id(graph)] = graph
+    return torch.ops.cpt_graphs.by_dgl(h, id(graph), False)
+
+
+def _by_dgl(h: Tensor, number: int, back: bool) -> Tensor:
+    index = _GRAPHS[number]._graph
+    gspmm = sys.modules["dgl"].backend.gspmm
+    return gspmm(index.reverse() if back else index, "copy_lhs", "sum", h, None)
+
+
+def _keep_graph(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.number, ctx.back = inputs
+
+
+def _along_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.cpt_graphs.by_dgl(gradient, ctx.number, not ctx.back), None, None
+
+
+_GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
 LIBRARY.define(f"sum{SCHEMA}")
+LIBRARY.define("by_dgl(Tensor h, int graph, bool back) -> Tensor")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
+LIBRARY.impl("by_dgl", _by_dgl, "CompositeExplicitAutograd")
 torch.library.register_fake("cpt_graphs::sum", lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]), lib=LIBRARY)
 torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)
+torch.library.register_autograd("cpt_graphs::by_dgl", _along_graph, setup_context=_keep_graph, lib=LIBRARY)

@@ -18,11 +18,12 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cpt_core.quantization.scheduler import precision
 from cpt_lab.training.session import Session
 
-# operations that ask of their operands the shape alone
+# operations that ask of their first operand the shape alone
 SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
-# what Python calls in less time, to the same result
+# what does nothing without autograd, and what Python calls in less time
 QUICK: dict[str, Any] = {
     "aten.alias.default": None,
     "aten.detach.default": None,
@@ -34,11 +35,11 @@ QUICK: dict[str, Any] = {
 
 
 class CannotReplay(Exception):
-    """A step depends on more than the tensors of its run."""
+    """A step depends on more than the tensors of its run, or leaves more."""
 
 
 class Done(NamedTuple):
-    """What a replayed pass leaves: the loss, (0-d), what the next step needs, and a gradient for every parameter."""
+    """What a pass leaves: the loss, (0-d), what the next step needs, and a gradient for every parameter."""
 
     loss: Tensor
     carry: Any
@@ -59,22 +60,6 @@ def tensors_of(session: Session) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def unchanged(session: Session) -> Iterator[None]:
-    """Put a run back as it was before a ``with`` block."""
-    mine, random, carry = tensors_of(session), torch.get_rng_state(), session.carry
-    before = {name: value.detach().clone() for name, value in mine.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in mine.items():
-                value.copy_(before[name])
-        torch.set_rng_state(random)
-        session.carry = carry
-        session.optimizer.zero_grad(set_to_none=True)
-
-
 class Replay:
     """A recorded pass.
 
@@ -83,124 +68,147 @@ class Replay:
         batch: of the step that is recorded.
 
     Raises:
-        CannotReplay: when something does not show among torch's operations, or writes to what all runs share.
+        CannotReplay: when torch does not see all that the step does, or when runs would disturb one another.
     """
 
     def __init__(self, session: Session, batch: Any) -> None:
-        leaves, self._given = tree_flatten((batch, session.carry))
-        mine = tensors_of(session)
-        trained = session.trained
-        laid_out: list[bool] = []
+        leaves, structure = tree_flatten((batch, session.carry))
+        places: list[int] = []  # of gradients that autograd keeps as their parameters lie in memory
 
         def step(*tensors: Tensor) -> list[Any]:
             given = iter(tensors)
             rebuilt = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             with session.arithmetic():
-                loss, carry = session.task.loss(session.model, *tree_unflatten(rebuilt, self._given))
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-            # autograd keeps a gradient as its parameter lies in memory
-            laid_out[:] = [g is None or g.stride() == p.stride() for g, p in zip(gradients, trained, strict=True)]
+                loss, carry = session.task.loss(session.model, *tree_unflatten(rebuilt, structure))
+            gradients = torch.autograd.grad(loss, session.trained, allow_unused=True)
+            pairs = enumerate(zip(gradients, session.trained, strict=True))
+            places.extend(i for i, (g, p) in pairs if g is not None and g.stride() != p.stride())
             carried, self._carry = tree_flatten(carry)
             return [loss.detach(), *carried, *gradients]
 
-        with unchanged(session):
+        with _unchanged(session):
             recorded = make_fx(step)(*tensors_in(leaves))
-        self._copied = [place for place, fits in enumerate(laid_out) if not fits]
-        of_batch = len(tensors_in(batch))
-        self._shared, self._own, self._reads = _functions(recorded, mine, of_batch)
+        self._copied = places
+        self._shared, self._own, self._reads = _functions(recorded, tensors_of(session), len(tensors_in(batch)))
         self._check(session, batch)
+
+    def shared(self, batch: list[Tensor]) -> Sequence[Any]:
+        """Do what is the same for all runs of a step, whose batch has these tensors."""
+        with torch.inference_mode():
+            return self._shared(*batch)
 
     def of(self, session: Session) -> Callable[[list[Tensor], Sequence[Any]], Done]:
         """Return the pass of a run: a function of the batch's tensors and of what ``shared`` returned for them."""
-        mine = tensors_of(session)
+        mine, count = tensors_of(session), self._carry.num_leaves
         reads = [mine[name] for name in self._reads]
-        trained = session.trained
 
         def replayed(batch: list[Tensor], shared: Sequence[Any]) -> Done:
-            carried = tensors_in(session.carry)
             with torch.inference_mode():
-                loss, *rest = self._own(*batch, *carried, *reads, *shared)
-            count = self._carry.num_leaves
+                loss, *rest = self._own(*batch, *tensors_in(session.carry), *reads, *shared)
             gradients = rest[count:]
-            for place in self._copied:
-                gradients[place] = torch.empty_like(trained[place]).copy_(gradients[place])
+            for i in self._copied:
+                gradients[i] = torch.empty_like(session.trained[i]).copy_(gradients[i])
             carry = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest[:count]]
             return Done(loss, tree_unflatten(carry, self._carry), gradients)
 
         return replayed
 
     def _check(self, session: Session, batch: Any) -> None:
-        """Raise CannotReplay unless the recording does what the step does: some libraries compute unseen by torch."""
+        """Raise CannotReplay unless the recording does what the step does, at other bits and weights than it was made.
 
-        def left(loss: Tensor, carry: Any, gradients: Iterable[Tensor | None]) -> list[Any]:
-            found = [loss, *tree_flatten(carry)[0], *gradients, *tensors_of(session).values(), torch.get_rng_state()]
-            return [x.clone() if isinstance(x, Tensor) else x for x in found]
+        Some libraries compute unseen by torch, and what Python has read of a tensor is a constant of the recording.
+        """
+        kind, level = session.kind(), 5 if session.scheduler.get_last_bits()[0] != 5 else 6
 
-        with unchanged(session), session.arithmetic():
-            loss, carry = session.task.loss(session.model, batch, session.carry)
+        def left(work: Callable[[], Iterable[Any]]) -> list[Any]:
+            with _unchanged(session), torch.no_grad():
+                for parameter in session.trained:
+                    parameter.mul_(1.01)
+                with precision(session.model, level, level):
+                    with torch.enable_grad():
+                        done = None if session.kind() != kind else work()
+                if done is None:  # other levels are another recording's: at those in force, then
+                    with torch.enable_grad():
+                        done = work()
+                loss, carry, gradients = done
+                found = [loss, *tree_flatten(carry)[0], *gradients, *tensors_of(session).values()]
+                return [x.clone() if isinstance(x, Tensor) else x for x in (*found, torch.get_rng_state())]
+
+        def passed() -> Done:
+            with session.arithmetic():
+                loss, carry = session.task.loss(session.model, batch, session.carry)
             loss.backward()
-            expected = left(loss, carry, [p.grad for p in session.trained])
-        with unchanged(session):
-            given = tensors_in(batch)
-            found = left(*self.of(session)(given, self.shared(given)))
-        same = (torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected, found, strict=True))
-        if not all(same):
-            raise CannotReplay("what torch recorded of a step is not all that the step does")
+            return Done(loss, carry, [p.grad for p in session.trained])
 
-    def shared(self, batch: list[Tensor]) -> Sequence[Any]:
-        """Do what is the same for all runs of a step."""
-        with torch.inference_mode():
-            return self._shared(*batch)
+        given = tensors_in(batch)
+        pairs = zip(left(passed), left(lambda: self.of(session)(given, self.shared(given))), strict=True)
+        if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
+            raise CannotReplay("what torch has recorded of a step is not all that the step does")
+
+
+@contextmanager
+def _unchanged(session: Session) -> Iterator[None]:
+    """Put a run back as it was before a ``with`` block."""
+    mine, random = tensors_of(session), torch.get_rng_state()
+    before = {name: value.detach().clone() for name, value in mine.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in mine.items():
+                value.copy_(before[name])
+        torch.set_rng_state(random)
+        session.optimizer.zero_grad(set_to_none=True)
 
 
 def _functions(
     recorded: fx.GraphModule, mine: Mapping[str, Tensor], of_batch: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], list[str]]:
     """Return what is done for all runs, what is done for each, and the names of the tensors that the latter reads."""
-    _free_of_operands(recorded)
-    names = {value.data_ptr(): name for name, value in mine.items() if value.numel()}
-    storages = {value.untyped_storage().data_ptr() for value in mine.values() if value.numel()}
+    _ask_for_shapes_alone(recorded)
     nodes = list(recorded.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     constants = {node: getattr(recorded, node.target) for node in nodes if node.op == "get_attr"}
-    reads: dict[fx.Node, str] = {}
-    for node, value in constants.items():
-        if value.numel() and value.untyped_storage().data_ptr() in storages:
-            name = names.get(value.data_ptr(), "")
-            if not name or (mine[name].shape, mine[name].stride()) != (value.shape, value.stride()):
-                raise CannotReplay(f"a part of {name or 'a tensor'} of shape {tuple(value.shape)} is kept")
-            reads[node] = name
+    reads = _names(constants, mine)
     own = _own(nodes, {*given[of_batch:], *reads})
-    if odd := [node for node in own if node in constants and node not in reads]:
-        raise CannotReplay(f"a step writes to a tensor of shape {tuple(constants[odd[0]].shape)} that runs share")
-    last = nodes[-1]
-    mixed = [n for n in nodes if n not in own and n in _read_by(n_ for n_ in nodes if n_ in own or n_ is last)]
-    shared = [n for n in mixed if n.op == "call_function"]
-    plain = {node: value for node, value in constants.items() if node not in reads}
+    for node in nodes:
+        if written := [n for n in _written(node) if n in given[:of_batch] or (n in constants and n not in reads)]:
+            raise CannotReplay(f"{node.target} writes to {written[0]}, which all runs read")
+        if node in own and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CannotReplay(f"{node.target} draws random numbers for every run")
     calls = [node for node in nodes if node.op == "call_function"]
-    batch = given[:of_batch]
-    first = _function(batch, [n for n in calls if n not in own], shared, plain)
-    then = _function([*given, *reads, *shared], [n for n in calls if n in own], last.args[0], plain)
-    return first, then, list(reads.values())
+    each, returned = [node for node in calls if node in own], nodes[-1].args[0]
+    read = {n for node in (*each, nodes[-1]) for n in node.all_input_nodes}
+    common = [node for node in calls if node not in own]
+    shared = [node for node in common if node in read]
+    plain = {node: value for node, value in constants.items() if node not in reads}
+    first = _function(given[:of_batch], common, shared, plain)
+    return first, _function([*given, *reads, *shared], each, returned, plain), list(reads.values())
 
 
-def _free_of_operands(recorded: fx.GraphModule) -> None:
-    """Let operations that ask for a shape alone read no operand, so that they depend on no run."""
+def _ask_for_shapes_alone(recorded: fx.GraphModule) -> None:
+    """Let operations that ask for a shape read no operand, so that they depend on no run."""
     for node in list(recorded.graph.nodes):
         if isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in SHAPED:
-            of = node.args[0].meta["val"]
-            setattr(
-                recorded,
-                name := f"shape_of_{node.name}",
-                torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta"),
-            )
+            of, name = node.args[0].meta["val"], f"shape_of_{node.name}"
+            recorded.register_buffer(name, torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta"))
             with recorded.graph.inserting_before(node):
                 node.args = (recorded.graph.get_attr(name), *node.args[1:])
             node.kwargs = {**node.kwargs, "device": of.device}
 
 
-def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    return {read for node in nodes for read in node.all_input_nodes}
+def _names(constants: Mapping[fx.Node, Tensor], mine: Mapping[str, Tensor]) -> dict[fx.Node, str]:
+    """Return the constants that are a run's own, by name."""
+    names = {value.data_ptr(): name for name, value in mine.items() if value.numel()}
+    storages = {value.untyped_storage().data_ptr() for value in mine.values() if value.numel()}
+    found = {}
+    for node, value in constants.items():
+        if not value.is_meta and value.numel() and value.untyped_storage().data_ptr() in storages:
+            name = names.get(value.data_ptr(), "")
+            if not name or (mine[name].shape, mine[name].stride()) != (value.shape, value.stride()):
+                raise CannotReplay(f"a layer keeps a part of {name or 'a tensor'}, of shape {tuple(value.shape)}")
+            found[node] = name
+    return found
 
 
 def _own(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
@@ -210,29 +218,33 @@ def _own(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
         before = len(own)
         for node in nodes:
             if node.op == "call_function" and (node in own or own & set(node.all_input_nodes)):
-                own.add(node)
-                own |= {_made(value) for value, alias in _aliases(node) if alias.is_write}
+                own |= {node, *_written(node)}
     return own
 
 
-def _aliases(node: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Return the arguments of a call whose memory its result shares, or that it writes to."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+def _aliases(node: fx.Node) -> list[tuple[fx.Node, bool]]:
+    """Return the arguments of a call whose memory it writes to (True), or whose memory its result may share."""
+    if not isinstance(node.target, OpOverload):
         return []
-    arguments = [*zip(node.target._schema.arguments, node.args, strict=False)]
-    arguments += [(a, node.kwargs[a.name]) for a in node.target._schema.arguments if a.name in node.kwargs]
-    return [(value, a.alias_info) for a, value in arguments if a.alias_info is not None and isinstance(value, fx.Node)]
+    arguments = node.target._schema.arguments
+    values = [*zip(arguments, node.args, strict=False)]
+    values += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
+    return [(x, a.alias_info.is_write) for a, x in values if a.alias_info is not None and isinstance(x, fx.Node)]
 
 
-def _made(node: fx.Node) -> fx.Node:
-    """Return the node whose memory this one is a view of."""
-    while aliases := _aliases(node):
-        node = aliases[0][0]
-    return node
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory a call writes to, each as it was made."""
+    found = []
+    for made, writes in _aliases(node):
+        if writes:
+            while aliases := _aliases(made):
+                made = aliases[0][0]
+            found.append(made)
+    return found
 
 
 def _function(
-    given: Sequence[fx.Node], calls: list[fx.Node], returned: Any, constants: Mapping[fx.Node, Tensor]
+    given: Sequence[fx.Node], calls: list[fx.Node], returned: Sequence[Any], constants: Mapping[fx.Node, Tensor]
 ) -> Callable[..., Any]:
     """Write a Python function of nodes: calls, one after the other; values go when nothing reads them any more."""
     held: dict[str, Any] = {f"c{i}": value for i, value in enumerate(constants.values())}
@@ -244,30 +256,18 @@ def _function(
             return words[value]
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(word, value))}]"
-        name = f"k{len(held)}"
-        held[name] = value
+        held[name := f"k{len(held)}"] = value
         return name
 
-    last: dict[fx.Node, fx.Node] = {read: node for node in calls for read in node.all_input_nodes}
-    kept = set(_nodes_in(returned))
+    kept = {value for value in returned if isinstance(value, fx.Node)}
+    last = {read: node for node in calls for read in node.all_input_nodes if read not in kept}
     lines = [f"def function({', '.join(words[node] for node in given)}):"]
-    for i, node in enumerate(calls):
+    for node in calls:
         quick = QUICK.get(str(node.target), node.target)
         arguments = [word(x) for x in node.args] + [f"{name}={word(x)}" for name, x in node.kwargs.items()]
-        if quick is None:
-            lines.append(f"{words[node]} = {arguments[0]}")
-        else:
-            held[f"f{i}"] = getattr(quick, "_op", quick)
-            lines.append(f"{words[node]} = f{i}({', '.join(arguments)})")
-        gone = [words[n] for n in node.all_input_nodes if last[n] is node and n not in kept and n not in constants]
-        if gone:
+        done = arguments[0] if quick is None else f"{word(getattr(quick, '_op', quick))}({', '.join(arguments)})"
+        lines.append(f"{words[node]} = {done}")
+        if gone := [words[n] for n in node.all_input_nodes if last.get(n) is node and n not in constants]:
             lines.append(f"del {', '.join(gone)}")
-    lines.append(f"return {word(returned)}")
-    exec("\n    ".join(lines), held)
+    exec("\n    ".join([*lines, f"return {word(returned)}"]), held)
     return held["function"]
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    return [node for part in value for node in _nodes_in(part)] if isinstance(value, (list, tuple)) else []

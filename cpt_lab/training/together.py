@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
+from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.capture import kind_of
 from cpt_lab.training.replay import Done, Replay, tensors_in
@@ -76,6 +77,8 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
 def pays(spec: RunSpec) -> bool:
     """Whether runs of a recipe end sooner side by side, as ``python -m bench.together`` measured."""
     recipe = spec.recipe
+    if isinstance(recipe, GraphRecipe):
+        return not recipe.batch
     return recipe.task in ("image", "language_model") or getattr(recipe, "padding", "") == "max"
 
 

@@ -7,8 +7,10 @@ import dgl
 import pytest
 import torch
 from helpers import WITH_CUDA
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpt_core.graphs import csr
 from cpt_core.graphs import graph as graph_module
 from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
 from cpt_core.graphs.sampling import sample_blocks
@@ -137,10 +139,10 @@ def test_a_dgl_that_cannot_be_imported_counts_as_absent(monkeypatch, error):
 
 def test_sums_that_crash_dgl_are_left_to_torch(monkeypatch):
     """DGL 1.1.3 ends the process where mean degree x features exceeds a limit set by the cache."""
-    (source, destination), summed, copy_u_sum = random_edges(), [], dgl.ops.copy_u_sum
+    (source, destination), summed, by_dgl = random_edges(), [], csr.by_dgl
     auto, forced = (Graph.from_edges(source, destination, 30, backend) for backend in ("auto", "dgl"))
     monkeypatch.setattr(graph_module, "dgl_limit", lambda: 200 / 30 * 4)
-    monkeypatch.setattr(dgl.ops, "copy_u_sum", lambda g, h: summed.append(h.shape[1]) or copy_u_sum(g, h))
+    monkeypatch.setattr(csr, "by_dgl", lambda g, h: summed.append(h.shape[1]) or by_dgl(g, h))
     for features in (4, 5):
         x = torch.rand(30, features, requires_grad=True)
         y = auto.aggregate(x)
@@ -151,6 +153,18 @@ def test_sums_that_crash_dgl_are_left_to_torch(monkeypatch):
     with pytest.raises(ValueError, match="DGL cannot sum 5 features over 200 edges into 30 nodes on this machine"):
         forced.aggregate(x)
     assert summed == [4, 4]
+
+
+def test_a_sum_of_dgl_is_one_operator_with_the_gradient_of_dgl():
+    graph, x = Graph.from_edges(*random_edges(), 30, "dgl"), torch.randn(30, 4, requires_grad=True)
+    weights = torch.randn(30, 4)
+    own, theirs = graph.aggregate(x), dgl.ops.copy_u_sum(graph._dgl, x)
+    assert torch.equal(own, theirs)
+    ((gradient,), (expected,)) = (torch.autograd.grad((y * weights).sum(), x, create_graph=True) for y in (own, theirs))
+    assert torch.equal(gradient, expected)
+    assert [str(node.target) for node in make_fx(lambda h: graph.aggregate(h))(x).graph.nodes][
+        1
+    ] == "cpt_graphs.by_dgl.default"
 
 
 def test_copies_and_pickles():

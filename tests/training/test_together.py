@@ -1,0 +1,261 @@
+"""Runs side by side end as they end alone, bit for bit; what cannot be replayed is done step by step."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import quietly, smoke_spec
+
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import StaticSchedule
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.image import ImageTask
+from cpt_lab.training import together as module
+from cpt_lab.training.replay import CannotReplay, Replay
+from cpt_lab.training.session import Session
+from cpt_lab.training.together import pays, together
+from cpt_lab.training.train import Stopped, steps_of, train
+
+STEPS = 12
+
+
+def arms_of(dataset, model=None, count=5, **changes):
+    """Schedules of a seed: cycles, static bits, another q_max, gradients with bits of their own, float32."""
+    first = quietly(
+        smoke_spec, dataset, "CR", 0, model, **{"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
+    )
+    r = first.recipe
+    bits = [StaticSchedule(q, r.steps) for q in (3, 5, 8)]
+    roles = RoleSchedules(weight=bits[0], activation=bits[1], error=bits[2], weight_gradient=bits[2])
+    several = [
+        first,
+        replace(first, schedule=bits[2], arm="static 8"),
+        replace(
+            first, schedule=quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=r.steps, n_cycles=2), q_max=6
+        ),
+        replace(first, schedule=bits[1], q_grad=5),
+        replace(first, schedule=bits[0], q_grad=4),
+        replace(first, schedule=StaticSchedule(32, r.steps), q_max=32, q_grad=32),
+    ]
+    if "execution" not in changes:
+        several.append(RunSpec(r, roles, 8, None, 0, "roles", "smoke"))
+    several += [replace(first, schedule=StaticSchedule(q, r.steps)) for q in range(4, 8)]
+    return several[:count]
+
+
+def outcome(run):
+    """All of a run but seconds, and its weights."""
+    return run.status, run.error, run.history, run.metrics, run.bitops, run.checksum
+
+
+def equal(run, alone):
+    weights = zip(run.model.state_dict().items(), alone.model.state_dict().items(), strict=True)
+    return outcome(run) == outcome(alone) and all(a == b and torch.equal(x, y) for (a, x), (b, y) in weights)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """How many steps of runs were replayed."""
+    counted, do = [], module._SideBySide._replayed
+    monkeypatch.setattr(
+        module._SideBySide,
+        "_replayed",
+        lambda self, replay, arms, batch: counted.append(len(arms)) or do(self, replay, arms, batch),
+    )
+    return counted
+
+
+TASKS = {
+    "mlp": ("digits", "mlp6", {}),
+    "resnet": ("digits", "resnet8_w8", {"batch": 16}),
+    "lstm": ("pydoc", None, {"dropout": 0.3}),
+    "bert": ("templates", None, {"padding": "max", "steps": 5}),
+    "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
+    "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
+    "sage": ("digits-graph", "sage", {}),
+    "boxes": ("digit-scenes", None, {"steps": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_runs_end_as_they_do_alone(name, replayed):
+    """Eleven arms of the quick ones; sampled graphs, boxes and lines of many lengths go step by step."""
+    dataset, model, changes = TASKS[name]
+    count = {"mlp": 11, "resnet": 7, "bert": 3, "boxes": 2}.get(name, 5)
+    specs = arms_of(dataset, model, count, **changes)
+    runs = together([steps_of(task_of(spec), spec) for spec in specs])
+    assert [spec.arm for spec, run in zip(specs, runs, strict=True) if not equal(run, train(task_of(spec), spec))] == []
+    steps = sum(replayed)
+    assert steps == (0 if name in ("sage", "boxes") else (specs[0].recipe.steps - module.WARM_UP) * count)
+
+
+def test_one_that_diverges_ends_alone(replayed):
+    specs = arms_of("digits", "mlp6", 3)
+
+    def poisoned(step, model, loss):
+        if step == 6:
+            with torch.no_grad():
+                next(model.parameters()).fill_(math.inf)
+
+    hooks = [None, poisoned, None]
+    runs = together([steps_of(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)])
+    assert [run.status for run in runs] == ["ok", "diverged", "ok"]
+    for run, spec, hook in zip(runs, specs, hooks, strict=True):
+        assert equal(run, train(ImageTask, spec, on_step=hook)) or (
+            hook and outcome(run)[:2] == ("diverged", runs[1].error)
+        )
+    assert sum(replayed) == 3 * (STEPS - 2) - (STEPS - 8)
+
+
+def test_one_that_raises_ends_alone():
+    specs = arms_of("digits", "mlp6", 3)
+
+    def broken(step, model, loss):
+        if step == 6:
+            model.body[0].precision.in_force = None
+            raise ArithmeticError("no luck")
+
+    def caught(spec, hook):
+        try:
+            return (yield from steps_of(ImageTask, spec, on_step=hook))
+        except ArithmeticError as error:
+            return str(error)
+
+    runs = together([caught(spec, broken if i == 1 else None) for i, spec in enumerate(specs)])
+    assert runs[1] == "no luck"
+    assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
+
+
+def test_an_error_inside_a_step_reaches_its_run_alone(monkeypatch):
+    specs, step = arms_of("digits", "mlp6", 3), Session.step
+
+    def failing(self, batch, lr):
+        if self.spec is specs[1]:
+            raise MemoryError("too much")
+        return step(self, batch, lr)
+
+    def caught(spec):
+        try:
+            return (yield from steps_of(ImageTask, spec))
+        except MemoryError as error:
+            return str(error)
+
+    monkeypatch.setattr(Session, "step", failing)
+    runs = together([caught(spec) for spec in specs])
+    assert runs[1] == "too much"
+    monkeypatch.undo()
+    assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
+
+
+def test_killed_runs_go_on_together_or_alone(tmp_path):
+    """Each has its own checkpoint; one that is further on waits for the others."""
+    specs = arms_of("pydoc", None, 3, dropout=0.3)
+    files = [tmp_path / f"{i}.pt" for i in range(3)]
+
+    def stopped(spec, file, after):
+        asked = itertools.count(1)
+        try:
+            yield from steps_of(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == after)
+        except Stopped as stop:
+            return str(stop)
+
+    said = together([stopped(spec, file, after) for spec, file, after in zip(specs, files, (7, 9, 7), strict=True)])
+    assert said == [f"at step {n} of {STEPS}" for n in (7, 9, 7)]
+    lone = train(task_of(specs[2]), specs[2], checkpoint=files[2])
+    runs = together([steps_of(task_of(s), s, checkpoint=f) for s, f in zip(specs[:2], files[:2], strict=True)])
+    for run, spec in zip([*runs, lone], specs, strict=True):
+        assert equal(run, train(task_of(spec), spec))
+
+
+def test_seconds_of_a_run_are_its_own():
+    specs = arms_of("digits", "mlp6", 3)
+    runs = together([steps_of(ImageTask, spec) for spec in specs])
+    assert all(0 < run.seconds < 10 for run in runs)
+    first, *rest = (run.seconds for run in runs)
+    assert max(rest) < 3 * first + 1
+
+
+class Unseen(ImageTask):
+    """Computes a part of its loss where torch does not see it."""
+
+    def loss(self, model, batch, carry):
+        loss, carry = super().loss(model, batch, carry)
+        scale = torch.ones(1)
+        scale.numpy()[0] = float(model.body[0].precision.levels)
+        return loss * scale[0], carry
+
+
+class Counts(ImageTask):
+    """Writes to a tensor that is no run's own."""
+
+    seen = torch.zeros(())
+
+    def loss(self, model, batch, carry):
+        self.seen.add_(1)
+        return super().loss(model, batch, carry)
+
+
+class Draws(ImageTask):
+    """Draws random numbers in an operation on what a run has computed."""
+
+    def loss(self, model, batch, carry):
+        loss, carry = super().loss(model, batch, carry)
+        return loss + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum(), carry
+
+
+class Keeps(ImageTask):
+    """Keeps a part of a weight."""
+
+    def loss(self, model, batch, carry):
+        if not hasattr(self, "part"):
+            self.part = model.body[0].weight.detach()[1:]
+        loss, carry = super().loss(model, batch, carry)
+        return loss + 0 * self.part.sum(), carry
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Unseen, "not all that the step does"),
+        (Counts, "add_.Tensor writes to"),
+        (Draws, "draws"),
+        (Keeps, "keeps a part"),
+    ],
+)
+def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(task, words, replayed, caplog):
+    specs = arms_of("digits", "mlp6", 2)
+    session = Session(task, specs[0])
+    batches = session.batches(0)
+    session.step(next(batches), 0.01)
+    with pytest.raises(CannotReplay, match=words):
+        Replay(session, next(batches))
+    with caplog.at_level("INFO"):
+        runs = together([steps_of(task, spec) for spec in specs])
+    assert words in caplog.text
+    assert replayed == []
+    assert all(equal(run, train(task, spec)) for run, spec in zip(runs, specs, strict=True))
+
+
+def test_recording_leaves_a_run_as_it_was():
+    spec = arms_of("digits", "resnet8_w8", 1, batch=16)[0]
+    session, other = Session(ImageTask, spec), Session(ImageTask, spec)
+    for one in (session, other):
+        batches = one.batches(0)
+        one.step(next(batches), 0.01)
+    random = torch.get_rng_state()
+    batch = next(batches)
+    Replay(session, batch)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(session.step(batch, 0.01), other.step(batch, 0.01))
+    assert all(map(torch.equal, session.model.state_dict().values(), other.model.state_dict().values()))
+
+
+def test_what_pays_is_what_can_be_replayed():
+    found = {name: pays(smoke_spec(d, "static 8", 0, m, **changes)) for name, (d, m, changes) in TASKS.items()}
+    assert [name for name, yes in found.items() if not yes] == ["sage", "boxes"]
+    assert not pays(smoke_spec("templates"))  # lines of many lengths
