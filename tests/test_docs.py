@@ -13,8 +13,9 @@ import torch
 from scipy.stats import ttest_1samp
 
 import cpt_core
-from bench import order_of_bits, paper_scale
+from bench import order_of_bits, paper_scale, roles
 from book import results
+from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_lab.analysis import claims, report
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
@@ -90,6 +91,34 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
     assert not any(low > 0 or high < 0 for _, low, high in (minus(t, (8, "float"), (8, "8")) for t in words))
 
 
+def test_the_page_on_choosing_says_which_roles_should_have_the_bits():
+    page, found = (ROOT / "docs/choosing.md").read_text(), kept("roles")
+    quality = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in found["rows"]}
+    assert len(quality) == 4 * 3 * 12
+    gains = {
+        (task, other): [quality[task, "allocated", s] - quality[task, other, s] for s in roles.SEEDS]
+        for task, other in itertools.product(roles.TASKS, ("3/8", "4/5"))
+    }
+    bold = standing(gains)
+    assert bold == {(task, "3/8") for task in roles.TASKS}
+    words = {"digits": "digits", "characters": "characters", "gcn": "Facebook GCN", "ptb": "Penn Treebank, small"}
+    for task, word in words.items():
+        measured, steps = Sensitivity.from_dict(found["measured"][task]), roles.CASES[task].recipe.steps
+        spent = roles.arms(measured, steps)["allocated"][0]
+        parts = (sorted(set(s.bits().tolist())) for s in (spent.weight, spent.activation, spent.error))
+        bits = ", ".join(" to ".join(map(str, part)) for part in parts)
+        unit = "points" if task in ("digits", "gcn") else "%"
+        cells = [f"{interval_text(*interval(gains[task, other]))} {unit}" for other in ("3/8", "4/5")]
+        assert f"| {word} | {bits} | **{cells[0]}** | {cells[1]} |" in page
+
+
+def standing(gains):
+    """The keys of differences that a two-sided t test tells from 0, by Holm's rule over all of them."""
+    tested = sorted((ttest_1samp(x, 0).pvalue, *key) for key, x in gains.items())
+    passed = itertools.takewhile(lambda i: tested[i][0] * (len(tested) - i) < 0.05, range(len(tested)))
+    return {tested[i][1:] for i in passed}
+
+
 def test_the_page_on_choosing_says_in_which_order_bits_come():
     page = (ROOT / "docs/choosing.md").read_text()
     rows = kept("order_of_bits")["rows"]
@@ -100,10 +129,7 @@ def test_the_page_on_choosing_says_in_which_order_bits_come():
         for task in order_of_bits.RECIPES
         for pair in (("rising", "even"), ("rising", "falling"), ("rising", "static"), ("even", "static"))
     }
-    tested = sorted((ttest_1samp(x, 0).pvalue, *key) for key, x in gains.items() if key[1][1] != "static")
-    assert len(tested) == 14
-    passed = list(itertools.takewhile(lambda i: tested[i][0] * (14 - i) < 0.05, range(14)))
-    bold = {tested[i][1:] for i in passed}
+    bold = standing({key: x for key, x in gains.items() if key[1][1] != "static"})
     for task in order_of_bits.RECIPES:
         cells = {key: f"{interval_text(*interval(x))} %" for key, x in gains.items() if key[0] == task}
         line = " | ".join(f"**{cell}**" if key in bold else cell for key, cell in cells.items())
