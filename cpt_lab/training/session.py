@@ -63,7 +63,7 @@ class Session:
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self._layers = list(layer_precisions(self.model).values())
-        self._in_force: list[Any] = []
+        self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
         self.capture: Capture | None = None  # records the step and replays it
         reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
         if not reason:
@@ -94,9 +94,9 @@ class Session:
 
         And more bits than codes have are simulated in any case.
         """
-        if self._in_force != (now := [p.now for p in self._layers]):
+        if self.in_force != (now := [p.now for p in self._layers]):
             parts = [(*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers]
-            self._in_force, self._kind = now, tuple(parts)
+            self.in_force, self._kind = now, tuple(parts)
         return self._kind
 
     def batches(self, start: int) -> Iterator[Any]:

@@ -1,9 +1,13 @@
 """Runs of one recipe and seed, side by side in one process: each ends as it would have ended alone, sooner.
 
 A run is a generator here: it says for which step it wants a loss, is sent it, and does all the rest by itself: learning
-rate, evaluation, checkpoints, curve. Runs that stand at the same step take it together. They share the batch and all
-else that does not depend on their bits, and their forward and backward passes are replayed from one recording, see
-``replay``. A run whose loss is not finite, or that raises, ends alone.
+rate, evaluation, checkpoints, curve. Runs that stand at the same step take it together:
+
+- they share the batch, and all else that does not depend on their bits;
+- their forward and backward passes are replayed from one recording, see ``replay``;
+- as long as runs have had the same bits, one of them does the step for all.
+
+A run whose loss is not finite, or that raises, ends alone.
 
 >>> from cpt_lab.experiments.recipes import recipe
 >>> from cpt_lab.experiments.spec import run_spec
@@ -15,6 +19,7 @@ else that does not depend on their bits, and their forward and backward passes a
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
@@ -22,12 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_structure
+from torch.utils._pytree import tree_map_only, tree_structure
 
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.capture import kind_of
-from cpt_lab.training.replay import Done, Replay, tensors_in
+from cpt_lab.training.replay import Done, Replay, tensors_in, tensors_of
 from cpt_lab.training.session import Session
 
 WARM_UP = 2  # steps before one is recorded: what layers keep of constants is made in them
@@ -69,7 +74,11 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
     while waiting := [arm for arm in arms if arm.asked is not None]:
         first = min(waiting, key=lambda arm: arm.asked.step)  # who went on from a later checkpoint waits
         group = [arm for arm in waiting if arm.asked.step == first.asked.step and arm.draws_as(first)]
-        for arm, answer in zip(group, side_by_side.step(group), strict=True):
+        try:
+            answers = side_by_side.step(group)
+        except Exception as error:
+            answers = [error] * len(group)
+        for arm, answer in zip(group, answers, strict=True):
             arm.send(answer)
     return [arm.result for arm in arms]
 
@@ -90,7 +99,13 @@ class _Arm:
 
     def __init__(self, run: Steps[Any]) -> None:
         self.run, self.random = run, torch.get_rng_state()
+        self.state, self.versions = object(), -1  # what is the same in arms that are alike; how often it was written to
+        self.tensors: list[Tensor] = []  # all that training changes, but what optimizers keep
         self.send(None)
+        if self.asked is not None:
+            found = tensors_of(self.asked.session)
+            self.tensors = [value for name, value in found.items() if not name.endswith("levels")]
+            self.changed(self._digest())
 
     def send(self, answer: Answer | Exception | None) -> None:
         """Let it go on until it asks again, or ends; an error is raised where it waits."""
@@ -102,6 +117,41 @@ class _Arm:
             self.asked, self.result = None, end.value
         now = torch.get_rng_state()
         self.random = self.random if torch.equal(now, self.random) else now
+
+    def _digest(self) -> str:
+        session = self.asked.session
+        kept = [value for state in session.optimizer.state.values() for value in state.values()]
+        tensors, digest = [*self.tensors, *tensors_in((kept, session.carry))], hashlib.sha256()
+        for value in tensors:
+            digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def changed(self, state: Hashable) -> None:
+        """Note that a step has led to this state."""
+        self.state, self.versions = state, sum(value._version for value in self.tensors)
+
+    def stands(self) -> Hashable:
+        """Return what decides the next step; where it is the same, the step is."""
+        if self.versions != sum(value._version for value in self.tensors):  # a probe may write to a model
+            self.changed(object())
+        session, _, lr = self.asked
+        session.kind()
+        return self.state, tuple(session.in_force), lr
+
+    def follow(self, leader: _Arm) -> None:
+        """Be where another arm is, which has done the same step."""
+        own, other = self.asked.session, leader.asked.session
+        with torch.no_grad():
+            torch._foreach_copy_(self.tensors, leader.tensors)
+            for mine, theirs in zip(own.trained, other.trained, strict=True):
+                kept = own.optimizer.state[mine]
+                for name, value in other.optimizer.state[theirs].items():
+                    if isinstance(value, Tensor) and name in kept:
+                        kept[name].copy_(value)
+                    else:
+                        kept[name] = value.clone() if isinstance(value, Tensor) else value
+        own.carry, self.random = tree_map_only(Tensor, torch.clone, other.carry), leader.random
+        own.diverged.copy_(other.diverged)
 
     def draws_as(self, other: _Arm) -> bool:
         """Whether it would draw the same random numbers as another one."""
@@ -127,16 +177,26 @@ class _SideBySide:
             self.batches = session.batches(step)
         batch, self.next_step, self.steps = next(self.batches), step + 1, self.steps + 1
         drawn = torch.get_rng_state()
-        kind, parts = kind_of(batch), dict[Hashable, list[_Arm]]()
+        alike: dict[Hashable, list[_Arm]] = {}  # arms at the same bits from the start: one does the step for all
         for arm in arms:
-            of = arm.asked.session
-            parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(arm)
+            alike.setdefault(arm.stands(), []).append(arm)
+        kind, parts = kind_of(batch), dict[Hashable, list[_Arm]]()
+        for leader, *_ in alike.values():
+            of = leader.asked.session
+            parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(leader)
         losses: dict[int, Tensor | Exception] = {}
         for kind, part in parts.items():
             for arm in part:
                 arm.random = drawn
             replay = self._replay(kind, part[0], batch)
             losses |= self._one_by_one(part, batch) if replay is None else self._replayed(replay, part, batch)
+        for leader, *others in alike.values():
+            state = object()
+            for arm in others:
+                arm.follow(leader)
+                losses[id(arm)] = losses[id(leader)]
+            for arm in (leader, *others):
+                arm.changed(state)
         share = (time.monotonic() - started) / len(arms)
         found = [losses[id(arm)] for arm in arms]
         return [loss if isinstance(loss, Exception) else (loss, share) for loss in found]

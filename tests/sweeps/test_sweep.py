@@ -238,6 +238,11 @@ def hang(job, stop, on_start):
     time.sleep(60)
 
 
+def ended_by_somebody(job, stop, on_start):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return run_all(job, stop, on_start)
+
+
 def append_and_die(job, stop, on_start):
     run_all(job, stop, on_start)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -310,6 +315,75 @@ def no_room(job, stop, on_start):
     raise StoreError("no room, said the process of the run")
 
 
+# --- side by side ---------------------------------------------------------------------------------
+
+
+def test_runs_of_a_seed_share_a_process_and_their_rows_are_those_of_runs_alone(tmp_path):
+    specs = specs_of("CR", "ER", "LR", seeds=(0, 1), steps=20)
+    stored, logs = {}, tmp_path / "2.logs"
+    for n in (1, 2):
+        rows = run_grid(specs, tmp_path / f"{n}.jsonl", workers=2, together=n)
+        stored[n] = [{k: v for k, v in row.items() if k not in OF_THE_PROCESS} for row in rows]
+        assert [row["provenance"].get("beside", 0) for row in rows] == ([0] * 6 if n == 1 else [1, 0, 1] * 2)
+    assert stored[1] == stored[2]
+    first, _, third = (stores.place(tmp_path / "2.jsonl", "logs", spec.key) for spec in specs[:3])
+    assert third.read_text() == f"trains beside {specs[0].key}, whose log is of both\n"
+    assert specs[0].key in first.read_text()
+    assert {path.suffix for path in logs.iterdir()} == {".log"}
+    for spec in specs:
+        one, other = (stores.load_curve(tmp_path / f"{n}.jsonl", spec.key) for n in (1, 2))
+        assert one.equals(other)
+
+
+OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
+
+
+@pytest.mark.parametrize("work", [vanish, ended_by_somebody])
+def test_runs_whose_common_process_dies_start_again_alone(work, tmp_path, monkeypatch):
+    specs, tried = specs_of("CR", "ER", steps=20), []
+
+    def once(job, **rest):
+        tried.append(len(job.beside))
+        return supervise(job, work=work if len(tried) == 1 else run_all, **rest)
+
+    monkeypatch.setattr(sweep_module, "supervise", once)
+    rows = run_grid(specs, tmp_path / "rows.jsonl", workers=1, together=2)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert tried == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sizes"),
+    [
+        ({}, {"workers": 1}, [4, 4]),
+        ({}, {"workers": 4}, [2, 2, 2, 2]),
+        ({}, {"workers": 1, "together": 3}, [2, 2, 2, 2]),
+        ({}, {"workers": 1, "together": 1}, [1] * 8),
+        ({}, {"workers": 0}, [1] * 8),
+        ({}, {"workers": 0, "together": 4}, [4, 4]),
+        ({}, {"workers": 1, "timeout": 60.0}, [1] * 8),
+        ({}, {"executor": "dask"}, [1] * 8),
+        ({"scale": "paper"}, {"workers": 1, "device": "cpu"}, [1] * 8),
+    ],
+)
+def test_how_many_runs_share_a_process(changes, options, sizes, tmp_path):
+    specs = [replace(spec, **changes) for spec in specs_of("CR", "ER", "LR", "LT", seeds=(0, 1), steps=20)]
+    jobs = sweep_module._jobs(specs, tmp_path / "rows.jsonl", SweepOptions(**options))
+    assert [1 + len(job.beside) for job in jobs] == sizes
+    assert sorted(one.spec.key for job in jobs for one in job.each()) == sorted(spec.key for spec in specs)
+    assert all(len({(one.spec.recipe, one.spec.seed) for one in job.each()}) == 1 for job in jobs)
+
+
+def test_side_by_side_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"timeout=5.0 is of a run alone in its process; got together=2"):
+        SweepOptions(timeout=5.0, together=2)
+    with pytest.raises(ValueError, match="together must be an integer from 1 to 1024, got 0"):
+        SweepOptions(together=0)
+    monkeypatch.setattr(sweep_module, "choose_device", lambda device, spec: "cuda")
+    with pytest.raises(ValueError, match="together=2 is for the CPU; a GPU replays the steps of every run"):
+        sweep_module._jobs(specs_of("CR", "ER"), tmp_path / "rows.jsonl", SweepOptions(together=2))
+
+
 # --- who else is there ----------------------------------------------------------------------------
 
 
@@ -347,11 +421,6 @@ def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatc
     monkeypatch.setattr(sweep_module, "supervise", once)
     (row,) = run_grid([spec], tmp_path / "rows.jsonl", workers=1)
     assert (row["status"], len(tried)) == ("ok", 2)
-
-
-def ended_by_somebody(job, stop, on_start):
-    os.kill(os.getpid(), signal.SIGTERM)
-    return run_all(job, stop, on_start)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import quietly, smoke_spec
 
+from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule
@@ -92,6 +93,23 @@ def test_runs_end_as_they_do_alone(name, replayed):
     assert [spec.arm for spec, run in zip(specs, runs, strict=True) if not equal(run, train(task_of(spec), spec))] == []
     steps = sum(replayed)
     assert steps == (0 if name in ("sage", "boxes") else (specs[0].recipe.steps - module.WARM_UP) * count)
+
+
+def test_one_run_does_the_steps_that_several_have_in_common(replayed):
+    """Bits that fall at step 6 or 9 are those of static 8 until then; a probe that writes to a model parts it."""
+    first = arms_of("digits", "mlp6", 2)[1]
+    schedules = [DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)]
+    specs = [first, *(replace(first, schedule=s) for s in schedules), replace(first, arm="the same")]
+
+    def shaken(step, model, loss):
+        if step == 10:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.5)
+
+    hooks = [None, None, None, shaken]
+    runs = together([steps_of(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)])
+    assert all(equal(r, train(ImageTask, s, on_step=h)) for r, s, h in zip(runs, specs, hooks, strict=True))
+    assert replayed == [1] * 4 + [2] * 3 + [3] * 2 + [4]
 
 
 def test_one_that_diverges_ends_alone(replayed):
