@@ -1,6 +1,6 @@
-"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a product with a sparse matrix of ones.
+"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: by DGL, or a product with a matrix of ones.
 
-One operator, so that compilers, which know no sparse tensors, take it as it is.
+One operator, so that compilers, which know no sparse tensors, and recordings of a step take it as it is.
 
 >>> indptr, indices = torch.tensor([0, 0, 2]), torch.tensor([0, 1])
 >>> torch.ops.cpt_graphs.sum(torch.tensor([[1.0], [2.0]]), indptr, indices, None, None).tolist()
@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
+SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices, int dgl=0) -> Tensor"
 Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
 
 
@@ -43,7 +43,16 @@ def counts(nodes: Tensor, count: int) -> Tensor:
     )
 
 
-def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *_: Tensor | None) -> Tensor:
+def by_dgl(graph: Any, h: Tensor, indptr: Tensor, indices: Tensor) -> Tensor:
+    """Return the sum as DGL computes it along its own graph of these edges."""
+    _GRAPHS[id(graph)] = graph
+    return torch.ops.cpt_graphs.sum(h, indptr, indices, None, None, id(graph))
+
+
+def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *rest: Any) -> Tensor:
+    if dgl := (*rest, 0)[2]:  # the number of a graph, negative for the way back
+        index = _GRAPHS[abs(dgl)]._graph
+        return sys.modules["dgl"].backend.gspmm(index if dgl > 0 else index.reverse(), "copy_lhs", "sum", h, None)
     _swallow_warning()
     return torch.mm(_matrix(indptr, indices, h.new_ones(len(indices)), len(h)), h)
 
@@ -61,40 +70,19 @@ def _swallow_warning() -> None:
 
 
 def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.dgl = inputs[5]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     indptr, indices, *back = ctx.saved_tensors
-    return torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices), None, None, None, None
-
-
-def by_dgl(graph: Any, h: Tensor) -> Tensor:
-    """Return the same sum, as DGL computes it along its own graph: an operator, which a recording sees."""
-    _GRAPHS[id(graph)] = graph
-    return torch.ops.cpt_graphs.by_dgl(h, id(graph), False)
-
-
-def _by_dgl(h: Tensor, number: int, back: bool) -> Tensor:
-    index = _GRAPHS[number]._graph
-    gspmm = sys.modules["dgl"].backend.gspmm
-    return gspmm(index.reverse() if back else index, "copy_lhs", "sum", h, None)
-
-
-def _keep_graph(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.number, ctx.back = inputs
-
-
-def _along_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.cpt_graphs.by_dgl(gradient, ctx.number, not ctx.back), None, None
+    edges = (indptr, indices, None, None) if ctx.dgl else (*back, indptr, indices)
+    return torch.ops.cpt_graphs.sum(gradient, *edges, -ctx.dgl), *[None] * 5
 
 
 _GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
 LIBRARY.define(f"sum{SCHEMA}")
-LIBRARY.define("by_dgl(Tensor h, int graph, bool back) -> Tensor")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
-LIBRARY.impl("by_dgl", _by_dgl, "CompositeExplicitAutograd")
 torch.library.register_fake("cpt_graphs::sum", lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]), lib=LIBRARY)
 torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)
-torch.library.register_autograd("cpt_graphs::by_dgl", _along_graph, setup_context=_keep_graph, lib=LIBRARY)

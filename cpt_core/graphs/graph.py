@@ -188,7 +188,7 @@ class Graph:
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         if self._dgl_can(h):
-            out = csr.by_dgl(self._dgl, wide.contiguous())
+            out = csr.by_dgl(self._dgl, wide.contiguous(), self.indptr, self.indices)
         else:
             back = self._back if wide.requires_grad and torch.is_grad_enabled() else (None, None)
             out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)

@@ -176,9 +176,8 @@ def _child(job: Job, sender: Any, work: Callable[..., list[Outcome]], environmen
     _log_to(stores.place(job.store, "logs", job.spec.key))
     for spec in job.beside:
         with suppress(OSError):
-            stores.place(job.store, "logs", spec.key).write_text(
-                f"trains beside {job.spec.key}, whose log is of both\n"
-            )
+            said = f"trains beside {job.spec.key}, whose log is of both\n"
+            stores.place(job.store, "logs", spec.key).write_text(said, encoding="utf-8")
     if job.gpu is not None:  # before CUDA starts
         visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
