@@ -66,8 +66,9 @@ def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_row
     monkeypatch.setattr(distributed, "LocalCluster", watched)
     specs = specs_of("CR", "ER")
     here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
-    there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1)
+    there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1, together=2)
     assert numbers(there) == numbers(here)
+    assert [row["provenance"]["beside"] for row in there] == [1, 1]
     assert answers == [("127.0.0.1", b"ok")] * 2  # of the scheduler and of the worker
     assert list(tmp_path.glob("*.sweep")) == []
 

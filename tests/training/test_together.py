@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import quietly, smoke_spec
+from helpers import identical, quietly, smoke_spec
 
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.make import make_schedule
@@ -73,7 +73,7 @@ def replayed(monkeypatch):
 TASKS = {
     "mlp": ("digits", "mlp6", {}),
     "resnet": ("digits", "resnet8_w8", {"batch": 16}),
-    "lstm": ("pydoc", None, {"dropout": 0.3}),
+    "lstm": ("pydoc", None, {"dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1}),
     "bert": ("templates", None, {"padding": "max", "steps": 5}),
     "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
     "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
@@ -91,6 +91,8 @@ def test_runs_end_as_they_do_alone(name, replayed):
     specs = arms_of(dataset, model, count, **changes)
     runs = together([steps_of(task_of(spec), spec) for spec in specs])
     assert [spec.arm for spec, run in zip(specs, runs, strict=True) if not equal(run, train(task_of(spec), spec))] == []
+    rates = {tuple(run.history["lr"]) for run in runs}
+    assert (len(rates) > 1) == (name == "lstm")  # that of a plateau is each run's own
     steps = sum(replayed)
     assert steps == (0 if name in ("sage", "boxes") else (specs[0].recipe.steps - module.WARM_UP) * count)
 
@@ -123,10 +125,10 @@ def test_one_that_diverges_ends_alone(replayed):
     hooks = [None, poisoned, None]
     runs = together([steps_of(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)])
     assert [run.status for run in runs] == ["ok", "diverged", "ok"]
-    for run, spec, hook in zip(runs, specs, hooks, strict=True):
-        assert equal(run, train(ImageTask, spec, on_step=hook)) or (
-            hook and outcome(run)[:2] == ("diverged", runs[1].error)
-        )
+    alone = [train(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)]
+    assert [equal(run, other) for run, other in zip(runs, alone, strict=True)] == [True, False, True]  # NaN is not NaN
+    assert runs[1].error == alone[1].error
+    assert identical(runs[1].model.parameters(), alone[1].model.parameters())
     assert sum(replayed) == 3 * (STEPS - 2) - (STEPS - 8)
 
 
@@ -147,6 +149,28 @@ def test_one_that_raises_ends_alone():
     runs = together([caught(spec, broken if i == 1 else None) for i, spec in enumerate(specs)])
     assert runs[1] == "no luck"
     assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
+
+
+def test_what_one_draws_no_other_misses():
+    specs = arms_of("pydoc", None, 3, dropout=0.3)
+
+    def draws(step, model, loss):
+        if step == 4:
+            torch.rand(3)
+
+    hooks = [draws, None, None]
+    runs = together([steps_of(task_of(s), s, on_step=hook) for s, hook in zip(specs, hooks, strict=True)])
+    assert all(equal(r, train(task_of(s), s, on_step=h)) for r, s, h in zip(runs, specs, hooks, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gcn", "lstm"])
+def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
+    monkeypatch.setattr("cpt_core.kernels.operators.active", torch.ops.cpt_reference)
+    dataset, model, changes = TASKS[name]
+    specs = arms_of(dataset, model, 2, **changes)
+    runs = together([steps_of(task_of(spec), spec) for spec in specs])
+    assert all(equal(run, train(task_of(spec), spec)) for run, spec in zip(runs, specs, strict=True))
+    assert sum(replayed) == 2 * (STEPS - module.WARM_UP)
 
 
 def test_an_error_inside_a_step_reaches_its_run_alone(monkeypatch):
