@@ -74,7 +74,7 @@ def run(
     only: Only = [],  # noqa: B006 - typer copies it
     seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
     executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
-    workers: Annotated[int | None, typer.Option(help="runs at a time; 0 is this process")] = None,
+    workers: Annotated[int | None, typer.Option(help="processes at a time; 0 is this one")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
     device: Device = "auto",
     per_gpu: Annotated[int | None, typer.Option(help="runs that share a GPU; measured when left out")] = None,

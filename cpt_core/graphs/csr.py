@@ -43,15 +43,9 @@ def counts(nodes: Tensor, count: int) -> Tensor:
     )
 
 
-def by_dgl(graph: Any, h: Tensor, indptr: Tensor, indices: Tensor) -> Tensor:
-    """Return the sum as DGL computes it along its own graph of these edges."""
-    _GRAPHS[id(graph)] = graph
-    return torch.ops.cpt_graphs.sum(h, indptr, indices, None, None, id(graph))
-
-
 def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *rest: Any) -> Tensor:
-    if dgl := (*rest, 0)[2]:  # the number of a graph, negative for the way back
-        index = _GRAPHS[abs(dgl)]._graph
+    if dgl := (*rest, 0)[2]:  # the key of DGL's own graph of these edges, negative for the way back
+        index = GRAPHS[abs(dgl)]._graph
         return sys.modules["dgl"].backend.gspmm(index if dgl > 0 else index.reverse(), "copy_lhs", "sum", h, None)
     _swallow_warning()
     return torch.mm(_matrix(indptr, indices, h.new_ones(len(indices)), len(h)), h)
@@ -80,7 +74,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.cpt_graphs.sum(gradient, *edges, -ctx.dgl), *[None] * 5
 
 
-_GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
 LIBRARY.define(f"sum{SCHEMA}")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")

@@ -91,10 +91,8 @@ class Graph:
             if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
                 raise ValueError(f"{name} must be of integers, numbers of nodes, got {part.dtype}")
         if source.dim() != 1 or source.shape != destination.shape:
-            raise ValueError(
-                f"source and destination must be (E,), an entry per edge, got {tuple(source.shape)} and "
-                f"{tuple(destination.shape)}"
-            )
+            shapes = f"{tuple(source.shape)} and {tuple(destination.shape)}"
+            raise ValueError(f"source and destination must be (E,), an entry per edge, got {shapes}")
         if len(source) and (min(int(source.min()), int(destination.min())) < 0):
             raise ValueError("edges must name nodes 0 or above, got a negative number")
         if len(source) and (highest := max(int(source.max()), int(destination.max()))) >= num_nodes:
@@ -188,7 +186,8 @@ class Graph:
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         if self._dgl_can(h):
-            out = csr.by_dgl(self._dgl, wide.contiguous(), self.indptr, self.indices)
+            csr.GRAPHS[key := id(self._dgl)] = self._dgl
+            out = torch.ops.cpt_graphs.sum(wide.contiguous(), self.indptr, self.indices, None, None, key)
         else:
             back = self._back if wide.requires_grad and torch.is_grad_enabled() else (None, None)
             out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)

@@ -145,10 +145,8 @@ def graph_convolution(layer: Any, p: Precision, graph: Graph, features: Features
     """The GCN layer, in either precision.  Paper: equation 1."""
     x, _ = _pair(features, graph)
     if not layer._allow_zero_in_degree and bool((graph.in_degrees == 0).any()):
-        raise ValueError(
-            "the graph has nodes without in-edges, which get no message: add self-loops, or make the layer with "
-            "allow_zero_in_degree=True"
-        )
+        said = "the graph has nodes without in-edges, which get no message: add self-loops, or make the layer with "
+        raise ValueError(f"{said}allow_zero_in_degree=True")
 
     def scale(side: str, like: Tensor) -> Tensor | None:  # D_out^-1/2 on the left, D_in^-1/2 on the right
         return _power(graph, layer._norm, side, like) if layer._norm in (side, "both") else None

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -212,12 +213,8 @@ class FirstPass(TorchFunctionMode):
 def _running(model: nn.Module) -> str:
     """Return the name of the innermost module of a model that is running."""
     names = {id(module): name for name, module in model.named_modules()}
-    frame = sys._getframe(3)
-    while frame is not None:
-        if (found := names.get(id(frame.f_locals.get("self")))) is not None:
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    running = (id(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe(3)))
+    return next((names[module] for module in running if module in names), "")
 
 
 def forget_first_pass(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from traceback import walk_stack
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -73,10 +74,5 @@ class ForgottenStep:
 
 def _inside_an_optimizer() -> bool:
     """Whether some thread is in the step of an optimizer, which may call for gradients; backward has its own thread."""
-    for frame in sys._current_frames().values():
-        at = frame
-        while at is not None:
-            if at.f_globals.get("__name__") == "torch.optim.optimizer":
-                return True
-            at = at.f_back  # type: ignore[assignment]
-    return False
+    frames = (frame for top in sys._current_frames().values() for frame, _ in walk_stack(top))
+    return any(frame.f_globals.get("__name__") == "torch.optim.optimizer" for frame in frames)

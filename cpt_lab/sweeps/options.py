@@ -17,7 +17,7 @@ class SweepOptions:
 
     Attributes:
         executor: "local" for the cores or GPUs of this machine; "dask" for a cluster (needs the extra "cluster").
-        workers: runs at a time; 0 runs them here, in this process. None takes as many as the CPU cores or the memory
+        workers: processes at a time; 0 runs all in this one. None takes as many as the CPU cores or the memory
             of the GPUs allow. With ``scheduler`` the cluster decides.
         threads: CPU threads of a run; small networks are faster on one. Results depend on it in the last digits.
         device: "auto" takes CUDA where there is one at paper scale, the CPU at the others, whose networks are too small

@@ -1,4 +1,4 @@
-"""A run in a process of its own, which may die alone."""
+"""A job in a process of its own, which may die alone."""
 
 from __future__ import annotations
 

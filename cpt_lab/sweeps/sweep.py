@@ -47,10 +47,10 @@ def run_grid(
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
-    Every run has a process of its own and a claim, which other sweeps respect (see ``stores.claim``). A run that
-    raises, dies or takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue
-    from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt;
-    twice: at once.
+    A run, or several of a seed side by side, has a process of its own, and every run a claim that other sweeps respect
+    (see ``stores.claim``). A run that raises, dies or takes too long becomes a row with status "failed", and the others
+    go on. Interrupted runs continue from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep
+    ends with KeyboardInterrupt; twice: at once.
 
     Args:
         store: a file of JSON lines; made when it does not exist.
@@ -209,7 +209,7 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
 
 
 def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
-    """Several runs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
+    """Several jobs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
     free = deque(slots)  # one for every thread
 
     def work(job: Job) -> list[Outcome]:

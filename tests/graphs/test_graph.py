@@ -10,7 +10,6 @@ from helpers import WITH_CUDA
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.graphs import csr
 from cpt_core.graphs import graph as graph_module
 from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
 from cpt_core.graphs.sampling import sample_blocks
@@ -139,10 +138,10 @@ def test_a_dgl_that_cannot_be_imported_counts_as_absent(monkeypatch, error):
 
 def test_sums_that_crash_dgl_are_left_to_torch(monkeypatch):
     """DGL 1.1.3 ends the process where mean degree x features exceeds a limit set by the cache."""
-    (source, destination), summed, by_dgl = random_edges(), [], csr.by_dgl
+    (source, destination), summed, gspmm = random_edges(), [], dgl.backend.gspmm
     auto, forced = (Graph.from_edges(source, destination, 30, backend) for backend in ("auto", "dgl"))
     monkeypatch.setattr(graph_module, "dgl_limit", lambda: 200 / 30 * 4)
-    monkeypatch.setattr(csr, "by_dgl", lambda g, h, *rest: summed.append(h.shape[1]) or by_dgl(g, h, *rest))
+    monkeypatch.setattr(dgl.backend, "gspmm", lambda *a: summed.append(a[3].shape[1]) or gspmm(*a))
     for features in (4, 5):
         x = torch.rand(30, features, requires_grad=True)
         y = auto.aggregate(x)
@@ -152,7 +151,7 @@ def test_sums_that_crash_dgl_are_left_to_torch(monkeypatch):
     assert forced.aggregate(x[:, :4]).shape == (30, 4)
     with pytest.raises(ValueError, match="DGL cannot sum 5 features over 200 edges into 30 nodes on this machine"):
         forced.aggregate(x)
-    assert summed == [4, 4]
+    assert summed == [4, 4, 4]  # forward, backward, forced
 
 
 def test_a_sum_of_dgl_is_one_operator_with_the_gradient_of_dgl():
