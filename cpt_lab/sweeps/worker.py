@@ -1,8 +1,8 @@
-"""One run of a sweep: claimed, trained, stored - in this process, or in one of its own that may die alone.
+"""Runs of a sweep: claimed, trained, stored - in this process, or in one of their own that may die alone.
 
 >>> job = Job(spec, Path("runs/demo/image.jsonl"))  # doctest: +SKIP
->>> run_one(job).row["status"]  # doctest: +SKIP
-'ok'
+>>> [outcome.row["status"] for outcome in run_all(job)]  # doctest: +SKIP
+['ok']
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and how to run it."""
+    """A run, or several of a seed, and how to run them."""
 
     spec: RunSpec
     store: Path  # the file its row goes to
@@ -59,11 +59,6 @@ class Outcome:
     key: str
     status: Literal["ran", "held", "busy", "stopped"]
     row: Row | None = None
-
-
-def run_one(job: Job, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
-    """Run a job of one run in this process, see ``run_all``."""
-    return run_all(job, should_stop)[0]
 
 
 def run_all(

@@ -32,7 +32,7 @@ from cpt_lab.sweeps.process import _context, supervise
 from cpt_lab.sweeps.progress import Live
 from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.sweep import _slots, run_grid
-from cpt_lab.sweeps.worker import Job, Outcome, run_all, run_one
+from cpt_lab.sweeps.worker import Job, Outcome, run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -395,7 +395,7 @@ def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a
     store = tmp_path / "rows.jsonl"
     with stores.claim(store, spec.key) as mine:
         assert mine
-        assert run_one(Job(spec, store)).status == "busy"
+        assert run_all(Job(spec, store))[0].status == "busy"
         done = []
         sweep = threading.Thread(target=lambda: done.extend(run_grid([spec, other], store, workers=1)))
         sweep.start()

@@ -12,7 +12,7 @@ from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.sweeps.worker import Job, run_one
+from cpt_lab.sweeps.worker import Job, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.arithmetic import arithmetic, cuda_provenance
 from cpt_lab.training.device import DeviceNotFoundError, choose_device, usual_device
@@ -176,7 +176,7 @@ def test_nothing_long_starts_on_the_cpu_unasked(asked, case, monkeypatch, tmp_pa
 def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(monkeypatch, tmp_path):
     """Such as one worker of a cluster: the row is missing, not the worst of all."""
     pretend(monkeypatch, None)
-    row = run_one(Job(at("paper"), tmp_path / "rows.jsonl")).row
+    row = run_all(Job(at("paper"), tmp_path / "rows.jsonl"))[0].row
     assert row["status"] == "failed"
     assert "DeviceNotFoundError" in row["error"]
     assert not table([row]).diverged.any()
@@ -201,11 +201,11 @@ def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(tf32, fl
 
 def test_only_rows_of_cuda_say_what_it_was(tmp_path, monkeypatch, flags):
     (spec,) = specs_of("CR")
-    assert "cuda" not in run_one(Job(spec, tmp_path / "cpu.jsonl")).row["provenance"]
+    assert "cuda" not in run_all(Job(spec, tmp_path / "cpu.jsonl"))[0].row["provenance"]
     pretend(monkeypatch, (9, 0))
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(worker, "choose_device", lambda device, spec: "cuda")
-    row = run_one(Job(spec, tmp_path / "cuda.jsonl")).row  # fails: there is none
+    row = run_all(Job(spec, tmp_path / "cuda.jsonl"))[0].row  # fails: there is none
     assert row["provenance"]["cuda"]["gpu"] == row["device"] == "some GPU"
 
 

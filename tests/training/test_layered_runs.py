@@ -15,7 +15,7 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.worker import Job, SweepOptions, run_one
+from cpt_lab.sweeps.worker import Job, SweepOptions, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train
 
@@ -97,7 +97,7 @@ def test_evaluation_at_the_current_bits_is_that_of_every_layer():
 
 
 def test_a_row_says_what_it_cost(tmp_path):
-    row = run_one(Job(spec(), tmp_path / "image.jsonl", SweepOptions(device="cpu"))).row
+    row = run_all(Job(spec(), tmp_path / "image.jsonl", SweepOptions(device="cpu")))[0].row
     assert row["status"] == "ok"
     low = 196_608 * (4 * (9 + 48) + 2 * (25 + 80)) / 6
     high = 262_144 * (36 + 96)
