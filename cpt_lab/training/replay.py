@@ -30,7 +30,6 @@ QUICK: dict[str, Any] = {
     "aten.t.default": Tensor.t,
     "aten.view.default": Tensor.view,
     "aten.transpose.int": Tensor.transpose,
-    "aten.unsqueeze.default": Tensor.unsqueeze,
 }
 
 

@@ -11,9 +11,10 @@ A run whose loss is not finite, or that raises, ends alone.
 
 >>> from cpt_lab.experiments.recipes import recipe
 >>> from cpt_lab.experiments.spec import run_spec
+>>> from cpt_lab.tasks.image import ImageTask
 >>> from cpt_lab.training.train import steps_of
 >>> specs = [run_spec(recipe("smoke"), arm, q_max=8, seed=0, scale="smoke") for arm in ("CR", "static 8")]
->>> [run.status for run in together([steps_of(spec) for spec in specs])]
+>>> [run.status for run in together([steps_of(ImageTask, spec) for spec in specs])]
 ['ok', 'ok']
 """
 
