@@ -73,9 +73,9 @@ def allocate(
 
     Returns:
         A ``TableSchedule`` over time, ``RoleSchedules`` over roles, else a ``LayeredSchedule`` of one or the other;
-            ``PrecisionScheduler`` takes them all. It costs at most
-        the budget and at least 99.9 % of it, and no exchange of one bit between two places, a step of a group each,
-        that keeps to this would lose less (with a handful of steps in a place, many bits moved at once still may).
+        ``PrecisionScheduler`` takes them all. It costs at most the budget and at least 99.9 % of it. No exchange of one
+        bit between two places, a step of a group each, that keeps to this would lose less (with a handful of steps in
+        a place, many bits moved at once still may).
         Evaluate it at stated bits, such as ``precision(model, bits=q_max)``: its own highest bits, "q_max" for
         schedulers and callbacks, may be fewer than ``q_max``.
 
