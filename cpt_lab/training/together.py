@@ -89,7 +89,7 @@ def pays(spec: RunSpec) -> bool:
     recipe = spec.recipe
     if isinstance(recipe, GraphRecipe):
         return not recipe.batch
-    return recipe.task in ("image", "language_model") or getattr(recipe, "padding", "") == "max"
+    return recipe.task in ("image", "language_model")
 
 
 class _Arm:

@@ -296,7 +296,6 @@ def test_recording_leaves_a_run_as_it_was():
     assert all(map(torch.equal, session.model.state_dict().values(), other.model.state_dict().values()))
 
 
-def test_what_pays_is_what_can_be_replayed():
+def test_what_pays_is_what_was_measured_to():
     found = {name: pays(smoke_spec(d, "static 8", 0, m, **changes)) for name, (d, m, changes) in TASKS.items()}
-    assert [name for name, yes in found.items() if not yes] == ["sage"]
-    assert not pays(smoke_spec("templates"))  # lines of many lengths
+    assert [name for name, yes in found.items() if not yes] == ["bert", "sage"]
