@@ -40,6 +40,12 @@ def top_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return _split(pd.concat([part[at_top(part)] for part in parts]), "recipe", "preset", "scale") if parts else []
 
 
+def gradient_groups(runs: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
+    """Pick the runs of a static precision, by recipe, where there are gradients of 8 bits and of fewer."""
+    parts = _split(runs[runs["arm"] == arm], "recipe", "preset", "scale")
+    return [part for part in parts if part["q_grad"].nunique() == 2]
+
+
 def cycle_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of the suite's schedules, by recipe but for the number of cycles."""
     cyclic = runs[runs["savings"].isin(["large", "medium", "small"])]

@@ -35,6 +35,14 @@ def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         yield from minus(group, claim.a, claim.b, ", gradients too")
 
 
+def _gradient_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Static ``a`` with gradients of q_max 8 minus the same with its own bits, each evaluated at the bits of those."""
+    for group in groups.gradient_groups(runs, f"static {claim.a}"):
+        x, y = (quality_of(group[group["q_grad"] == bits]) for bits in (8, int(claim.a)))
+        what = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
+        yield effect_of(group, statistics.paired(x, y, "quality"), what)
+
+
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
     columns = ("difference", "difference_low", "difference_high") if claim.a else ("strength", "low", "high")
@@ -185,6 +193,7 @@ MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "arms": _arms,
     "aggregation": _aggregation,
     "top_bits": _top_bits,
+    "gradient_bits": _gradient_bits,
     "correlation": _correlation,
     "deficit_length": _deficit_length,
     "deficit_window": _deficit_window,
@@ -201,4 +210,5 @@ MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "more_than_halved": exact.more_than_halved,
     "cost_order": exact.cost_order,
     "saved": exact.saved,
+    "aggregation_share": exact.aggregation_share,
 }
