@@ -20,6 +20,7 @@ from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
 from cpt_lab.paths import ROOT, paper_dir, results_dir
+from cpt_lab.studies.h5 import outcome as h5
 from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
 
@@ -58,6 +59,7 @@ def pages() -> dict[Path, str]:
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(map(preregistered.sentence, answers)),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
+        won=h5.effects(h5.cases(committed("h5"))).set_index(["case", "arm"]).loc["characters", "over layers"],
         spent=h7.gains(h7.tasks(committed("h7"))[0]),
         switched=h10.gains(h10.tasks(committed("h10"))[0]),
     )

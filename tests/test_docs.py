@@ -16,11 +16,13 @@ import cpt_core
 from bench import order_of_bits, paper_scale, roles
 from book import results
 from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_core.models.lstm_lm import LanguageModel
 from cpt_lab.analysis import claims, report
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.experiments import grids
 from cpt_lab.paths import results_dir
+from cpt_lab.studies.h5.arms import allocated
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -225,6 +227,23 @@ def test_the_readme_says_what_the_rows_say(question):
         assert re.search(r"over both, characters:\s\+.*over both, cifar10-jpeg:\s-", page, re.S)
     (entry,) = re.findall(rf"^- \*\*{question.rstrip('abc')}\*\* (.*?)(?=^- |^\n)", README.read_text(), re.M | re.S)
     assert said in " ".join(entry.split())
+
+
+def test_what_won_h5_can_be_written_by_hand():
+    page = " ".join((ROOT / "docs/reproducing/questions.md").read_text().split())
+    won = next(spec.schedule for spec in allocated("characters", [0]) if spec.arm.startswith("over layers"))
+    bits = {names: set(schedule.bits()) for names, schedule, _ in won.parts}
+    assert bits == {("lstm",): {2, 3}, ("decoder",): {6}}
+    assert "6 bits for the output layer, 2 and 3 bits in turn for the LSTM" in page
+    shares = []
+    for words, width, hidden in ((102, 64, 128), (2_000, 64, 128), (10_000, 800, 800)):
+        with torch.device("meta"):
+            model = cpt_core.quantize_(LanguageModel(words, width, hidden))
+            inputs = (torch.empty(35, 20, dtype=torch.int64), None)
+        macs = cpt_core.count_bitops(model, inputs, cpt_core.StaticSchedule(8, 1)).macs
+        shares.append(round(100 * macs["decoder"] / (macs["lstm"] + macs["decoder"])))
+    told = "{} % of the multiplications there, {} % on the small Penn Treebank and {} % at the paper's size"
+    assert told.format(*shares) in page
 
 
 def test_the_readme_is_short_and_the_pages_fit_a_screen():

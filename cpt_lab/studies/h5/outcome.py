@@ -302,6 +302,7 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
         interval_bar(ax, y, (r.mean, r.low, r.high), color=color, markersize=4, capsize=3)
         ax.plot(r.promised, y, "x", color="#888888", markersize=5)
     ax.axvline(0, color="#888888", linewidth=0.8)
+    ax.axvline(lines["full"].iloc[0], color="#888888", linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
     ax.set_ylim(-0.6, len(lines) - 0.4)
     ax.set_title(f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL)
@@ -318,7 +319,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         f"H5 of docs/preregistration.md: {verdict(gains)}.",
         *(f"{arm.capitalize()} {text}." for arm, text in robustness(parts).items()),
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
-        "chance. Crosses: what the measured sensitivities promised.",
+        "chance. Crosses: what the measured sensitivities promised; dotted: what 8 bits throughout gain.",
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
     yield Section("Bits where they matter", notes, allocation_figure(gains), alt, summary(gains), "left")
