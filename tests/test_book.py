@@ -1,6 +1,7 @@
 """What the site is made of, and the eye that looks after its links; ``make book`` builds it whole."""
 
 import base64
+import inspect
 import io
 import json
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from html import unescape
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 
 pytest.importorskip("pygments", reason="the extra book")
 
+import cpt_core
 from book import links, pages
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +145,29 @@ def test_public_names_in_a_docstring_lead_to_their_pages():
     conf.marked(None, "function", "cpt_core.make_schedule", None, None, lines)
     led = ":py:obj:`CyclicSchedule <cpt_core.CyclicSchedule>`"
     assert lines == [f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.", "**Paper:** section 3."]
+
+
+def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
+    conf = pytest.importorskip("book.conf", reason="the extra book")
+    from docutils.core import publish_doctree
+    from sphinx.ext.napoleon import Config, GoogleDocstring
+
+    settings, seen = Config(napoleon_use_ivar=True, napoleon_use_rtype=False), 0
+    for name in pages.NAMES:
+        value = attrgetter(name)(cpt_core)
+        members = vars(value).items() if inspect.isclass(value) else ()
+        of = {name: value} | {f"{name}.{key}": member for key, member in members if key[0] != "_"}
+        for place, thing in of.items():
+            what = "class" if inspect.isclass(thing) else "function"
+            if not (inspect.isroutine(thing) or isinstance(thing, (type, property, classmethod, staticmethod))):
+                continue
+            lines = GoogleDocstring(inspect.getdoc(thing) or "", settings, what=what).lines()
+            conf.marked(None, what, place, thing, None, lines)
+            said, text = io.StringIO(), re.sub(r":py:obj:`(.*?)`", r"*\1*", "\n".join(lines))
+            publish_doctree(text, settings_overrides={"warning_stream": said, "report_level": 2})
+            assert not said.getvalue(), f"{place}: {said.getvalue()}\n{text}"
+            seen += 1
+    assert seen > 100
 
 
 def test_write_puts_every_page_in_its_place(tmp_path, monkeypatch):
