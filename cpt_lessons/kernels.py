@@ -6,6 +6,7 @@ system, for two that start at once can take each other's ports and then wait for
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from functools import partial
@@ -19,6 +20,8 @@ from nbclient.exceptions import CellTimeoutError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
+from cpt_lab.machine import usable_cores
+from cpt_lessons.notebooks import AT_ONCE
 from cpt_lessons.places import Place
 
 # Seconds for a kernel to come up on a loaded machine; alone it takes one or two.
@@ -58,9 +61,8 @@ class _Engine(NBClientEngine):
 
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
-        with tempfile.TemporaryDirectory(
-            prefix="cpt-"
-        ) as sockets:  # a short path: the system allows some 100 characters
+        # a short path: the system allows some 100 characters
+        with tempfile.TemporaryDirectory(prefix="cpt-") as sockets:
             client = _Client(
                 nb_man,
                 options["place"],
@@ -70,7 +72,9 @@ class _Engine(NBClientEngine):
                 extra_arguments=["--IPKernelApp.log_level=50"],  # else it tells of its end when it is ended
             )
             client.config.KernelManager.update(transport="ipc", ip=f"{sockets}/kernel")
-            client.execute(cwd=str(Path.cwd()))  # where relative paths of data begin
+            # threads of several kernels that share cores wait for one another: ten times as long, and more
+            share = {"OMP_NUM_THREADS": str(max(1, usable_cores() // AT_ONCE)), **os.environ}
+            client.execute(cwd=str(Path.cwd()), env=share)  # where relative paths of data begin
 
 
 papermill_engines.register("cpt_core", _Engine)

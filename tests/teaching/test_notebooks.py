@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from cpt_lab.analysis import quality_cost, report
 from cpt_lab.analysis.runs import committed
+from cpt_lab.machine import usable_cores
 from cpt_lab.paths import results_dir
 from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
@@ -63,7 +64,9 @@ def quick(monkeypatch):
 
 def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(place, monkeypatch, capsys):
     monkeypatch.setattr(places, "EVERY", 0.0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
+    listens += "\nimport os\nprint('threads', os.environ['OMP_NUM_THREADS'])"
     bar = "for _ in tqdm(range(2), desc='runs', mininterval=0): time.sleep(1.2)"
     place(
         "07_small.ipynb", "print('scale is', scale, seeds)", listens, f"import time\nfrom tqdm.auto import tqdm\n{bar}"
@@ -73,6 +76,7 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     page = outcomes[0].page.read_text()
     assert "scale is demo [3]" in page
     assert '"transport": "ipc"' in page
+    assert f"threads {max(1, usable_cores() // reproduce.AT_ONCE)}\n" in page
     assert "0/2" not in page
     said = capsys.readouterr().err.splitlines()
     assert any(line.startswith("notebooks 0/1: ") and "07 Title: runs" in line and "/2" in line for line in said), said
