@@ -89,6 +89,10 @@ DIRECTIONS = {
         deficits_of_two_decays, lambda s: s.schedule.windows and s.recipe.milestones[0] < 0.5,
         {0.0: CONFIRMED, -0.1: CONTRADICTED},
     ),
+    "gradients_stabilize": (
+        lambda: designs.quality_cost("demo", schedules=(), static=[6], q_max=[6, 8], seeds=range(3)),
+        lambda s: s.q_grad == 8, {0.01: CONFIRMED, -0.01: CONTRADICTED},
+    ),
     "gcn_aggregation": (
         lambda: designs.aggregation("demo", "digits-graph", seeds=range(3)), lambda s: s.recipe.aggregation == "fp",
         {0.01: CONFIRMED, 0.003: SMALLER, 0.0: SMALLER, -0.01: CONTRADICTED},
@@ -183,6 +187,10 @@ def test_what_is_computed():
     saves = IDS["detection_saves"]
     assert "23.1" in entry([], "detection_saves").evidence()[0]
     assert judge(replace(saves, b="40"), table([])).verdict(True) == CONTRADICTED
+    sums = entry([], "aggregation_share")
+    assert sums.verdicts() == ("contradicted, exact", "–")
+    assert "2.8 % of the operations, 28.0 % of BitOps" in sums.evidence()[0]
+    assert judge(replace(sums.claim, a="30"), table([])).verdict(True) == CONFIRMED
 
 
 def test_the_majority_of_the_tasks():
