@@ -131,7 +131,8 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     over all of them, by two-sided t tests at .05.
     """
     gains: dict[tuple[str, str], Estimate] = {}
-    for dataset, part in quality_of(runs[runs["q_max"] == 8]).groupby("dataset", sort=False):
+    for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
+        part = quality_of(rows)
         task = f"{dataset.rstrip('/')}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}"
         quality = part.pivot(index="seed", columns="arm", values="quality") * metric_named(metric_of(part)).factor
         cost = part.groupby("arm")["relative_cost"].first().sort_values()

@@ -25,6 +25,7 @@ from cpt_lab.paths import results_dir
 from cpt_lab.studies.h5.arms import allocated
 
 ROOT = Path(__file__).parents[1]
+SCHEDULES = ROOT / "docs/reproducing/schedules.md"
 MODULES = sorted(
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for p in ROOT.glob("cpt_*/**/*.py")
@@ -227,6 +228,15 @@ def test_the_readme_says_what_the_rows_say(question):
         assert re.search(r"over both, characters:\s\+.*over both, cifar10-jpeg:\s-", page, re.S)
     (entry,) = re.findall(rf"^- \*\*{question.rstrip('abc')}\*\* (.*?)(?=^- |^\n)", README.read_text(), re.M | re.S)
     assert said in " ".join(entry.split())
+
+
+def test_the_page_on_use_says_what_the_ten_schedules_came_to():
+    table = re.findall(r"^\| (?:LR|LT|CR|CT|RR|RTV|RTH|ER|ETV|ETH) \|(.*)\|$", SCHEDULES.read_text(), re.M)
+    cells = [cell.strip() for row in table for cell in row.split("|")]
+    worse, better = (sum(cell.startswith(sign) for cell in cells) for sign in ("**-", "**+"))
+    assert (len(cells), worse, better) == (30, 10, 0)
+    page = " ".join((ROOT / "docs/should-i-use-it.md").read_text().split())
+    assert "static was better in ten of thirty comparisons, a schedule in none" in page
 
 
 def test_what_won_h5_can_be_written_by_hand():
