@@ -59,7 +59,7 @@ def study(seeds):
     """Train what was not trained yet; return cost, mean quality, and the gain on static bits of that cost."""
     if seeds < 3:
         raise ValueError(f"two seeds can be alike by chance: give 3 or more, got {seeds}")
-    known = dict(map(json.loads, STORE.open())) if STORE.exists() else {}
+    known = dict(map(json.loads, STORE.read_text().splitlines())) if STORE.exists() else {}
 
     def keep(name, value):
         known[name] = value
