@@ -67,9 +67,9 @@ def pages() -> dict[Path, str]:
         outcome=_listed(map(preregistered.sentence, answers)),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
         equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
-        won=h5.effects(h5.cases(committed("h5"))).set_index(["case", "arm"]).loc["characters", "over layers"],
-        spent=h7.gains(h7.tasks(committed("h7"))[0]),
-        switched=h10.gains(h10.tasks(committed("h10"))[0]),
+        won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],
+        spent=h7.gains(h7.tasks(runs)[0]),
+        switched=h10.gains(h10.tasks(runs)[0]),
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     found = {name: re.sub(r"\n{3,}", "\n\n", text).strip() for name, text in zip(*2 * [iter(parts)], strict=True)}

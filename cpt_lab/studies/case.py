@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from cpt_lab.experiments.recipe import Recipe
@@ -26,7 +27,7 @@ class Case:
     q_max: int = 8  # highest level, of which eight bits are one
     title: str = ""  # its name for people, where that is not its key
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         """What is trained: the demo recipe, evaluated at the end alone."""
         found = recipe("demo", self.dataset, self.model, task=self.task)

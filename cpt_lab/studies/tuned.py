@@ -57,9 +57,10 @@ class Tuned:
     def _specs(self, case: str, rates: Callable[[str], Iterable[float]], seeds: Sequence[int]) -> list[RunSpec]:
         c = self.case(case)
         return [
-            RunSpec(replace(c.recipe, lr=rate * c.recipe.lr), schedule, c.q_max, g, seed, f"{arm} at {rate:g}", "demo")
+            RunSpec(recipe, schedule, c.q_max, g, seed, f"{arm} at {rate:g}", "demo")
             for arm, (schedule, g) in self.arms(c).items()
             for rate in rates(arm)
+            for recipe in [replace(c.recipe, lr=rate * c.recipe.lr)]
             for seed in seeds
         ]
 
@@ -102,10 +103,9 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
         return -found["loss", precision] if text else found["accuracy", precision]
 
     means: dict[str, dict[tuple[float, str], float]] = {}
-    for spec in specs[:: len(study.tuning)]:
-        arm, _, rate = spec.arm.rpartition(" at ")
-        mine = [rows[replace(spec, seed=seed).key] for seed in study.tuning]
+    for i in range(0, len(specs), len(study.tuning)):
+        arm, _, rate = specs[i].arm.rpartition(" at ")
+        mine = [rows[spec.key] for spec in specs[i : i + len(study.tuning)]]
         for name, precision in EVALUATED.items():
-            value = float(np.mean([quality(row, precision) for row in mine]))
-            means.setdefault(arm, {})[float(rate), name] = value
+            means.setdefault(arm, {})[float(rate), name] = float(np.mean([quality(row, precision) for row in mine]))
     return means
