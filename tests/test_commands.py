@@ -16,7 +16,7 @@ from helpers import specs_of
 from cpt_lab.analysis import pages, trying
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
-from cpt_lab.analysis.runs import TYPES, committed, load, table
+from cpt_lab.analysis.runs import TYPES, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.paths import paper_dir, results_dir
@@ -421,7 +421,7 @@ def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
 
 @pytest.mark.slow
 def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
-    entries, store, asked = judged(committed("language_pydoc")), tmp_path / "own" / "mine.jsonl", []
+    entries, store, asked = judged(load(results_dir() / "language_pydoc.jsonl")), tmp_path / "own" / "mine.jsonl", []
     monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: asked.append(runs) or entries)
     monkeypatch.setattr("cpt_lab.analysis.runs.load", lambda *stores: stores)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
