@@ -379,6 +379,7 @@ def test_a_try_of_boxes_says_that_it_takes_hours(command, monkeypatch):
     assert "hours" not in command("try", "digits")[2]
 
 
+@pytest.mark.slow
 def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "0"]
     status, said, _ = command(*words)

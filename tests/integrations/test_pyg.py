@@ -357,6 +357,7 @@ def test_a_program_takes_fp_agg(pyg, kind):
         cpt.export(model, given)
 
 
+@pytest.mark.slow
 def test_nobody_imports_it_who_does_not_use_it():
     code = (
         "import sys, torch, cpt_core as cpt\n"

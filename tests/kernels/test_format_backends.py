@@ -79,6 +79,7 @@ def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
     assert key is None or int(key) == 6
 
 
+@pytest.mark.slow
 def test_compiled_code_rounds_alike(cpp_kernels):
     """The parts that compilers see, in Inductor's code one of them: a compilation takes seconds."""
     torch._dynamo.reset()

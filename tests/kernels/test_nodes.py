@@ -43,6 +43,7 @@ def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
     assert torch.equal(traced(*args), rounded(*args))
 
 
+@pytest.mark.slow
 def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
     compiled, results = torch.compile(rounded, fullgraph=True), []
     torch._dynamo.reset()

@@ -27,6 +27,8 @@ from cpt_lab.training.checkpoint import load_checkpoint
 from cpt_lab.training.session import Session, quant_config
 from cpt_lab.training.train import Stopped, train
 
+pytestmark = pytest.mark.slow
+
 SPEC = run_spec(replace(recipe("smoke"), steps=24, evaluate_every=12), "CR", q_max=8, seed=3, scale="smoke")
 PAIRS = run_spec(replace(recipe("smoke", "templates"), steps=3, n_cycles=1), "static 6", q_max=8, seed=0, scale="smoke")
 
