@@ -239,7 +239,6 @@ def judged(runs: pd.DataFrame) -> list[Entry]:
     """Return an entry per claim, judged by runs; those at smoke scale do not count."""
     asked = runs["key"].isin(groups.preregistered())
     read = runs.loc[~asked, ~runs.columns.str.fullmatch(UNREAD)]  # all rows and columns take twice as long
-    read = read.astype(dict.fromkeys(read.select_dtypes("string"), object))  # one block, compared and grouped faster
     return [judge(claim, read) for claim in claims()]
 
 
