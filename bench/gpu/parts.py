@@ -52,7 +52,7 @@ def _tests(options: Options) -> dict[str, Any]:
         which = ["-m", "not gpu", "tests/graphs/test_graph.py", "-k", "as_a_dense_product_does"]
     elif importlib.util.find_spec("xdist"):
         which += ["-n", "4"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE",
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-rfE",
                "-W", "ignore::DeprecationWarning", "--continue-on-collection-errors", *which]  # fmt: skip
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=min(300.0, options.seconds))
     lines = done.stdout.strip().splitlines()

@@ -59,7 +59,7 @@ def _matrix(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Te
 def _swallow_warning() -> None:
     """Make the first sparse tensor, at which torch warns."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", "Sparse (CSR tensor support is in beta|invariant checks are implicitly)")
         _matrix(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
 
 

@@ -56,10 +56,9 @@ class QuantConfig:
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
         execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
-            ``summary`` shows; or "auto", "integer" on devices with instructions for such products, but not for
+            ``summary`` shows; or "auto", "integer" on CPUs with instructions for such products, but not for
             attention's, which it does not make faster, and "simulated" elsewhere. "integer" runs on all devices, on
-            some slower than float32: a warning says so. More than 8 bits, and inputs in float64, are simulated in any
-            case.
+            GPUs and some CPUs slower than float32: a warning says so. More than 8 bits, and float64, are simulated.
         ladder: what the levels of schedules are: a ``FormatLadder``, or level -> format; None is the paper's, where
             level q is the affine grid of q bits. For roles apart role -> ladder, the roles "activation", "weight" and
             "gradient", or instead of that "error" and "weight_gradient"; kept as ``Levels`` of ladders. Formats other

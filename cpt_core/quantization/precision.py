@@ -33,8 +33,8 @@ def _multiplies_codes(execution: str, device: torch.device) -> bool:
     if execution == "integer" and not fast and device not in _warned:
         _warned.add(device)
         warnings.warn(
-            f"this device ({device}) has no instructions for products of 8-bit integers: execution='integer' computes "
-            "them all the same, and is slower there than float32; execution='auto' would simulate them",
+            f"products of 8-bit integers are slower than float32 on this device ({device}): execution='integer' "
+            "computes them all the same; execution='auto' would simulate them",
             stacklevel=2,
         )
     return fast or execution == "integer"
