@@ -146,6 +146,29 @@ def test_the_page_on_sweeps_says_what_runs_side_by_side_gain():
         assert line in page
 
 
+def test_pages_say_how_long_a_step_takes_on_a_gpu():
+    found = kept("gpu")
+    kinds = ("float32", "quantised", "per operation", "float32 captured", "quantised captured",
+             "quantised integer captured", "quantised integer shared steps captured")  # fmt: skip
+    page = (ROOT / "docs/int8.md").read_text()
+    ratios = {"": [], " captured": []}
+    for name, word in {"PTB LSTM": "LSTM 800, Penn Treebank", "ResNet-74": "ResNet-74, CIFAR-10"}.items():
+        ms = {kind: found["steps"][f"{name}, {kind}"]["ms"] for kind in kinds}
+        assert f"| {word} | {' | '.join(f'{each:.1f}' for each in ms.values())} |" in page
+        for kind, of in ratios.items():
+            of.append(ms[f"quantised{kind}"] / ms[f"float32{kind}"])
+    eager, captured = (sorted(f"{ratio:.1f}" for ratio in of) for of in ratios.values())
+    assert f"took {captured[1]} and {captured[0]}\n  captured" in page
+    assert f"took {eager[1]} and {eager[0]} float32" in page
+    wanted = f"took {eager[0]} to {eager[1]} float32 steps; captured as a CUDA graph, {captured[0]} to {captured[1]}."
+    assert wanted in (ROOT / "docs/should-i-use-it.md").read_text()
+    assert f"took {eager[0][0]} to {float(eager[1]):.0f} float32 steps." in (ROOT / "README.md").read_text()
+    alone, five, shared = (f"{found['packing'][n]['steps_per_second']:.0f}" for n in ("1", "5", "5, MPS"))
+    assert f"{alone} steps a second, five together {five}, five with MPS {shared}." in (
+        ROOT / "docs/sweeps.md"
+    ).read_text().replace("\n  ", " ")
+
+
 def test_the_page_on_sweeps_prices_the_whole_paper():
     page = (ROOT / "docs/sweeps.md").read_text()
     rows = pd.DataFrame(kept("paper_scale")["rows"])

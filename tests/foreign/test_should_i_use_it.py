@@ -94,7 +94,7 @@ def column(table, at, names=""):
 
 
 def test_its_speeds_are_measured_ones():
-    _, simulated, beside = re.split(r"^\|---.*$", (DOCS / "int8.md").read_text(encoding="utf-8"), flags=re.M)
+    _, simulated, beside, _ = re.split(r"^\|---.*$", (DOCS / "int8.md").read_text(encoding="utf-8"), flags=re.M)
     for at, said in ((2, "float32 steps with the C++"), (3, "in plain torch")):
         span = column(simulated, at, "ResNet|RetinaNet|BERT")
         assert re.search(f"{span} {said}", PAGE.replace("\n", " "))
