@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 WARM_UP = 3  # steps of one kind, one after the other, before it is recorded: libraries choose and allocate in them
 VARIABLE = "CPT_CAPTURE"
@@ -160,7 +160,7 @@ class _Recorded:
                 mine.copy_(given, non_blocking=True)
         self.replay()
         loss, carry = self.result
-        return loss.clone(), carry
+        return tree_map(torch.clone, loss), carry
 
 
 def kind_of(tree: Any) -> Hashable:

@@ -129,12 +129,12 @@ def load_checkpoint(path: Path, session: Session) -> State:
     written = [(content["random"], content["random_cuda"]), *content.get("random_of_others", [])]
     if len(written) != processes.count():
         raise ValueError(f"{path} was written by {len(written)} processes, and {processes.count()} would go on from it")
-    session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
         saved["fused"] = own.get("fused")  # of this device, which may be another one
     session.model.load_state_dict(content["model"])
     session.optimizer.load_state_dict(content["optimizer"])
     session.scheduler.load_state_dict(content["precision"])
+    session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     random, random_cuda = written[processes.rank()]
     torch.set_rng_state(random)
     if random_cuda is not None and torch.cuda.is_available():

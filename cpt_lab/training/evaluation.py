@@ -27,7 +27,7 @@ def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
     by_layer = policy != "q_max" and isinstance(spec.schedule, LayeredSchedule) and spec.schedule.at(last)
     session.model.eval()
     with precision(session.model, bits=by_layer or bits), session.arithmetic():
-        found = session.task.evaluate(session.model)
+        found = session.task.evaluate(session.forward)
     lost = _not_finite(session.model)
     row = {"step": step, "precision": policy, "bits": bits, **nulled(found, lost)}
     return {**row, "not_finite": lost} if lost else row

@@ -65,12 +65,15 @@ class Session:
         self._layers = list(layer_precisions(self.model).values())
         self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
         self.capture: Capture | None = None  # records the step and replays it
+        self._captures: list[Capture] = []
+        self.forward: Any = self.model  # what an evaluation calls: the model, or what replays it
         reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
         if not reason:
             self.capture = Capture(self._advance, CudaRecorder(self.device), self.kind, self.model.parameters())
+            answers = Capture(lambda given, _: (self.model(*given), None), CudaRecorder(self.device), self.kind)
+            self.forward, self._captures = lambda *given: answers(given, None)[0], [self.capture, answers]
             self.lr = torch.zeros((), device=self.device)
-            make_capturable(self.optimizer, self.lr)
-            self.optimizer.register_load_state_dict_post_hook(self._follow)
+            self.optimizer.register_load_state_dict_post_hook(lambda _: self.reset())  # its state was exchanged
         self._why_not = reason
         self.reset()
 
@@ -83,11 +86,6 @@ class Session:
     def captured(self) -> int:
         """Steps that were replayed so far."""
         return self.capture.replayed if self.capture else 0
-
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self.capture is not None
-        make_capturable(optimizer, self.lr)
-        self.capture.reset()  # it writes to the state that was exchanged
 
     def kind(self) -> tuple[Any, ...]:
         """What a step depends on besides tensors: what is computed of constant features is kept for every q.
@@ -109,8 +107,10 @@ class Session:
         self.carry: Any = None  # what the next step needs of the last one, such as the hidden state of an LSTM
         # 1 once a loss was not finite, else 0: float32, 0-d on the device, as fused optimizers want it
         self.diverged = torch.zeros((), device=self.device)
-        if self.capture is not None:
-            self.capture.reset()
+        if self._captures:
+            make_capturable(self.optimizer, self.lr)
+        for capture in self._captures:
+            capture.reset()
         if self._on_device:
             if not all(group.get("fused") for group in self.optimizer.param_groups):
                 raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
