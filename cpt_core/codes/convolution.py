@@ -212,7 +212,7 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
 @lru_cache
 def has_library(device: torch.device) -> bool:
     """Whether oneDNN convolves codes on a device, exactly: without VNNI, sums of two products saturate at 16 bits."""
-    return device.type == "cpu" and multiplies_codes(device) and torch.backends.mkldnn.is_available()
+    return multiplies_codes(device) and torch.backends.mkldnn.is_available()
 
 
 def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

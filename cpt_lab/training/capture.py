@@ -1,4 +1,4 @@
-"""A whole optimizer step recorded once on a GPU and replayed: thousands of launches of small kernels become one.
+"""An optimizer step, or a forward pass, recorded once on a GPU and replayed: thousands of small launches become one.
 
 What is recorded is fixed: kernels, shapes, addresses, and every Python number in between. All that changes from step to
 step must therefore lie in tensors that stay where they are: batch, carried state, learning rate, bits
