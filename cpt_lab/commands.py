@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,16 @@ Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or pap
 Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
 Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
+
+
+@contextmanager
+def stoppable(said: Callable[[], str] = lambda: "stopped; the same command goes on from here") -> Iterator[None]:
+    """Ctrl-C ends a command with a line that says what was done, and with the status of a signal."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        typer.echo(f"\n{str(stop) or said()}", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -125,11 +136,8 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
     failed = 0
     for store, part in by_store.items():
         typer.echo(f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}")
-        try:
+        with stoppable(lambda: "stopped before anything ran"):
             rows = run_grid(part, store, options)
-        except KeyboardInterrupt as stop:
-            typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
-            raise typer.Exit(130) from None
         counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
         if send:
@@ -148,18 +156,12 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
 
 @app.command()
 def verify(
-    store: Annotated[
-        list[Path] | None, typer.Argument(help="files of rows, such as data/results/image_digits.jsonl")
-    ] = None,
+    store: Annotated[list[Path] | None, typer.Argument(help="files of rows, such as data/results/h5.jsonl")] = None,
     rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
     seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
     cheapest: Annotated[bool, typer.Option("--cheapest", help="those that took the least time, not any")] = False,
-    skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="leave out stores whose data is not here, and say so")
-    ] = False,
-    verdict: Annotated[
-        str | None, typer.Option(help="a preregistered grid, such as h5/characters: does its effect repeat?")
-    ] = None,
+    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="leave out stores without their data")] = False,
+    verdict: Annotated[str | None, typer.Option(help="does the effect of a grid such as h5/characters repeat?")] = None,
 ) -> None:
     """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others.
 
@@ -181,16 +183,13 @@ def verify(
     count, seconds = sum(len(one.picked) for one in chosen), sum(one.seconds for one in chosen)
     whole = integrity(store)
     typer.echo(f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
-    findings = []
-    try:
+    findings: list[v.Finding] = []
+    with stoppable(lambda: f"stopped after {len(findings)} of {count} rows"):
         for one in chosen:
             typer.echo(one.store)
             for finding in v.verify(one):
                 typer.echo(f"  {finding}")
                 findings.append(finding)
-    except KeyboardInterrupt:
-        typer.echo(f"\nstopped after {len(findings)} of {count} rows", err=True)
-        raise typer.Exit(130) from None
     for one in skipped:
         typer.echo(f"skipped {one.store}: {one.missing}")
     typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
@@ -211,31 +210,14 @@ def _verdict(grid: str) -> None:
         raise typer.Exit(1)
 
 
-@app.command(hidden=True)
-def certify(store: Annotated[list[Path], typer.Argument(help="files of rows that are older than digests")]) -> None:
-    """Write the digests of rows that have none into NAME.sha256 beside their store, which stays as it is."""
-    from cpt_lab.sweeps.lines import certify
-
-    _check_files(store)
-    for path in store:
-        typer.echo(f"{path}: digests of {certify(path)} rows written")
-
-
-def _check_files(paths: list[Path]) -> None:
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-
-
 @app.command()
 def report(
-    store: Annotated[
-        list[Path] | None, typer.Argument(help="files of rows; data/results and runs/ if left out")
-    ] = None,
+    store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all that there are if left out")] = None,
     out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
 ) -> None:
     """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
-    _check_files(store or [])
+    if missing := [path for path in store or [] if not path.is_file()]:
+        raise FileNotFoundError(f"there is no file {missing[0]}")
     typer.echo("writing the page, for about a minute where all rows are shown", err=True)
     from cpt_lab.analysis import report as r
 
@@ -282,17 +264,15 @@ def try_(
             "pictures with boxes: on two cores a training takes minutes, an answer hours (--minutes 300)", err=True
         )
     options = SweepOptions(workers=workers, device=device, progress=False)
-    try:
-        found, page = try_recipe(
-            r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
-            seeds=seeds, margin=margin, classes=classes,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        typer.echo("\nstopped; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
-    except RuntimeError as error:
-        typer.echo(f"error: a training failed: {error}", err=True)
-        raise typer.Exit(1) from None
+    with stoppable():
+        try:
+            found, page = try_recipe(
+                r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
+                seeds=seeds, margin=margin, classes=classes,
+            )  # fmt: skip
+        except RuntimeError as error:
+            typer.echo(f"error: a training failed: {error}", err=True)
+            raise typer.Exit(1) from None
     typer.echo(f"{found}\npage: {page}")
 
 

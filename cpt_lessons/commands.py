@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cpt_core.checks import library
-from cpt_lab.commands import Many, Scale, app
+from cpt_lab.commands import Many, Scale, app, stoppable
 from cpt_lab.paths import CHECKOUT, study_dir
 
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
@@ -43,11 +43,8 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    try:
+    with stoppable():
         outcomes, index = r.reproduce(scale, notebook, dataset, given)
-    except KeyboardInterrupt:
-        typer.echo("\nstopped; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
         typer.echo(f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())

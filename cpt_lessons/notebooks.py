@@ -178,7 +178,9 @@ def reproduce(
         try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
-    index, key = folder / "index.key", _key(folder, scale, own)
+    # what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer
+    rows, answers = (runs_dir() / scale).glob("*.jsonl"), runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}")
+    index, key = folder / "index.key", f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}"
     if index.exists() and index.read_text(encoding="utf-8") == key:  # of a page that would say the same
         return outcomes, folder / "index.html"
     from cpt_lessons import export
@@ -191,12 +193,6 @@ def reproduce(
     page = report.write(folder, scale, pages, trying.answered(own, scale) if own else _kept())
     write_text(index, key)
     return outcomes, page
-
-
-def _key(folder: Path, scale: str, own: str) -> str:
-    """Return what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer."""
-    rows, answers = (runs_dir() / scale).glob("*.jsonl"), runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}")
-    return f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}"
 
 
 def _kept() -> list[Section]:

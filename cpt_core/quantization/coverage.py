@@ -112,15 +112,15 @@ def warn_of_sums(model: nn.Module, asked: Collection[str]) -> None:
 def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter[str]]:
     """The share of the weights that stay in float32 unasked, and the modules that have them by kind and reason.
 
-    Weights are tensors of two or more dimensions that are no embedding: how many products a weight has part in is not
-    known before there is an input.
+    Weights are tensors of two or more dimensions that are no embedding, nor (1, T, C) as positions and tokens to add:
+    how many products a weight has part in is not known before there is an input.
     """
     parts, left_out = parts_of_wholes(model), {id(m) for _, m in convertible(model)}
     weights = quantized = 0
     kinds: Counter[str] = Counter()
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        own = sum(p.numel() for p in module.parameters(recurse=False) if not is_lazy(p) and _is_weight(p))
+        own = sum(p.numel() for p in module.parameters(recurse=False) if not is_lazy(p) and p.dim() > 1 and len(p) > 1)
         layer = str(parts.get(name, name)).partition(".parametrizations")[0]
         if own and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and layer not in asked:
             weights += own
@@ -130,10 +130,6 @@ def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter
                 reason = float32_reason(modules[layer], id(modules[layer]) in left_out)
                 kinds[f"{module_kind(module).__name__} ({reason})"] += 1
     return (1 - quantized / weights if weights else 0.0), kinds
-
-
-def _is_weight(parameter: torch.Tensor) -> bool:
-    return parameter.dim() > 1 and len(parameter) > 1  # positions and tokens to add are (1, T, C)
 
 
 def float32_reason(module: nn.Module, left_out: bool) -> str:

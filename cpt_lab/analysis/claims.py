@@ -65,7 +65,7 @@ SMALLER_SCALES = {
 }
 TESTS = (*SMALLER_SCALES, "exact")
 UNREAD = (  # columns that no claim is about
-    r".*_(current|best_valid|best_test|degree\d+)|evaluations|commit|device|error|torch|dirty|data_checksum|seconds|"
+    r".*_(current|best_valid|best_test|degree\d+)|commit|device|error|torch|dirty|data_checksum|seconds|"
     r"(first|last)_loss|learning_rates|bitops_per_op|map|map50_11point"
 )
 

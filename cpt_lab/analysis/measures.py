@@ -5,17 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
+import numpy as np
 import pandas as pd
 
+from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import aggregation, critical_periods, exact, groups, predictors, statistics
 from cpt_lab.analysis.effects import Claim, Effect, Interval, arm_minus, effect_at, effect_of, minus, quality_of
+from cpt_lab.analysis.metrics import metric_of
 
 
 def _arms(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group in groups.quality_cost_groups(runs):
         yield from minus(group, claim.a, claim.b)
+
+
+def _best_elsewhere(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The schedule that is best here minus the one that is best in other tasks, by its mean rank.
+
+    Both are chosen on every second seed and compared on the others. An effect of 0 says that they are the same.
+    """
+    parts = [quality_of(part) for part in groups.quality_cost_groups(runs) if {*SUITE} <= {*part["arm"]}]
+    chosen = [part["seed"].isin(sorted(set(part["seed"]))[::2]) for part in parts]
+    suites = [part[mine & part["arm"].isin([*SUITE])] for part, mine in zip(parts, chosen, strict=True)]
+    ranks = pd.DataFrame([suite.groupby("arm")["quality"].mean().rank() for suite in suites])
+    for i, (part, mine) in enumerate(zip(parts, chosen, strict=True)):
+        elsewhere = ranks[[other["task"].iloc[0] != part["task"].iloc[0] for other in parts]]
+        if len(elsewhere) and not mine.all():
+            best, other = ranks.iloc[i].idxmax(), elsewhere.mean().idxmax()
+            yield from minus(part[~mine], str(best), str(other), ", the best of other tasks")
 
 
 def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -102,6 +121,26 @@ def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             if before.stop - before.start == last.stop - last.start:
                 what = f"window {before.arm} minus {last.arm}"
                 yield arm_minus(group, (before.arm, before.recipe), (last.arm, last.recipe), what)
+
+
+def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Over windows of low precision: what each costs, and what the clean training gains from its start to its end.
+
+    The rank correlation of both, by seed. What training gains before its first evaluation is not known.
+    """
+    for group in groups.deficit_groups(runs):
+        found, name = critical_periods.deficits(group), metric_of(group)
+        inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])]
+        for recipe, windows in inner.groupby("recipe"):
+            mine = group[group["recipe"] == recipe]
+            clean, gains = mine[mine["stop"] == 0].set_index("seed"), {}
+            for seed, evaluations in clean["evaluations"].items():
+                at, of = zip(*((e["step"], e["test"][name]) for e in evaluations), strict=True)
+                gains[seed] = np.interp(windows.stop, at, of) - np.interp(windows.start, at, of)
+            costs = mine.pivot(index="seed", columns="arm", values=name)[windows.arm].rsub(clean[name], axis=0)
+            rho = costs.corrwith(pd.DataFrame(gains, windows.arm).T, axis=1, method="spearman").dropna()
+            what = f"rank correlation over {len(windows)} windows"
+            yield effect_at(mine, partial(statistics.interval, rho), len(rho), what)
 
 
 def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -191,6 +230,7 @@ BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")  # measures that compa
 
 MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "arms": _arms,
+    "best_elsewhere": _best_elsewhere,
     "aggregation": _aggregation,
     "top_bits": _top_bits,
     "gradient_bits": _gradient_bits,
@@ -198,6 +238,7 @@ MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "deficit_length": _deficit_length,
     "deficit_window": _deficit_window,
     "deficit_end": _deficit_end,
+    "deficit_slope": _deficit_slope,
     "deficit_longer": _deficit_longer,
     "deficit_short": _deficit_short,
     "deficit_decay": _deficit_decay,

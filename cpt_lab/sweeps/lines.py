@@ -22,13 +22,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cpt_core.checks import write_text
 from cpt_lab.experiments.spec import key_of
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "diverged", "failed")
 RESULT = ("status", "metrics", "bitops", "steps", "loss", "evaluations", "data_checksum")  # what a run gives
-BARE = "no digest"  # of a row that is older than they are, and of which nobody wrote one since
+BARE = "no digest"  # of a row that is older than they are, in a store that has no file of them
 # the beginning of a line of ours, as a dying writer leaves it
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
 _TYPES = {
@@ -56,7 +55,7 @@ class Integrity:
 
     def __str__(self) -> str:
         """Return the counts, then what is wrong."""
-        bare = f", {self.bare} have no digest (`certify` writes them)" if self.bare else ""
+        bare = f", {self.bare} have no digest" if self.bare else ""
         said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
         return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])
 
@@ -114,20 +113,6 @@ def load_rows(store: Path) -> list[Row]:
 def integrity(stores: Iterable[Path]) -> Integrity:
     """Return what the rows of some stores are worth, all together."""
     return _read_all(*stores)[1]
-
-
-def certify(store: Path) -> int:
-    """Write the digests of the rows that have none into a file beside a store and return how many these are.
-
-    The store stays as it is. From then on a row without a digest that is not among these does not count. ValueError
-    where a row is not intact.
-    """
-    found = _read_all(store)[1]
-    if found.faults:
-        raise ValueError(f"nothing is certified: {'; '.join(found.faults)}")
-    rows = [row for line in _lines(store) if "digest" not in (row := json.loads(line))]
-    write_text(beside(store), "".join(f"{digest(canonical(row))}\n" for row in rows))
-    return len(rows)
 
 
 def beside(store: Path) -> Path:

@@ -129,7 +129,7 @@ def text(frame: pd.DataFrame) -> str:
     lines = [
         frame.drop(columns="age").to_string(index=False, na_rep="", formatters=forms),
         "",
-        f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
+        f"grids: {len(frame)}; {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",
     ]
     known, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
@@ -146,5 +146,5 @@ def text(frame: pd.DataFrame) -> str:
             "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
         ]
     if new:
-        lines.append(f"{new} grids were never measured here; for their bit operations, hours and disk: plan --measure")
+        lines.append(f"grids never measured here: {new}; plan --measure finds their bit operations, hours and disk")
     return "\n".join(lines)

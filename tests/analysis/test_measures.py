@@ -193,6 +193,41 @@ def test_what_is_computed():
     assert judge(replace(sums.claim, a="30"), table([])).verdict(True) == CONFIRMED
 
 
+@pytest.mark.parametrize(("sign", "word"), BOTH)
+def test_whether_the_best_schedule_of_other_tasks_is_beaten_is_seen_on_other_seeds(sign, word):
+    """ER is the best of digits on the seeds by which it is chosen, RR that of the text."""
+    digits, text = (designs.quality_cost("demo", data, seeds=range(8)) for data in ("digits", "pydoc"))
+
+    def value(s):
+        return 0.8 + 0.1 * (s.arm == "ER") * (1 if s.seed % 2 == 0 else sign)
+
+    e = entry(rows_of(digits, value) + by_arm(text, {"RR": 0.7}, "perplexity"), "no_one_schedule")
+    (of_digits, said), (of_text, _) = e.effects
+    assert (said, of_digits.n, of_digits.what) == (word, 4, "ER minus RR, the best of other tasks")
+    assert of_digits.interval[0] == pytest.approx(10 * sign, abs=0.05)
+    assert of_text.what == "RR minus ER, the best of other tasks"
+    same = entry(rows_of(digits, value) + by_arm(text, {"ER": 0.7}, "perplexity"), "no_one_schedule")
+    assert [(effect.interval, said) for effect, said in same.effects] == [((0, 0, 0), OPEN)] * 2
+    assert entry(rows_of(digits, value), "no_one_schedule").effects == ()  # there is no other task
+
+
+@pytest.mark.parametrize(("sign", "word"), BOTH)
+def test_damage_beside_what_training_gains(sign, word):
+    """The clean training gains less and less; a window at the end is left out, as nothing can make up for it."""
+    specs = designs.deficit_scan("demo", "digits", seeds=range(3))
+    curve = [{"step": t, "test": {"accuracy": 0.9 - 0.9 * 2 ** (-t / 100)}} for t in range(50, 601, 50)]
+
+    def value(s):
+        (start, stop), *_ = s.schedule.windows or ((0, 0),)
+        return 0.9 if not stop else 0.7 + sign * (start if stop < s.recipe.steps else -2_000) / 10_000
+
+    rows = [row | {"evaluations": curve} for row in rows_of(specs, value)]
+    ((effect, said),) = entry(rows, "deficit_slope").effects
+    assert (said, effect.n, effect.what) == (word, 3, "rank correlation over 4 windows")
+    assert effect.interval[0] == pytest.approx(sign)
+    assert entry(by_arm(designs.deficit_length("demo", "digits", seeds=range(3)), {}), "deficit_slope").effects == ()
+
+
 def test_the_majority_of_the_tasks():
     def of(*votes):
         return combined(votes, "majority")

@@ -60,7 +60,7 @@ def test_stored_rows_repeat_bit_for_bit(command, stored, monkeypatch):
     status, said, _ = command("verify", stored)
     assert status == 0
     whole, *lines = said.splitlines()
-    assert whole == "2 of 3 rows intact, 1 have no digest (`certify` writes them)"
+    assert whole == "2 of 3 rows intact, 1 have no digest"
     assert lines[0].startswith("2 rows of 1 stores to run again; they took ")
     assert sorted(line.split(maxsplit=1)[1] for line in lines[2:4]) == [
         "CR seed 0: bit for bit",
