@@ -200,7 +200,7 @@ def test_every_figure_and_table_has_its_grids():
                 assert scale != "paper" or len(specs) == 3 * counts.get(name, 22)
     frame = outlook.plan(measured=False)
     assert len(frame) == len(GRIDS)
-    assert f"{len(GRIDS)} grids" in outlook.text(frame)
+    assert f"grids: {len(GRIDS)};" in outlook.text(frame)
 
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(place):
