@@ -150,7 +150,7 @@ def _kept(name: str) -> str:
     """Such as "mlp6: 85 runs, 17 arms, 5 seeds": what is kept under a name, by model."""
     runs = load(results_dir() / f"{name}.jsonl", every_rate=True)
     return "; ".join(
-        f"{model}: {counted(len(part), 'run')}, {counted(part['arm'].nunique(), 'arm')}, "
+        f"{model}: {counted(len(part), 'run')}, {counted(len(part.drop_duplicates(['arm', 'q_grad'])), 'arm')}, "
         f"{counted(part['seed'].nunique(), 'seed')}"
         for model, part in runs.groupby("model", sort=False)
     )

@@ -22,6 +22,8 @@ from cpt_lab.analysis.runs import load
 from cpt_lab.paths import ROOT, results_dir
 from cpt_lessons import detection, diagrams, graphs, images, pictures
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
 THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
 BOTH = ("relative_cost", "noise_exposure")

@@ -9,7 +9,10 @@ from torch import nn
 from cpt_core.inspecting.check import check
 from cpt_core.quantization.convert import quantize_
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 
 # class -> (its arguments, shapes of its inputs); what a loss, an index or a mask is, is made below
 GIVEN = {

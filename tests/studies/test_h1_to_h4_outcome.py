@@ -14,6 +14,8 @@ from cpt_lab.studies.h1_to_h4 import arms, outcome
 from cpt_lab.tasks.learning_rates import constant, cosine, milestones
 from tests.studies.made import row_at
 
+pytestmark = pytest.mark.slow
+
 
 def chance(spec):
     """Noise of a run, the same in every call: normal, of standard deviation 1."""

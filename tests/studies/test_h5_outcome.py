@@ -17,6 +17,8 @@ from cpt_lab.studies.h5.outcome import ARMS, allocation_figure, cases, secondary
 from tests.studies.made import row_at
 from tests.studies.test_h5_arms import made_up
 
+pytestmark = pytest.mark.slow
+
 
 def effects(runs):
     return outcome.effects(cases(runs))

@@ -10,6 +10,8 @@ from cpt_lab.studies.h6 import outcome
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
 from tests.studies.made import row_at
 
+pytestmark = pytest.mark.slow
+
 
 def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
     """Rows whose quality is a line in cost, and schedules above or below it by ``gain``."""

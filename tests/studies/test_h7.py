@@ -10,6 +10,8 @@ from cpt_lab.studies.h7 import arms, outcome
 from cpt_lab.studies.h7.arms import CASES, STUDY
 from tests.studies.made import row_at
 
+pytestmark = pytest.mark.slow
+
 WORSE = 5.0  # points or percent that the other rates and evaluations lose
 
 

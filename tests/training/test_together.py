@@ -21,6 +21,8 @@ from cpt_lab.training.session import Session
 from cpt_lab.training.together import pays, together
 from cpt_lab.training.train import Stopped, steps_of, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 
 
@@ -81,7 +83,6 @@ TASKS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_runs_end_as_they_do_alone(name, replayed):
     """Eleven arms of the quick ones; sampled graphs go step by step."""
