@@ -25,6 +25,8 @@ from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.entailment import EntailmentTask
 from cpt_lab.training.train import train
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
 spec = partial(smoke_spec, "templates", steps=12, **TINY)

@@ -22,7 +22,10 @@ from cpt_lab.training.train import Stopped, train
 
 GPU = "cuda:0"
 # torch's loader pins nothing where there is no GPU, and says so
-pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+]
 
 # task -> data set and fields of a small run
 RUNS = {
@@ -74,7 +77,6 @@ def values(model):
     return {name: x.held if isinstance(x, PhantomTensor) else x for name, x in model.state_dict().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
 def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path):
     spec, asked = spec_of(name), iter(range(4))
