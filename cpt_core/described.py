@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,10 @@ class DescribedFigure(Figure):
         """Show itself in a notebook, which knows figures already and would show them coarse and without words."""
         from IPython.display import display
 
+        self.show_by(display)
+
+    def show_by(self, display: Callable[..., Any]) -> None:
+        """Show itself by a function that takes what IPython's ``display`` does, such as a handle's ``update``."""
         png, width, height = picture(self)
         words = self.description()
         said = "\n".join([f"<Figure: {words}>", *data_of(self)])

@@ -94,14 +94,15 @@ class Parameters(SimpleNamespace):
 
     store: Path
 
-    def run(self, specs: Sequence[RunSpec]) -> pd.DataFrame:
+    def run(self, specs: Sequence[RunSpec], watch: bool = False) -> pd.DataFrame:
         """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
 
         Smoke runs go one by one in this process, others in processes of their own, ``workers`` at a time. A bar shows
         how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
         is chosen, the runs at the chosen one are returned.
 
-        Specs are of one task; none are an empty table.
+        Specs are of one task; none are an empty table. With ``watch``, at smoke and demo scale on the processor, the
+        arms of the first seed train side by side in this process first, and are drawn meanwhile.
 
         Raises:
             RuntimeError: when runs failed: how many, and the reason of the first.
@@ -113,6 +114,10 @@ class Parameters(SimpleNamespace):
         smoke = self.scale == "smoke"
         workers, device = 0 if smoke else vars(self).get("workers"), vars(self).get("device", "auto")
         store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
+        if watch and self.scale != "paper" and device != "cuda":
+            from cpt_lessons.watching import watch as watched
+
+            watched([spec for spec in specs if spec.seed == specs[0].seed], store)
         runs = table(run_grid(specs, store, workers=workers, device=device, progress=None if smoke else True))
         if len(failed := runs[runs.status == "failed"]):
             first = failed.iloc[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cpt_core.checks import choose, declared, whole
+from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")
@@ -31,6 +33,7 @@ class SweepOptions:
         retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
         checkpoint_seconds: time between checkpoints of a run.
         progress: show a bar with what is done and how long the rest takes; None shows it to people only.
+        on_step: ``on_step(spec, step, loss)`` after every step of every run; only with ``workers=0``.
     """
 
     executor: str = "local"
@@ -44,6 +47,7 @@ class SweepOptions:
     retry_failed: bool = False
     checkpoint_seconds: float = 60.0
     progress: bool | None = None
+    on_step: Callable[[RunSpec, int, float], None] | None = None
 
     def __post_init__(self) -> None:
         """Check every value alone, then those that exclude each other."""
@@ -65,5 +69,7 @@ class SweepOptions:
             raise ValueError(f"workers={self.workers} is for this machine; the cluster at {self.scheduler} has its own")
         if self.workers == 0 and self.executor == "dask":
             raise ValueError("workers=0 runs everything in this process; executor 'dask' needs at least 1")
+        if self.workers != 0 and self.on_step is not None:
+            raise ValueError(f"on_step is called in this process, which needs workers=0; got workers={self.workers}")
         if self.workers == 0 and self.timeout is not None:
             raise ValueError(f"timeout={self.timeout} needs runs in processes of their own; got workers=0")

@@ -137,6 +137,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
 
 
 def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
+    told = job.options.on_step
     with processes.agreed():
         return (
             yield from steps_of(
@@ -145,6 +146,7 @@ def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Ru
                 device=device,
                 checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
                 checkpoint_seconds=job.options.checkpoint_seconds,
+                on_step=told and (lambda step, model, loss: told(job.spec, step, loss)),
                 should_stop=should_stop,
             )
         )

@@ -1,0 +1,76 @@
+"""Runs that a class can watch: a figure of their bits and training losses, drawn anew while they train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import DisplayHandle
+
+from cpt_core.schedules.profiles import savings_of
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, whole
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.sweeps.sweep import run_grid
+
+SECONDS = 1.0  # between two pictures
+
+
+def watch(specs: Sequence[RunSpec], store: Path) -> None:
+    """Train the runs of a seed that a store does not hold side by side in this process, and draw them meanwhile."""
+    watched = Watched(specs)
+    run_grid(specs, store, workers=0, together=len(specs), device="cpu", progress=False, on_step=watched)
+    if watched.losses:
+        watched.draw()
+
+
+class Watched:
+    """A figure of runs of one length, a line an arm; ``run_grid`` calls it after every step, as its ``on_step``.
+
+    A loss is the mean over the last twentieth of the steps, at the bits of the step.
+    """
+
+    def __init__(self, specs: Sequence[RunSpec]) -> None:
+        self.specs, self.steps = {spec.key: spec for spec in specs}, specs[0].recipe.steps
+        self.warning = "Smoke scale, not a result. " if specs[0].scale == "smoke" else ""
+        self.losses: dict[str, list[float]] = {}  # of the steps so far
+        self.shown: DisplayHandle | None = None
+        self.drawn_at = float("-inf")
+
+    def __call__(self, spec: RunSpec, step: int, loss: float) -> None:
+        """Take the loss of a step, and draw where the last picture is a second old."""
+        self.losses.setdefault(spec.key, []).append(loss)
+        if time.monotonic() - self.drawn_at > SECONDS:
+            self.draw()
+
+    def draw(self) -> None:
+        """Show where the runs are, those that have begun."""
+        ends = []
+        alt = "Bits, and below them training loss, against steps: a line for every arm that trains."
+        with drawing(2, 1, alt, figsize=(8, 5), sharex=True, height_ratios=(1, 2)) as (figure, ((bits,), (loss,))):
+            for key, found in self.losses.items():
+                spec = self.specs[key]
+                mean = pd.Series(found).rolling(max(1, self.steps // 20), min_periods=1).mean()
+                group = savings_of(spec.arm)
+                bits.plot([spec.schedule(step) for step in range(len(found))], color=COLORS[group], linewidth=1)
+                loss.plot(mean, color=COLORS[group], linewidth=1)
+                ends.append((mean.iloc[-1], spec.arm, TEXT[group]))
+            bits.set(ylabel="bits", xlim=(0, self.steps))
+            whole(bits.yaxis)
+            loss.set(ylabel="training loss", xlabel="step")
+            ends.sort()
+            low, high = loss.get_ylim()
+            at = low
+            for value, arm, color in ends:  # beside the axes, in order of their losses
+                at = max(value, at + 0.045 * (high - low))
+                loss.text(1.01, at, arm, color=color, fontsize=SMALL, va="center", transform=loss.get_yaxis_transform())
+            step, first, last = max(map(len, self.losses.values())), ends[0][1], ends[-1][1]
+            said = f"Step {step} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
+            figure.suptitle(self.warning + said, fontsize=10)
+        if self.shown is None:
+            self.shown = DisplayHandle()
+            figure.show_by(self.shown.display)
+        else:
+            figure.show_by(self.shown.update)
+        self.drawn_at = time.monotonic()
