@@ -12,10 +12,9 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import Stream, batch_keys, generator_of, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
+from cpt_lab.data.detection import Annotated
 from cpt_lab.data.image_batches import of_files
-from cpt_lab.data.loading import loader
-from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from torch import Tensor
 from cpt_core.graphs.graph import Graph
 from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
-from cpt_lab.data.ogb import read_ogb
+from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb, read_ogb_folder, read_planetoid
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
 

@@ -123,7 +123,7 @@ EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_lab.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
     own="own-graph", card="own-graphs.md", needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
     layouts=("edge_index.npy|edges.npy", "raw/edge.csv.gz", "ind.*.graph|raw/ind.*.graph"),
-    extra="graph", download="cpt_lab.data.ogb:download",
+    extra="graph", download="cpt_lab.data.graph_readers:download",
     datasets=(
         Dataset(
             "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",

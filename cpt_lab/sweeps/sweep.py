@@ -34,8 +34,7 @@ from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
-from cpt_lab.training.arithmetic import lay_out
-from cpt_lab.training.device import choose_device
+from cpt_lab.training.device import choose_device, lay_out
 from cpt_lab.training.together import pays
 
 MOST = 11  # runs side by side: of more each gains little, and all begin anew where their process dies

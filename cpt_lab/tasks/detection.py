@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from cpt_core.checks import library
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
-from cpt_lab.data.common import load_once
-from cpt_lab.data.detection import backbone_weights, load_detection, random_detection
+from cpt_lab.data.common import load_once, readers
+from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
-from cpt_lab.data.loading import readers
-from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, constant
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, on_gpu, sums
 
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))

@@ -18,8 +18,7 @@ from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
-from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
-from cpt_lab.tasks.learning_rates import LearningRate, linear
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, linear, on_gpu
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 250

@@ -17,15 +17,13 @@ from torch.utils.data import Dataset
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, loader, send
+from cpt_lab.data.graph_readers import evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
-from cpt_lab.data.loading import loader
-from cpt_lab.data.ogb import evaluator
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, constant, cosine, milestones
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, on_gpu, sums
 
 WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models import MODELS
-from cpt_lab.data.common import load_once
+from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
-from cpt_lab.data.loading import readers
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
-from cpt_lab.tasks.learning_rates import LearningRate, milestones
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, milestones, on_gpu
 
 
 class ImageTask:

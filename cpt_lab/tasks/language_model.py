@@ -14,8 +14,7 @@ from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, cosine, milestones, plateau
+from cpt_lab.tasks.base import LearningRate, Metrics, cosine, milestones, on_gpu, plateau, sums
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
 

@@ -17,8 +17,8 @@ from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
 from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
+from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
     from cpt_lab.tasks.base import Task
