@@ -57,7 +57,6 @@ class Estimate:
         return -self.margin < low and high < self.margin
 
     def __str__(self) -> str:
-        """Return it in words."""
         return f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
 
     def shown(self) -> str:

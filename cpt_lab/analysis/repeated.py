@@ -42,7 +42,6 @@ class Repeated:
         return "cannot be told" if signs[0] != signs[1] else "repeats" if signs[0] else "no effect, again"
 
     def __str__(self) -> str:
-        """Return one line."""
         n = f"n = {len(self.before.values)} and {len(self.now.values)}"
         return f"{self.before.what}: {self.word}: {self.now.shown()}, stored {self.before.shown()}, {n}"
 

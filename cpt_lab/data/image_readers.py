@@ -67,11 +67,9 @@ class ArrayImages:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.labels)
 
     def __getitem__(self, index: Any) -> ArrayImages:
-        """Return a part."""
         return ArrayImages(self.images[index], self.labels[index])
 
 

@@ -43,7 +43,6 @@ class DetectionRecipe(Recipe):
     test_images: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the size."""
         super().__post_init__()
         if not 32 <= self.size < self.max_size:
             raise ValueError(f"size must be at least 32 and below max_size {self.max_size}, got {self.size}")

@@ -54,7 +54,6 @@ class EntailmentRecipe(Recipe):
     test_pairs: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         choose("padding", self.padding, ("max", "longest"))
         if not self.test_languages:

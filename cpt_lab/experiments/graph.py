@@ -53,7 +53,6 @@ class GraphRecipe(Recipe):
     degrees: tuple[int, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         for name, allowed in (
             ("norm", ("matrix", "node", "none")),

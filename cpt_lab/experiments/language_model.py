@@ -51,7 +51,6 @@ class LanguageModelRecipe(Recipe):
     evaluation_batch: int = 10
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step"))
         choose("unit", self.unit, ("words", "characters"))

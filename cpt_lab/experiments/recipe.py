@@ -80,7 +80,6 @@ class Recipe:
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
     def __post_init__(self) -> None:
-        """Check the arithmetic."""
         if self.autocast not in ("", "bfloat16"):
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
         choose("execution", self.execution, EXECUTIONS)

@@ -54,7 +54,6 @@ class Integrity:
     doubts: tuple[str, ...] = ()  # lines that are intact, but give other results than another line of the same run
 
     def __str__(self) -> str:
-        """Return the counts, then what is wrong."""
         bare = f", {self.bare} have no digest" if self.bare else ""
         said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
         return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])

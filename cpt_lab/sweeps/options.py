@@ -46,7 +46,6 @@ class SweepOptions:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check every value alone, then those that exclude each other."""
         choose("executor", self.executor, EXECUTORS)
         choose("device", self.device, DEVICES)
         declared(type(self), vars(self))

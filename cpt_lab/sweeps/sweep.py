@@ -163,16 +163,10 @@ def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]
         alike.setdefault((spec.recipe, spec.seed), []).append(spec)
     jobs = []
     for part in alike.values():
-        size = _together(part[0], len(specs), options)
-        jobs += [Job(first, store, options, beside=tuple(rest)) for first, *rest in _parts(part, size)]
+        count = -(-len(part) // _together(part[0], len(specs), options))  # of processes, as even as can be
+        for first, *rest in (part[i::count] for i in range(count)):
+            jobs.append(Job(first, store, options, beside=tuple(rest)))
     return jobs
-
-
-def _parts(specs: list[RunSpec], size: int) -> Iterator[list[RunSpec]]:
-    """Yield parts of at most so many, as even as can be."""
-    count = -(-len(specs) // size)
-    for i in range(count):
-        yield specs[i::count]
 
 
 def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:

@@ -72,7 +72,6 @@ class Finding:
         return self.verdict != VERDICTS[-1]
 
     def __str__(self) -> str:
-        """Return one line."""
         spec = self.row["spec"]
         said = f": {', '.join(self.said)}" if self.said else ""
         differs = f"; differs in: {', '.join(self.differs)}" if self.differs else ""

@@ -39,7 +39,6 @@ class DetectionTask:
     fixed_shape = False  # how many anchors count is decided by the data
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make random pictures of the same shapes."""
         self.recipe, self.seed, self.device = cast(DetectionRecipe, spec.recipe), spec.seed, device
         limits = ("size", "train_images", "valid_images", "test_images")
         self.data = random_detection(self.recipe) if stand_in else load_once(load_detection, self.recipe, *limits)

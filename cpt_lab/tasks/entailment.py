@@ -41,7 +41,6 @@ class EntailmentTask:
     """
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load and encode the data of the spec's recipe, or make random word pieces of the same shapes."""
         self.recipe, self.seed, self.device = cast(EntailmentRecipe, spec.recipe), spec.seed, device
         limits = ("train_pairs", "valid_pairs", "test_pairs")
         made_from = ("language", "test_languages", "length", "checkpoint", "vocabulary", *limits)

@@ -47,7 +47,6 @@ class GraphTask:
     """
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make a random graph of the same shapes."""
         self.recipe, self.seed, self.device = cast(GraphRecipe, spec.recipe), spec.seed, device
         made_from = ("self_loops", "standardize")
         self.data = random_graph(self.recipe) if stand_in else load_once(load_graph, self.recipe, *made_from)
@@ -60,6 +59,7 @@ class GraphTask:
         aggregation = {"fp": "FP-Agg", "quantized": "Q-Agg"}[self.recipe.aggregation]
         loss = ", raw-logit loss" if self.recipe.loss == "nll_raw" else ""
         self.title = f"{kind} ({aggregation}{loss}) on {self.data.title}"
+        self.fanouts = [self.recipe.fanout] * self.recipe.layers  # neighbours per node
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
         self.fixed_shape = not self.recipe.batch
 
@@ -68,11 +68,6 @@ class GraphTask:
         r = self.recipe
         inputs = self.features.shape[1]
         return GraphNet(r.model, inputs, self.data.classes, r.hidden, r.layers, r.dropout, r.norm).to(self.device)
-
-    @property
-    def fanouts(self) -> list[int]:
-        """Neighbours per node, layer by layer."""
-        return [self.recipe.fanout] * self.recipe.layers
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""

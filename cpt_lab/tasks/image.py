@@ -29,7 +29,6 @@ class ImageTask:
     fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make random images of the same shapes."""
         self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
         limits = ("size", "train_images", "valid_images", "test_images")
         self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
@@ -45,14 +44,13 @@ class ImageTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""
-        if isinstance(self.data.train, ArrayImages):
-            return array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
-        return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start)
+        return self.shared_batches(start, lambda whole: whole)
 
     def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
         """Yield a process's part of every batch; of images on disk it reads no others."""
         if isinstance(self.data.train, ArrayImages):
-            return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
+            whole = array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
+            return (cast(Batch, tuple(map(share, batch))) for batch in whole)
         return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start, share)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:

@@ -37,7 +37,6 @@ class LanguageModelTask:
     fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the text of the spec's recipe, or make random words."""
         self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
         limits = ("unit", "vocabulary", "train_tokens", "valid_tokens", "test_tokens", "batch")
         self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)
