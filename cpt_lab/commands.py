@@ -1,7 +1,5 @@
 """The commands of ``cpt``: ``cpt --help``, or ``python -m cpt_lab --help``. ``cpt_lessons.commands`` brings more."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import signal

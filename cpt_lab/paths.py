@@ -5,8 +5,6 @@ paper's numbers and the notebooks inside the package, under ``shipped``; what it
 never beside the package.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """FP-Agg against Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

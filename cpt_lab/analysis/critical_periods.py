@@ -1,7 +1,5 @@
 """Critical learning periods: numbers, table, figure.  Paper: section 5, figure 8, table 1."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What equal BitOps buy: numbers and table.  Beyond the paper."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

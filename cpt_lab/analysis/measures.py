@@ -1,7 +1,5 @@
 """Measures: functions that take the runs that a claim is about, and yield effects in its direction."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

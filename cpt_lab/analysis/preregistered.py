@@ -1,7 +1,5 @@
 """Answers to preregistered questions (``cpt_lab.studies``): by one test each, as sentences, tables and a figure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Quality against cost: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

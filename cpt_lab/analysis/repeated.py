@@ -3,8 +3,6 @@
 Single runs do not repeat between processors; the difference of two arms over seeds does, where it is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

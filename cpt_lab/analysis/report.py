@@ -1,7 +1,5 @@
 """Reports in HTML that open offline: of a reproduction (a folder), and of everything that is stored (one page)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Sequence

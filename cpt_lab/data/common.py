@@ -1,7 +1,5 @@
 """What all data share: random numbers by key, batches that other processes read, checks, memory of what was loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -5,8 +5,6 @@ Pixels are counted from 1 in VOC's form, and both corners belong to a box. COCO'
 Shapes: n boxes of an image.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ The layouts and what labels may be called: ``data/cards/own-pairs.md``. XNLI is 
 these layouts. Errors name rows as a spreadsheet without its header does: the first is 1.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

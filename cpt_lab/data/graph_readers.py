@@ -3,8 +3,6 @@
 OGB's own loader keeps a pickle in ``processed/``, which runs code when it is loaded; it is neither made nor read here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -5,8 +5,6 @@ Every edge is taken in both directions, whatever a file says, and counted once.
 Shapes: N nodes, E edges, F features.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any, cast

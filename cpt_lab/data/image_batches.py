@@ -1,7 +1,5 @@
 """Batches of images: a pure function of (seed, step), from memory or from disk, and the order of evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

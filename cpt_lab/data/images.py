@@ -5,8 +5,6 @@ Small images live in memory as one uint8 tensor; large ones (ImageNet, folders a
 Shapes: N images, C channels, H x W pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

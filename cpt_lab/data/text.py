@@ -3,8 +3,6 @@
 Every line ends in the word ``<eos>``; words that the training text does not have become ``<unk>``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

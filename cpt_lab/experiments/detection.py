@@ -11,8 +11,6 @@ Differs: the authors' script prints the last and the best evaluation, at the bit
     which it reports.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe

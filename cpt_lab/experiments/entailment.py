@@ -9,8 +9,6 @@ Differs: section 4.4 of the paper calls ETH once a schedule of large savings; it
 The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a small BERT from scratch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_core.checks import choose

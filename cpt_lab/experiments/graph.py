@@ -9,8 +9,6 @@
 The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over scikit-learn's digits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from cpt_core.checks import choose, whole

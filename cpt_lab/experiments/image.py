@@ -14,8 +14,6 @@ Differs: the paper does not say which epoch it reports; the authors' scripts kee
     bits of the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_lab.experiments.recipe import ACCURACY, Changes, Dataset, Deficits, Experiment, Recipe

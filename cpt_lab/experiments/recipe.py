@@ -3,8 +3,6 @@
 A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``; ``recipes.EXPERIMENTS`` lists them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields

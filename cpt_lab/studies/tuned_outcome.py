@@ -4,8 +4,6 @@ A task is complete when all its runs are there; the questions are answered when 
 failed counts as chance.  No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ one beside new numbers is told by the history of the file alone.
 b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

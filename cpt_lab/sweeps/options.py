@@ -1,7 +1,5 @@
 """How a sweep runs: one value that everything between the command line and a run's process hands on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cpt_core.checks import choose, declared, whole

@@ -3,8 +3,6 @@
 >>> frame = plan("digits/mlp6")  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 import math
 import time
 from functools import cache

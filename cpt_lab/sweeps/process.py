@@ -1,7 +1,5 @@
 """A job in a process of its own, which may die alone."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import math

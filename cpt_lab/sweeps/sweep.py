@@ -7,8 +7,6 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 >>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ The commit excuses nothing. Elsewhere what rounding cannot change is to agree ex
 ``FIRST_LOSS``, and the final metric as far as seeds do: docs/reproducing/repeating.md says why.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

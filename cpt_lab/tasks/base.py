@@ -1,7 +1,5 @@
 """What a task is: the verbs that the one training loop calls.  See ``cpt_lab.training.train``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast

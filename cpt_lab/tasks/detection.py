@@ -1,7 +1,5 @@
 """Object detection with RetinaNet on Pascal VOC, your own pictures, and scenes of digits.  Paper: section 4.2."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence

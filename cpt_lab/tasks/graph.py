@@ -3,8 +3,6 @@
 Paper: section 4.3.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Image classification on digits, CIFAR-10/100, ImageNet and your own images.  Paper: section 4.2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Language modelling with an LSTM: Penn Treebank, characters, your own text.  Paper: section 4.4."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, cast

@@ -5,8 +5,6 @@ dequantised number needs all 24, however few bits its grid has. Torch takes it i
 not to, and not in cuBLAS: here both are told, before every forward.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

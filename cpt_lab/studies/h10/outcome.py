@@ -1,7 +1,5 @@
 """Which products switch to more bits, shortly before the learning rate falls: H10 of ``docs/preregistration.md``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ A cell is a task on a ladder; the question is answered when all runs of all cell
 failed counts as chance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 

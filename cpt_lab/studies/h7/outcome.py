@@ -1,7 +1,5 @@
 """Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 
