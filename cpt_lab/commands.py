@@ -196,7 +196,7 @@ def verify(
 
 
 def _verdict(grid: str) -> None:
-    from cpt_lab.analysis.repeated import fresh, repeated
+    from cpt_lab.analysis.preregistered import fresh, repeated
     from cpt_lab.sweeps.sweep import run_grid
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"

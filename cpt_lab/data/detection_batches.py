@@ -1,10 +1,9 @@
 """Batches of pictures with boxes, of like shape: a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Batch:
     sizes: list[tuple[int, int]]  # height and width of every image without its padding
     originals: list[Annotated]  # the pictures they were made from
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
         pinned = [{name: t.pin_memory() for name, t in target.items()} for target in self.targets]
         return replace(self, images=self.images.pin_memory(), targets=pinned)

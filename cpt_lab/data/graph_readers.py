@@ -58,17 +58,10 @@ def read_digits() -> RawGraph:
     source, destination = kneighbors_graph(pixels, n_neighbors=8).nonzero()
     order = np.random.default_rng(0).permutation(len(labels))
     by_class = [order[labels[order] == c] for c in range(10)]
-    return RawGraph(
-        title="scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class",
-        edges=(source, destination),
-        features=pixels,
-        labels=labels,
-        split={
-            "train": np.concatenate([c[:5] for c in by_class]),
-            "valid": np.concatenate([c[5:25] for c in by_class]),
-            "test": np.concatenate([c[25:] for c in by_class]),
-        },
-    )
+    parts = {"train": slice(5), "valid": slice(5, 25), "test": slice(25, None)}
+    split = {name: np.concatenate([c[part] for c in by_class]) for name, part in parts.items()}
+    title = "scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class"
+    return RawGraph(title, (source, destination), pixels, labels, split)
 
 
 NAMES = {
@@ -107,13 +100,8 @@ def read_archive(path: Path) -> RawGraph:
         title += ", nodes drawn 6 : 2 : 2"
     elif len(there) < len(SPLITS):
         raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
-    return RawGraph(
-        title=title,
-        edges=(source, destination),
-        features=found["features"],
-        labels=labels,
-        split={part: _indices(path, part, found[part], len(labels)) for part in SPLITS},
-    )
+    split = {part: _indices(path, part, found[part], len(labels)) for part in SPLITS}
+    return RawGraph(title, (source, destination), found["features"], labels, split)
 
 
 def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
@@ -157,13 +145,9 @@ def read_ogb_folder(path: Path, title: str) -> RawGraph:
         if announced != [len(there)]:
             file = {"edge": "edge", "node": "node-feat"}[name]
             raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
-    return RawGraph(
-        title=title,
-        edges=(edges[:, 0], edges[:, 1]),
-        features=features,
-        labels=whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1),
-        split={part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS},
-    )
+    labels = whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1)
+    split = {part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS}
+    return RawGraph(title, (edges[:, 0], edges[:, 1]), features, labels, split)
 
 
 def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
@@ -301,14 +285,7 @@ def read_planetoid(graph_file: Path) -> RawGraph:
         source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
         destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
         labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
-    return RawGraph(
-        title=f"own graph ({prefix.split('.')[1]}, Planetoid split)",
-        edges=(source, destination),
-        features=features,
-        labels=labels,
-        split={
-            "train": np.arange(len(y)),
-            "valid": np.arange(len(y), min(len(y) + 500, len(ally))),
-            "test": np.sort(test),
-        },
-    )
+    valid = np.arange(len(y), min(len(y) + 500, len(ally)))
+    split = {"train": np.arange(len(y)), "valid": valid, "test": np.sort(test)}
+    title = f"own graph ({prefix.split('.')[1]}, Planetoid split)"
+    return RawGraph(title, (source, destination), features, labels, split)

@@ -3,8 +3,6 @@
 Pictures of any kind are read as eight-bit red, green and blue.
 """
 
-from __future__ import annotations
-
 import copy
 import filecmp
 import io
@@ -69,7 +67,7 @@ class ArrayImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: Any) -> ArrayImages:
+    def __getitem__(self, index: Any) -> "ArrayImages":
         return ArrayImages(self.images[index], self.labels[index])
 
 

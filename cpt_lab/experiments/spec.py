@@ -6,13 +6,11 @@
 True
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.layered import LayeredSchedule
@@ -79,7 +77,7 @@ class RunSpec:
         return {"version": SPEC_VERSION, **given, **parts}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> RunSpec:
+    def from_dict(cls, d: dict[str, Any]) -> Self:
         """Rebuild a spec; ValueError for another version."""
         if d.get("version") != SPEC_VERSION:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")

@@ -5,8 +5,6 @@
 ['ok']
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import traceback
@@ -45,7 +43,7 @@ class Job:
     wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
     beside: tuple[RunSpec, ...] = ()  # runs that train side by side with it, in the same process
 
-    def each(self) -> list[Job]:
+    def each(self) -> list["Job"]:
         """Return a job for every run, beside the others."""
         runs = (self.spec, *self.beside)
         return [replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :])) for i, spec in enumerate(runs)]

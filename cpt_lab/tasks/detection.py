@@ -107,9 +107,6 @@ class DetectionTask:
         return adam, constant(r.lr)
 
 
-# --- the metric -----------------------------------------------------------------------------------
-
-
 def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:
     """Return the mean over classes of the average precision, by ``torchmetrics``, with COCO's matching of boxes.
 

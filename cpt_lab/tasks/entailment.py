@@ -1,7 +1,5 @@
 """Natural language inference with BERT: XNLI, your own sentence pairs, and synthetic ones.  Paper: section 4.4."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,31 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 # word pieces (B, L) int64, what is added to attention scores (B, 1, 1, L), which sentence (B, L) int64, labels (B,)
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
+
+    pieces: Tensor
+    sentence: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
+
+    train: _Encoded
+    valid: _Encoded
+    test: dict[str, _Encoded]
+    vocabulary: int
+    title: str
+    checksum: str
 
 
 class EntailmentTask:
@@ -123,9 +146,6 @@ class EntailmentTask:
         return adamw, linear(r.lr, r.final_lr, r.steps)
 
 
-# --- pretrained models ----------------------------------------------------------------------------
-
-
 def checkpoint_folder(name: str) -> Path:
     """Return the folder of a pretrained BERT: a name looked up in the data folder, or a path.
 
@@ -158,34 +178,6 @@ class _quiet:
         self.logging.set_verbosity(self.level)
         if self.bars:
             self.logging.enable_progress_bar()
-
-
-# --- word pieces ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
-
-    pieces: Tensor
-    sentence: Tensor
-    lengths: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class _Data:
-    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
-
-    train: _Encoded
-    valid: _Encoded
-    test: dict[str, _Encoded]
-    vocabulary: int
-    title: str
-    checksum: str
 
 
 def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
