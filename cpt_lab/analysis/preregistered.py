@@ -46,13 +46,13 @@ class Answer:
 
 def corrected(found: Sequence[Answer]) -> list[Answer]:
     """Return the answers of a study with their p-values after Holm's correction, and the words that follow."""
-    return [_worded(a, p) if a.primary else a for a, p in zip(found, holm([a.p for a in found]), strict=True)]
 
+    def worded(a: Answer, adjusted: float) -> Answer:
+        stands, otherwise = a.words
+        said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
+        return replace(a, adjusted=adjusted, word="; ".join([*(said or ["open"]), *filter(None, [a.beside])]))
 
-def _worded(answer: Answer, adjusted: float) -> Answer:
-    stands, otherwise = answer.words
-    said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
-    return replace(answer, adjusted=adjusted, word="; ".join([*(said or ["open"]), *filter(None, [answer.beside])]))
+    return [worded(a, p) if a.primary else a for a, p in zip(found, holm([a.p for a in found]), strict=True)]
 
 
 def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:

@@ -83,13 +83,8 @@ def annotated_picture(
     picture: Path | Tensor, size: tuple[int, int], boxes: Any, labels: Any, difficult: Any
 ) -> Annotated:
     """Return a picture with its boxes and labels in the types that ``Annotated`` has."""
-    return Annotated(
-        picture,
-        size,
-        np.array(boxes, dtype=np.float32).reshape(-1, 4),
-        np.array(labels, dtype=np.int64),
-        np.array(difficult, dtype=bool),
-    )
+    places, numbers = np.array(boxes, dtype=np.float32).reshape(-1, 4), np.array(labels, dtype=np.int64)
+    return Annotated(picture, size, places, numbers, np.array(difficult, dtype=bool))
 
 
 def load_detection(recipe: DetectionRecipe) -> DetectionData:

@@ -116,6 +116,8 @@ DEFICITS_DIGITS_SMOKE = Deficits(
     dict(weight_decay=0.0, evaluate_every=10), lengths=(0, 20), windows=((0, 20),), window_steps=40
 )
 
+DESIGNS = {"aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8", "deficit_window": "figure_8"}
+
 EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_lab.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
     own="own-graph", card="own-graphs.md", needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
@@ -133,19 +135,12 @@ EXPERIMENT = Experiment(
                 "demo": (DIGITS_GCN, DIGITS_SAGE),
             },
             deficits={"smoke": {"gcn": DEFICITS_DIGITS_SMOKE}},
-            designs={
-                "aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8",
-                "deficit_window": "figure_8", "equal_cost": "section_5",
-            },
+            designs={**DESIGNS, "equal_cost": "section_5"},
             sizes={"nodes": 1_797, "edges": 10_000, "features": 64, "classes": 10},
         ),
         Dataset(
             "ogbn-arxiv", "OGBN-Arxiv", recipes={"paper": (ARXIV,)}, like="own-graph", authors=AUTHORS_ARXIV,
-            deficits={"paper": {"gcn": DEFICITS_ARXIV}},
-            designs={
-                "aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8",
-                "deficit_window": "figure_8",
-            },
+            deficits={"paper": {"gcn": DEFICITS_ARXIV}}, designs=DESIGNS,
             sizes={"nodes": 169_343, "edges": 1_166_243, "features": 128, "classes": 40},
             folders=("ogbn_arxiv", "ogbn_arxiv_dgl"),
         ),

@@ -252,9 +252,8 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
 def final(row: Row) -> float | None:
     """Return the main metric of a row: final, at q_max bits, on the test set; None of a run that diverged."""
     wanted = (EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name, "test", "final", "q_max")
-    return next(
-        (m["value"] for m in row["metrics"] if (m["name"], m["split"], m["when"], m["precision"]) == wanted), None
-    )
+    of = {(m["name"], m["split"], m["when"], m["precision"]): m["value"] for m in row["metrics"]}
+    return of.get(wanted)
 
 
 def allowed(row: Row, rows: list[Row]) -> tuple[float, str]:

@@ -134,17 +134,10 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
 
 
 def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
+    task, place = task_of(job.spec), stores.place(job.store, "checkpoints", job.spec.key)
+    kept: dict[str, Any] = {"checkpoint": place, "checkpoint_seconds": job.options.checkpoint_seconds}
     with processes.agreed():
-        return (
-            yield from steps_of(
-                task_of(job.spec),
-                job.spec,
-                device=device,
-                checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
-                checkpoint_seconds=job.options.checkpoint_seconds,
-                should_stop=should_stop,
-            )
-        )
+        return (yield from steps_of(task, job.spec, device=device, should_stop=should_stop, **kept))
 
 
 def follow() -> int:

@@ -156,17 +156,9 @@ def _precision(
     metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
         iou_thresholds=ious, rec_thresholds=recalls.tolist(), extended_summary=True, backend="faster_coco_eval"
     )
-    metric.update(
-        [found for found, _ in pairs],
-        [
-            {
-                "boxes": torch.from_numpy(a.boxes),
-                "labels": torch.from_numpy(a.labels),
-                "iscrowd": torch.from_numpy(a.difficult.astype(np.int64)),
-            }
-            for _, a in pairs
-        ],
-    )
+    there = ({"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.astype(np.int64)} for _, a in pairs)
+    wanted = [{name: torch.from_numpy(values) for name, values in of.items()} for of in there]
+    metric.update([found for found, _ in pairs], wanted)
     result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
     return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()

@@ -78,25 +78,18 @@ class EntailmentTask:
         """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""
         r, transformers = self.recipe, library("transformers", "text")
         build = transformers.BertForSequenceClassification
+        given: dict[str, Any] = {"num_labels": len(LABELS), "attn_implementation": "eager"}
         if self.pretrained:
             with _quiet():  # it would list the classifier as new
-                return build.from_pretrained(
-                    checkpoint_folder(r.checkpoint),
-                    num_labels=len(LABELS),
-                    ignore_mismatched_sizes=True,
-                    attn_implementation="eager",
-                    local_files_only=True,
-                ).to(self.device)
+                given |= dict(ignore_mismatched_sizes=True, local_files_only=True)
+                return build.from_pretrained(checkpoint_folder(r.checkpoint), **given).to(self.device)
         small = {} if r.checkpoint else dict(
             hidden_size=r.hidden, num_hidden_layers=r.layers, num_attention_heads=r.heads,
             intermediate_size=4 * r.hidden, max_position_embeddings=r.length,
             initializer_range=r.hidden**-0.5,  # BERT's 0.02 is too small at this width: slow to learn
             hidden_dropout_prob=r.dropout, attention_probs_dropout_prob=r.dropout,
         )  # fmt: skip
-        config = transformers.BertConfig(
-            vocab_size=self.data.vocabulary, num_labels=len(LABELS), attn_implementation="eager", **small
-        )
-        return build(config).to(self.device)
+        return build(transformers.BertConfig(vocab_size=self.data.vocabulary, **given, **small)).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on, without end; the last one of an epoch may be smaller."""
