@@ -108,12 +108,6 @@ def run_spec(
             raise ValueError(f"a static arm is written 'static 5', got {arm!r}")
         schedule = make_schedule(STATIC, q_max=int(bits), total_steps=recipe.steps)
     else:
-        schedule = make_schedule(
-            arm,
-            q_min=recipe.q_min,
-            q_max=q_max,
-            total_steps=recipe.steps,
-            n_cycles=recipe.n_cycles,
-            cycle_rule=recipe.cycle_rule,
-        )
+        cycles: dict[str, Any] = {"n_cycles": recipe.n_cycles, "cycle_rule": recipe.cycle_rule}
+        schedule = make_schedule(arm, q_min=recipe.q_min, q_max=q_max, total_steps=recipe.steps, **cycles)
     return RunSpec(recipe, schedule, q_max, q_grad or q_max, seed, arm, scale, preset)

@@ -243,22 +243,21 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
         return [form.format(x) if x == x else "–" for x in values]
 
     bitops = zip(shown(gains["bitops"], "{:.3f}"), shown(gains["bitops_per_op"], "{:.3f}"), strict=True)
-    return pd.DataFrame(
-        {
-            "task": gains["case"],
-            "arm": gains["arm"],
-            "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
-            "promised": shown(gains["promised"], "{:+.2f}"),
-            f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
-            "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
-            "p": shown(gains["p"], "{:.2g}"),
-            "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
-            "outcome": gains["word"],
-            "static judged at": shown(gains["opponent"], "{}"),
-            "seeds": gains["n"],
-            "diverged or failed": gains["lost"],
-        }
-    )
+    cells = {
+        "task": gains["case"],
+        "arm": gains["arm"],
+        "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
+        "promised": shown(gains["promised"], "{:+.2f}"),
+        f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
+        "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
+        "p": shown(gains["p"], "{:.2g}"),
+        "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
+        "outcome": gains["word"],
+        "static judged at": shown(gains["opponent"], "{}"),
+        "seeds": gains["n"],
+        "diverged or failed": gains["lost"],
+    }
+    return pd.DataFrame(cells)
 
 
 def allocation_figure(gains: pd.DataFrame) -> Figure:
