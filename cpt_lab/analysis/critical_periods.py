@@ -72,7 +72,6 @@ def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame])
 
 
 def _against(part: pd.DataFrame, control: pd.DataFrame, metric: str) -> dict[str, Any]:
-    """One arm beside its control, by seed."""
     start, stop, total = (int(part[name].iloc[0]) for name in ("start", "stop", "total_steps"))
     values = part.groupby("seed")[metric].first()
     difference = paired(part, control, metric) if stop else values.iloc[:0]

@@ -97,7 +97,6 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
-    """Return what runs the jobs of these specs."""
     if options.executor == "dask":
         from cpt_lab.sweeps.dask_cluster import dask_outcomes
 
@@ -182,7 +181,6 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
 
 
 def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
-    """One run after the other in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs[0].options.threads)
     try:

@@ -155,10 +155,8 @@ def follow() -> int:
 
 def _results(run: Run, device: str) -> Row:
     return {
-        "status": run.status,
+        **{name: getattr(run, name) for name in ("status", "metrics", "bitops", "title")},
         **({"error": run.error} if run.error else {}),
-        "metrics": run.metrics,
-        "bitops": run.bitops,
         "steps": len(run.history["step"]),
         "loss": _curve(run.history["loss"]),
         "evaluations": _spread(run.history["evaluations"]),
@@ -166,7 +164,6 @@ def _results(run: Run, device: str) -> Row:
         "device": device_name(device),
         "peak_memory": peak_memory(device),
         **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
-        "title": run.title,
         "data_checksum": run.checksum,
     }
 

@@ -69,13 +69,9 @@ class GraphTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        if not self.recipe.batch:
-            rows = self.rows["train"]
-            return itertools.repeat((self.graph, self.features, self.labels[rows], rows))
-        return self._sampled(start)
-
-    def _sampled(self, start: int) -> Iterator[Batch]:
         train = self.rows["train"]
+        if not self.recipe.batch:
+            yield from itertools.repeat((self.graph, self.features, self.labels[train], train))
         samples = _Samples(self.graph, train, self.fanouts, self.seed)
         keys = enumerate(batch_keys(len(train), self.recipe.batch, self.seed, start), start)
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:

@@ -157,15 +157,10 @@ def steps_of(
     metrics = assessed(metrics_of)
     state.seconds, state.captured = time.monotonic() - started, captured + session.captured
     return Run(
-        **vars(state),
-        spec=spec,
-        metrics=metrics,
+        **vars(state), spec=spec, metrics=metrics, model=session.model, title=session.task.title,
         bitops=processes.by_first(partial(bitops_of, session)),  # takes its time too, which is none of training
-        model=session.model,
-        title=session.task.title,
-        checksum=session.task.data.checksum,
-        why_not_captured=session.why_not_captured,
-    )
+        checksum=session.task.data.checksum, why_not_captured=session.why_not_captured,
+    )  # fmt: skip
 
 
 def read(losses: list[Tensor], state: State) -> None:

@@ -216,7 +216,6 @@ def _gains(lines: pd.DataFrame) -> list[str]:
 
 
 def _interval(r: Any) -> str:
-    """A line's gain with its interval and unit."""
     return f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip()
 
 
