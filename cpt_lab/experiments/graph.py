@@ -128,10 +128,8 @@ EXPERIMENT = Experiment(
             "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",
             embedded="shows the mechanics only",
             recipes={
-                "smoke": (
-                    replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
-                    replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                ),
+                "smoke": (replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
+                          replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,))),
                 "demo": (DIGITS_GCN, DIGITS_SAGE),
             },
             deficits={"smoke": {"gcn": DEFICITS_DIGITS_SMOKE}},
@@ -154,10 +152,8 @@ EXPERIMENT = Experiment(
         Dataset(
             "own-graph",
             recipes={
-                "smoke": (
-                    replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                    replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                ),
+                "smoke": (replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
+                          replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,))),
                 "demo": (GRAPH_DEMO, SAGE_DEMO),
                 "paper": (ARXIV, PRODUCTS),
             },
