@@ -33,12 +33,9 @@ VOC_CLASSES = tuple(
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "
     "sofa train tvmonitor".split()
 )
-
 LONGEST = 200  # characters of an id: file systems take 255 for a name
-
 # name -> year and the splits to train and to test on
 VOC = {"voc2012": ("2012", "train", "val"), "voc2007": ("2007", "trainval", "test")}
-
 DIGITS = tuple(str(digit) for digit in range(10))
 SCENES = 400  # pictures of a split whose number is left open
 SIDES = (14, 36)  # smallest and largest side of a digit in a scene of 96 pixels

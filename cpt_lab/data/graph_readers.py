@@ -28,7 +28,6 @@ from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
-
 ROWS = 1 << 17  # lines of a table that are read at a time
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
 # nodes, edges (each once), features and classes, as OGB states them

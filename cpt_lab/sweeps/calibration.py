@@ -4,8 +4,6 @@
 0.0021
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -110,7 +108,7 @@ def _key(spec: RunSpec, device: str) -> str:
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
-def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> list[Outcome]:
+def _measure(job: "Job", should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> "list[Outcome]":
     from cpt_lab.sweeps.worker import Outcome
 
     try:

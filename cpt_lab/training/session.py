@@ -1,7 +1,5 @@
 """The set-up of a run and its optimizer step: one for training, the range test and calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +42,7 @@ class Session:
     """
 
     def __init__(
-        self, task_class: type[Task], spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
+        self, task_class: "type[Task]", spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         check_arithmetic(spec.recipe, self.device)

@@ -8,8 +8,6 @@
 'ok'
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -70,13 +68,13 @@ class Run(State):
         raise KeyError(f"no metric {wanted}")
 
 
-def train(task_class: type[Task], spec: RunSpec, **options: Any) -> Run:
+def train(task_class: "type[Task]", spec: RunSpec, **options: Any) -> Run:
     """Train one run from start to end and return its result; ``options`` are those of ``steps_of``."""
     return alone(steps_of(task_class, spec, **options))
 
 
 def steps_of(
-    task_class: type[Task], spec: RunSpec, *, device: str | torch.device = "cpu", checkpoint: Path | None = None,
+    task_class: "type[Task]", spec: RunSpec, *, device: str | torch.device = "cpu", checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0, on_step: OnStep | None = None, should_stop: Callable[[], bool] | None = None,
 ) -> Steps[Run]:  # fmt: skip
     """Train one run from start to end: all but its optimizer steps, which it asks for, see ``together``.
