@@ -102,7 +102,6 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:
-    """Every store with its devices, versions, commits and times."""
     changed = runs["dirty"].map({True: " with changes"}).fillna("")
     runs = runs.assign(commit=runs["commit"].fillna("none").str[:8] + changed, day=runs["started"].str[:10])
     lines = []

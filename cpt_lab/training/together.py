@@ -245,7 +245,6 @@ class _SideBySide:
         return {id(arm): d.loss for arm, d in zip(arms, done, strict=True)}
 
     def _update(self, arms: list[tuple[Asked, Sequence[Tensor | None]]]) -> None:
-        """Change the weights of all arms, as their optimizers do."""
         for (session, _, lr), gradients in arms:
             for group in session.optimizer.param_groups:
                 group["lr"] = lr
