@@ -26,9 +26,8 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.h7.arms import CASES
 from cpt_lab.tasks.base import task_of
-from cpt_lab.training.evaluation import evaluate
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import train
+from cpt_lab.training.train import evaluate, train
 
 LEVELS, SEEDS = (3, 4, 6, 8), range(500, 516)
 EPOCH = {"digits": 14, "characters": 20}  # optimizer steps; of characters, whose text is read in 20 columns, a choice

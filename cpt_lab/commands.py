@@ -1,7 +1,5 @@
 """The commands of ``cpt``: ``cpt --help``, or ``python -m cpt_lab --help``. ``cpt_lessons.commands`` brings more."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import signal
@@ -198,7 +196,7 @@ def verify(
 
 
 def _verdict(grid: str) -> None:
-    from cpt_lab.analysis.repeated import fresh, repeated
+    from cpt_lab.analysis.preregistered import fresh, repeated
     from cpt_lab.sweeps.sweep import run_grid
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"

@@ -4,8 +4,6 @@ A batch system or a container grants less than the machine has: by the cores tha
 its control groups (cgroups, version 2 or 1).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -5,11 +5,10 @@ paper's numbers and the notebooks inside the package, under ``shipped``; what it
 never beside the package.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -49,40 +48,23 @@ def runs_dir() -> Path:
     return _given("CPT_RUNS_DIR") or work_dir() / "runs"
 
 
-def results_dir() -> Path:
-    """Return the folder of the committed result rows."""
-    return CHECKOUT / "data" / "results" if CHECKOUT else _SHIPPED / "results"
+def _kept(place: str) -> Path:
+    """Return a folder of what is committed: that of the checkout, or what a wheel carries of it."""
+    return CHECKOUT / place if CHECKOUT else _SHIPPED / Path(place).name
+
+
+results_dir = partial(_kept, "data/results")  # the result rows
+paper_dir = partial(_kept, "data/paper")  # the numbers taken from the paper
+cards_dir = partial(_kept, "data/cards")  # a page per data set
+notebooks_dir = partial(_kept, "notebooks")
+solutions_dir = partial(_kept, "notebooks/solutions")  # of the notebooks' exercises
+study_dir = partial(_kept, "examples/study")  # what a study of one's own begins with
 
 
 def all_stores() -> list[Path]:
     """Return the committed stores and those under ``runs/`` but for smoke runs."""
     own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
     return [*sorted(results_dir().glob("*.jsonl")), *own]
-
-
-def paper_dir() -> Path:
-    """Return the folder of the numbers taken from the paper."""
-    return CHECKOUT / "data" / "paper" if CHECKOUT else _SHIPPED / "paper"
-
-
-def cards_dir() -> Path:
-    """Return the folder of the data cards: one page per data set."""
-    return CHECKOUT / "data" / "cards" if CHECKOUT else _SHIPPED / "cards"
-
-
-def notebooks_dir() -> Path:
-    """Return the folder of the notebooks."""
-    return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"
-
-
-def study_dir() -> Path:
-    """Return the folder of what a study of one's own begins with."""
-    return CHECKOUT / "examples" / "study" if CHECKOUT else _SHIPPED / "study"
-
-
-def solutions_dir() -> Path:
-    """Return the folder of the solutions of the notebooks' exercises."""
-    return CHECKOUT / "notebooks" / "solutions" if CHECKOUT else _SHIPPED / "solutions"
 
 
 def command(words: str) -> str:

@@ -4,8 +4,6 @@
 ['commit', 'dirty', 'python', 'started']
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

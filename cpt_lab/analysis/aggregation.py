@@ -1,7 +1,5 @@
 """FP-Agg against Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -40,16 +38,15 @@ def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.D
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the differences of every arm for people, in points; runs as for ``aggregation_difference``."""
     points = aggregation_difference(runs).groupby("arm")["difference"].agg(["mean", "std", "count"])
-    return pd.DataFrame(
-        {
-            "model": runs["model"].iloc[0],
-            "arm": points.index,
-            "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
-            "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
-            "seeds": points["count"].to_numpy(),
-            "diverged": runs.groupby("arm")["diverged"].sum().reindex(points.index).to_numpy(),
-        }
-    )
+    cells = {
+        "model": runs["model"].iloc[0],
+        "arm": points.index,
+        "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
+        "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
+        "seeds": points["count"].to_numpy(),
+        "diverged": runs.groupby("arm")["diverged"].sum().reindex(points.index).to_numpy(),
+    }
+    return pd.DataFrame(cells)
 
 
 def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:

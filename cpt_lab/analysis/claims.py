@@ -36,8 +36,6 @@ Anything else is *open*, and so is an effect of fewer than three seeds; the arms
 'smaller than claimed'
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Critical learning periods: numbers, table, figure.  Paper: section 5, figure 8, table 1."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -74,7 +72,6 @@ def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame])
 
 
 def _against(part: pd.DataFrame, control: pd.DataFrame, metric: str) -> dict[str, Any]:
-    """One arm beside its control, by seed."""
     start, stop, total = (int(part[name].iloc[0]) for name in ("start", "stop", "total_steps"))
     values = part.groupby("seed")[metric].first()
     difference = paired(part, control, metric) if stop else values.iloc[:0]
@@ -113,19 +110,18 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``table_1`` for people; runs as for ``deficits``."""
     name, found = metric_of(runs), table_1(runs)
     metric = replace(metric_named(name), factor=1.0)  # table 1 is in printed units
-    return pd.DataFrame(
-        {
-            "low precision": found.arm,
-            "experiment": found.experiment,
-            f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
-            "std": metric.text(found["std"]),
-            "n": found.n,
-            "minus control of equal length [95 %]": intervals(metric, found),
-            "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in found.itertuples()],
-            "diverged": found.diverged,
-            "paper": [f"{p:g}" if p == p else "–" for p in found.paper],
-        }
-    )
+    cells = {
+        "low precision": found.arm,
+        "experiment": found.experiment,
+        f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+        "std": metric.text(found["std"]),
+        "n": found.n,
+        "minus control of equal length [95 %]": intervals(metric, found),
+        "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in found.itertuples()],
+        "diverged": found.diverged,
+        "paper": [f"{p:g}" if p == p else "–" for p in found.paper],
+    }
+    return pd.DataFrame(cells)
 
 
 def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:

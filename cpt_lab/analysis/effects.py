@@ -1,7 +1,5 @@
 """Effects: what the runs of an experiment say, in the direction of a claim."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ class Effect:
     dataset: str = ""
     started: tuple[str, ...] = ()  # when the runs that were compared were started, ISO
     diverged: int = 0  # how many of them did
-    others: tuple[Effect, ...] = ()  # the same effect against further controls; all have to agree
+    others: tuple["Effect", ...] = ()  # the same effect against further controls; all have to agree
 
     @property
     def interval(self) -> Interval:

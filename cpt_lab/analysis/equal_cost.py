@@ -1,7 +1,5 @@
 """What equal BitOps buy: numbers and table.  Beyond the paper."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,18 +58,17 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``equal_cost`` for people; runs as there."""
     name = metric_of(runs)
     metric, found = metric_named(name), equal_cost(runs)
-    return pd.DataFrame(
-        {
-            "arm": found.arm,
-            "BitOps / those of RR": found.spent.map("{:.3f}".format),
-            f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
-            "std": metric.text(found["std"]),
-            "n": found.n,
-            "better than RR by [95 %]": intervals(replace(metric, digits=metric.digits + 1), found),
-            "better": [f"{r.better} of {r.pairs}" if r.arm != r.base else "" for r in found.itertuples()],
-            "diverged": found.diverged,
-        }
-    )
+    cells = {
+        "arm": found.arm,
+        "BitOps / those of RR": found.spent.map("{:.3f}".format),
+        f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+        "std": metric.text(found["std"]),
+        "n": found.n,
+        "better than RR by [95 %]": intervals(replace(metric, digits=metric.digits + 1), found),
+        "better": [f"{r.better} of {r.pairs}" if r.arm != r.base else "" for r in found.itertuples()],
+        "diverged": found.diverged,
+    }
+    return pd.DataFrame(cells)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

@@ -4,8 +4,6 @@
 True
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +55,6 @@ class Estimate:
         return -self.margin < low and high < self.margin
 
     def __str__(self) -> str:
-        """Return it in words."""
         return f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
 
     def shown(self) -> str:

@@ -1,7 +1,5 @@
 """Measures that are computed: costs of schedules, and of a model's training; no run takes part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Products on codes beside simulated ones, whose runs differ as two seeds of rounding noise.  Beyond the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pandas as pd

@@ -3,8 +3,6 @@
 An experiment is what may be compared; those at paper scale come first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from contextlib import suppress

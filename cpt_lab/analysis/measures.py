@@ -1,7 +1,5 @@
 """Measures: functions that take the runs that a claim is about, and yield effects in its direction."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -229,27 +227,11 @@ def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")  # measures that compare them
 
 MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
-    "arms": _arms,
-    "best_elsewhere": _best_elsewhere,
-    "aggregation": _aggregation,
-    "top_bits": _top_bits,
-    "gradient_bits": _gradient_bits,
-    "correlation": _correlation,
-    "deficit_length": _deficit_length,
-    "deficit_window": _deficit_window,
-    "deficit_end": _deficit_end,
-    "deficit_slope": _deficit_slope,
-    "deficit_longer": _deficit_longer,
-    "deficit_short": _deficit_short,
-    "deficit_decay": _deficit_decay,
-    "cycles": _cycles,
-    "fanout": _fanout,
-    "aggregation_fanout": _aggregation_fanout,
-    "delay": _delay,
-    "ptb_costs": exact.ptb_costs,
-    "cost_groups": exact.cost_groups,
-    "more_than_halved": exact.more_than_halved,
-    "cost_order": exact.cost_order,
-    "saved": exact.saved,
-    "aggregation_share": exact.aggregation_share,
-}
+    measure.__name__.lstrip("_"): measure
+    for measure in (
+        _arms, _best_elsewhere, _aggregation, _top_bits, _gradient_bits, _correlation, _deficit_length, _deficit_window,
+        _deficit_end, _deficit_slope, _deficit_longer, _deficit_short, _deficit_decay, _cycles, _fanout,
+        _aggregation_fanout, _delay, exact.ptb_costs, exact.cost_groups, exact.more_than_halved, exact.cost_order,
+        exact.saved, exact.aggregation_share,
+    )
+}  # fmt: skip

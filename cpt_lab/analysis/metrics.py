@@ -1,7 +1,5 @@
 """Metrics: how each is read, printed and compared.  They are declared beside the tasks, in ``cpt_lab.experiments``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ CR        0.63
 static 8  1.00
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

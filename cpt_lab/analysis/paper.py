@@ -1,7 +1,5 @@
 """The numbers printed in the paper, beside ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What predicts the quality of a schedule before training: numbers, table, figure.  Paper: section 4.5."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ Its number is one ``value`` or runs from there ``to`` another one, with a standa
 static q_max.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from cpt_lab.analysis.metrics import metric_of

@@ -1,7 +1,5 @@
 """Quality against cost: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -39,18 +37,10 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
             raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
     failed = (runs["status"] == "failed") & ~runs["diverged"]
     groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
-    out = groups.agg(
-        savings=("savings", "first"),
-        relative_cost=("relative_cost", "first"),
-        noise_exposure=("noise_exposure", "first"),
-        share_at_q_min=("share_at_q_min", "first"),
-        mean=(metric, "mean"),
-        std=(metric, "std"),
-        n=(metric, "count"),
-        diverged=("diverged", "sum"),
-        failed=("failed", "sum"),
-    )
-    return out.reset_index()
+    alike = {name: (name, "first") for name in ("savings", "relative_cost", "noise_exposure", "share_at_q_min")}
+    measured = {"mean": (metric, "mean"), "std": (metric, "std"), "n": (metric, "count")}
+    lost = {name: (name, "sum") for name in ("diverged", "failed")}
+    return groups.agg(**alike, **measured, **lost).reset_index()
 
 
 def on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
@@ -111,22 +101,21 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     compared = by_arm(on_common_seeds(runs))
     best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
     front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(pd.MultiIndex.from_frame(best))
-    shown = pd.DataFrame(
-        {
-            "arm": arms.arm,
-            "savings": arms.savings,
-            "q_max": arms.q_max,
-            "relative cost": arms.relative_cost.map("{:.3f}".format),
-            "noise exposure": arms.noise_exposure.map("{:.0f}".format),
-            f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
-            "std": metric.text(arms["std"]),
-            "n": arms.n,
-            "paper": _printed(runs, arms),
-            "Pareto front": np.where(front, "yes", ""),
-            "diverged": arms.diverged,
-            "failed": arms.failed,
-        }
-    )
+    cells = {
+        "arm": arms.arm,
+        "savings": arms.savings,
+        "q_max": arms.q_max,
+        "relative cost": arms.relative_cost.map("{:.3f}".format),
+        "noise exposure": arms.noise_exposure.map("{:.0f}".format),
+        f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
+        "std": metric.text(arms["std"]),
+        "n": arms.n,
+        "paper": _printed(runs, arms),
+        "Pareto front": np.where(front, "yes", ""),
+        "diverged": arms.diverged,
+        "failed": arms.failed,
+    }
+    shown = pd.DataFrame(cells)
     return shown.iloc[arms.relative_cost.argsort(kind="stable")]
 
 

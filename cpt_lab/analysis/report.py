@@ -1,7 +1,5 @@
 """Reports in HTML that open offline: of a reproduction (a folder), and of everything that is stored (one page)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Sequence
@@ -13,16 +11,8 @@ import pandas as pd
 
 from cpt_core.checks import write_text
 from cpt_lab import provenance
-from cpt_lab.analysis import (
-    aggregation,
-    claims,
-    critical_periods,
-    equal_cost,
-    execution,
-    paper,
-    predictors,
-    quality_cost,
-)
+from cpt_lab.analysis import aggregation, critical_periods, equal_cost, execution, paper, predictors, quality_cost
+from cpt_lab.analysis.claims import section as of_claims
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
@@ -80,7 +70,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     missing = printed.eq("not run").any(axis=1)
     parts = (title, printed[~missing], "left"), (f"{title}: not run", printed[missing], "left folded")
     sections = [
-        claims.section(runs),
+        of_claims(runs),
         *(section for study in studies("outcome") for section in study.sections(runs)),
         *(shown or [Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))]),
         *predictors.sections(runs),
@@ -112,7 +102,6 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:
-    """Every store with its devices, versions, commits and times."""
     changed = runs["dirty"].map({True: " with changes"}).fillna("")
     runs = runs.assign(commit=runs["commit"].fillna("none").str[:8] + changed, day=runs["started"].str[:10])
     lines = []

@@ -3,8 +3,6 @@
 Drawn from what ``cpt_core.inspecting.record`` found, or from tensors at hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 True
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -165,7 +163,6 @@ def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:
 
 
 def _settings(spec: dict[str, Any]) -> dict[str, Any]:
-    """What the spec says of a run."""
     recipe, schedule = spec["recipe"], spec["schedule"]
     windows = schedule.get("windows", [None, None])
     start, stop = windows[0] if len(windows) == 1 else (None, None) if windows else (0, 0)

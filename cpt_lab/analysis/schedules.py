@@ -1,7 +1,5 @@
 """Figures of schedules: their bits, their cost and noise.  Paper: figure 2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Differences by seed, intervals and rank correlations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """How figures look: colours, labels, layout, titles."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout

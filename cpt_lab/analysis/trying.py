@@ -3,8 +3,6 @@
 The rows lie beside the page; the same command goes on from them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 Downloads happen when asked for. Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """
 
-from __future__ import annotations
-
 import socket
 from http.client import HTTPException
 from pathlib import Path

@@ -1,10 +1,9 @@
-"""What all data share: random numbers by key, whole numbers, sizes of splits, and memory of what was loaded last."""
-
-from __future__ import annotations
+"""What all data share: random numbers by key, batches that other processes read, checks, memory of what was loaded."""
 
 import hashlib
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from enum import IntEnum
@@ -14,14 +13,18 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from cpt_lab.data.files import DataNotFoundError, fingerprint
 from cpt_lab.experiments.recipe import Recipe, is_own
+from cpt_lab.machine import shared_memory, usable_cores
 from cpt_lab.paths import data_dir, work_dir
 
 SPLITS = ("train", "valid", "test")
 MOST_CLASSES = 10_000  # where there are not as many samples
 MOST_NAMED = 10  # defects in one message
+MOST = 32  # processes that read: more do not read faster than a GPU trains
+PREFETCH = 2  # batches that each of them keeps ready
 R = TypeVar("R", bound=Recipe)
 S = TypeVar("S")
 T = TypeVar("T")
@@ -71,6 +74,47 @@ def one_thread() -> Iterator[None]:
 def send(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on a device. A GPU copies it when it comes to it, and nobody waits."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def readers(batch_bytes: int) -> int:
+    """Return how many processes read for a run: one per core that it may use, as far as their batches find room.
+
+    Args:
+        batch_bytes: of one batch of every kind that is read at a time, of training and of evaluation.
+
+    Raises:
+        OSError: where the shared memory has no room for the batches of one: the first would end the run by SIGBUS.
+
+    Warns:
+        UserWarning: where it has no room for those of all.
+    """
+    wanted, room = min(MOST, usable_cores()), shared_memory()
+    each = PREFETCH * batch_bytes
+    if room is None or room // each >= wanted:
+        return wanted
+    said = (
+        f"/dev/shm has {room / 1e6:,.0f} MB for this run, and each of {wanted} processes that read needs "
+        f"{each / 1e6:,.0f} MB; start the container with --ipc=host, or --shm-size={wanted * each // 10**6 + 1}m"
+    )
+    if room < each:
+        raise OSError(said)
+    warnings.warn(f"{said}: as it is only {room // each} of them read", stacklevel=3)
+    return room // each
+
+
+def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> DataLoader:
+    """Return a loader that takes nothing from torch's random numbers: they belong to the model.
+
+    Args:
+        device: where its batches go next.
+        workers: processes that read; 0 reads here.
+        **keys: the batches: ``batch_sampler``, or ``sampler`` with ``batch_size=None``.
+    """
+    pinned = device.type == "cuda"
+    ahead = PREFETCH if workers else None
+    return DataLoader(
+        data, num_workers=workers, prefetch_factor=ahead, pin_memory=pinned, generator=generator_of(0), **keys
+    )
 
 
 _last: dict[Callable[..., Any], tuple[tuple, Any]] = {}

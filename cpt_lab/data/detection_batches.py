@@ -1,10 +1,9 @@
 """Batches of pictures with boxes, of like shape: a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,10 +11,9 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import Stream, batch_keys, generator_of, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
+from cpt_lab.data.detection import Annotated
 from cpt_lab.data.image_batches import of_files
-from cpt_lab.data.loading import loader
-from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")
@@ -32,7 +30,7 @@ class Batch:
     sizes: list[tuple[int, int]]  # height and width of every image without its padding
     originals: list[Annotated]  # the pictures they were made from
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
         pinned = [{name: t.pin_memory() for name, t in target.items()} for target in self.targets]
         return replace(self, images=self.images.pin_memory(), targets=pinned)
@@ -85,13 +83,9 @@ def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
 
 
 def batches(
-    pictures: Sequence[Annotated],
-    recipe: DetectionRecipe,
-    seed: int,
-    start: int,
-    workers: int,
+    pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int, start: int, workers: int,
     device: torch.device = CPU,
-) -> Iterator[Batch]:
+) -> Iterator[Batch]:  # fmt: skip
     """Yield training batches on the device from step ``start`` on, without end: a pure function of (seed, step).
 
     The groups are the same in every epoch, their order is not. Files are read by worker processes.

@@ -4,8 +4,6 @@ The layouts and what labels may be called: ``data/cards/own-pairs.md``. XNLI is 
 these layouts. Errors name rows as a spreadsheet without its header does: the first is 1.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -77,7 +75,10 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     if recipe.dataset == "templates":
         found, title = _templates(wanted), "synthetic sentence pairs"
     else:
-        folder = _folder(recipe.dataset)
+        EXPERIMENT.check_dataset(recipe.dataset)
+        folder = data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
+        if not folder.is_dir():
+            raise not_here("xnli") if recipe.dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
         read = {split: _read(folder, split, languages, recipe.language) for split, languages in wanted.items()}
         found = {split: parts for split, (parts, _) in read.items()}
         title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
@@ -110,9 +111,6 @@ def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Pairs]
         out[split] = {"en": Pairs(list(premises), list(hypotheses), torch.tensor(labels))}
         made = made[count:]
     return out
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,14 +155,6 @@ LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
     "<language>/{train,validation,test}-*.parquet": _hub,
     "{train,validation,test}.{parquet,jsonl,json,csv,tsv}": _flat,
 }
-
-
-def _folder(dataset: str) -> Path:
-    EXPERIMENT.check_dataset(dataset)
-    folder = data_dir() / "xnli" if dataset == "xnli" else own_path(dataset)
-    if not folder.is_dir():
-        raise not_here(dataset) if dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
-    return folder
 
 
 def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, Pairs], bool]:
@@ -245,9 +235,6 @@ def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:
         if empty.any():
             raise ValueError(f"{file.path}, row {empty.idxmax()}: the {name} is empty")
     return rows
-
-
-# --- downloads ------------------------------------------------------------------------------------
 
 
 def download(name: str, language: str = "de") -> Path:

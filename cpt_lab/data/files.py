@@ -1,7 +1,5 @@
 """Files of data: where they are, whether they can be what they should be, and one way to read them.  Needs no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zipfile

@@ -1,18 +1,37 @@
-"""Readers of graphs in files: archives, OGB's folders, Planetoid's files; and the graph over the embedded digits."""
+"""Readers of graphs in files: archives, OGB's folders, Planetoid's files; and the graph over the embedded digits.
 
-from __future__ import annotations
+OGB's own loader keeps a pickle in ``processed/``, which runs code when it is loaded; it is neither made nor read here.
+"""
 
+import contextlib
+import hashlib
+import io
+import logging
 import pickle
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
+from cpt_core.checks import library
 from cpt_lab.data.common import SPLITS, whole_numbers
-from cpt_lab.data.files import reading
+from cpt_lab.data.files import not_here, reading, sources
+from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
+from cpt_lab.paths import data_dir
 
+log = logging.getLogger(__name__)
 ROWS = 1 << 17  # lines of a table that are read at a time
+URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
+# nodes, edges (each once), features and classes, as OGB states them
+OFFICIAL = {"ogbn-arxiv": (169_343, 1_166_243, 128, 40), "ogbn-products": (2_449_029, 61_859_140, 100, 47)}
 
 
 @dataclass
@@ -38,17 +57,10 @@ def read_digits() -> RawGraph:
     source, destination = kneighbors_graph(pixels, n_neighbors=8).nonzero()
     order = np.random.default_rng(0).permutation(len(labels))
     by_class = [order[labels[order] == c] for c in range(10)]
-    return RawGraph(
-        title="scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class",
-        edges=(source, destination),
-        features=pixels,
-        labels=labels,
-        split={
-            "train": np.concatenate([c[:5] for c in by_class]),
-            "valid": np.concatenate([c[5:25] for c in by_class]),
-            "test": np.concatenate([c[25:] for c in by_class]),
-        },
-    )
+    parts = {"train": slice(5), "valid": slice(5, 25), "test": slice(25, None)}
+    split = {name: np.concatenate([c[part] for c in by_class]) for name, part in parts.items()}
+    title = "scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class"
+    return RawGraph(title, (source, destination), pixels, labels, split)
 
 
 NAMES = {
@@ -87,13 +99,8 @@ def read_archive(path: Path) -> RawGraph:
         title += ", nodes drawn 6 : 2 : 2"
     elif len(there) < len(SPLITS):
         raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
-    return RawGraph(
-        title=title,
-        edges=(source, destination),
-        features=found["features"],
-        labels=labels,
-        split={part: _indices(path, part, found[part], len(labels)) for part in SPLITS},
-    )
+    split = {part: _indices(path, part, found[part], len(labels)) for part in SPLITS}
+    return RawGraph(title, (source, destination), found["features"], labels, split)
 
 
 def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
@@ -122,7 +129,7 @@ def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray
 
 
 def read_ogb_folder(path: Path, title: str) -> RawGraph:
-    """Read a graph in OGB's raw layout, from its text alone: what OGB keeps in ``processed/`` could run code."""
+    """Read a graph in OGB's raw layout, from its text alone."""
     splits = sorted(p for p in (path / "split").glob("*") if p.is_dir())
     if len(splits) != 1:
         raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
@@ -137,13 +144,9 @@ def read_ogb_folder(path: Path, title: str) -> RawGraph:
         if announced != [len(there)]:
             file = {"edge": "edge", "node": "node-feat"}[name]
             raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
-    return RawGraph(
-        title=title,
-        edges=(edges[:, 0], edges[:, 1]),
-        features=features,
-        labels=whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1),
-        split={part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS},
-    )
+    labels = whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1)
+    split = {part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS}
+    return RawGraph(title, (edges[:, 0], edges[:, 1]), features, labels, split)
 
 
 def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
@@ -162,6 +165,81 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
         if columns and table.shape[1] != columns:
             raise ValueError(f"{columns} columns expected, got {table.shape[1]}")
         return table
+
+
+def read_ogb(recipe: GraphRecipe) -> RawGraph:
+    """Return a data set of OGB with its official split; ValueError where its counts are not the official ones."""
+    name = recipe.dataset
+    found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
+    if not found:
+        raise not_here(name)
+    graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title)
+    *official, graph.classes = OFFICIAL[name]
+    counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
+    if counts != official:
+        raise ValueError(f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}")
+    evaluator(name)  # without its library this ends here, not at the first evaluation
+    graph.ogb = name
+    return graph
+
+
+def download(name: str, language: str = "") -> Path:
+    """Get the raw files of one of OGB's data sets over https, with progress. They have no language.
+
+    OGB publishes no checksum. That of the first download is kept beside the data, as ``<folder>.sha256``, and later
+    downloads must have it; what is read is checked against the official counts.
+
+    Raises:
+        ValueError: when the archive is not the one that was downloaded first, or is damaged.
+        ImportError: without the libraries of the extra ``graph``.
+    """
+    evaluator(name)  # without its library there would be no use for the data
+    folder = data_dir() / EXPERIMENT.named[name].folders[0]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    kept = folder.with_name(f"{folder.name}.sha256")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as temporary:
+        archive = Path(temporary, "archive.zip")
+        torch.hub.download_url_to_file(URL.format(name.removeprefix("ogbn-")), str(archive))
+        with archive.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if kept.exists() and kept.read_text(encoding="utf-8").strip() != digest:
+            raise ValueError(
+                f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {kept}; remove "
+                "that file if OGB has made a new release"
+            )
+        unpacked = _unpack(archive, Path(temporary, "unpacked"))
+        kept.write_text(f"{digest}\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        unpacked.rename(folder)
+    return folder
+
+
+def _unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the raw files and the split of an archive, nothing else, below a folder; return the one that has them."""
+    with reading(archive), zipfile.ZipFile(archive) as z:
+        z.extractall(folder, [name for name in z.namelist() if re.fullmatch(r"[^/]+/(raw|split)/.+\.csv\.gz", name)])
+    if (edges := next(folder.glob("*/raw/edge.csv.gz"), None)) is None:
+        raise ValueError(f"{archive} holds no raw/edge.csv.gz")
+    return edges.parent.parent
+
+
+def evaluator(name: str) -> Any:
+    """Return OGB's evaluator of a data set."""
+    with _quiet():
+        return library("ogb.nodeproppred", "graph").Evaluator(name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Import OGB without its question to the network for newer versions, and keep what it prints for the log."""
+    sys.modules.setdefault("outdated", cast(Any, None))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield
+    finally:
+        if printed.getvalue().strip():
+            log.debug("ogb: %s", printed.getvalue())
 
 
 class _PlanetoidUnpickler(pickle.Unpickler):
@@ -206,14 +284,7 @@ def read_planetoid(graph_file: Path) -> RawGraph:
         source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
         destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
         labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
-    return RawGraph(
-        title=f"own graph ({prefix.split('.')[1]}, Planetoid split)",
-        edges=(source, destination),
-        features=features,
-        labels=labels,
-        split={
-            "train": np.arange(len(y)),
-            "valid": np.arange(len(y), min(len(y) + 500, len(ally))),
-            "test": np.sort(test),
-        },
-    )
+    valid = np.arange(len(y), min(len(y) + 500, len(ally)))
+    split = {"train": np.arange(len(y)), "valid": valid, "test": np.sort(test)}
+    title = f"own graph ({prefix.split('.')[1]}, Planetoid split)"
+    return RawGraph(title, (source, destination), features, labels, split)

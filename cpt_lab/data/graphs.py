@@ -5,8 +5,6 @@ Every edge is taken in both directions, whatever a file says, and counted once.
 Shapes: N nodes, E edges, F features.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,8 +16,7 @@ from torch import Tensor
 from cpt_core.graphs.graph import Graph
 from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
-from cpt_lab.data.ogb import read_ogb
+from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb, read_ogb_folder, read_planetoid
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
 
@@ -40,6 +37,7 @@ class GraphData:
     ogb: str | None = None  # name for OGB's ``Evaluator``, or None
 
 
+@one_thread()  # neighbours at equal distance, and the last bits of sums, depend on the number of threads
 def load_graph(recipe: GraphRecipe) -> GraphData:
     """Load and check the data of a recipe.
 
@@ -47,11 +45,6 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when the files do not have the documented layout, or their contents do not fit together.
     """
-    with one_thread():  # neighbours at equal distance, and the last bits of sums, depend on the number of threads
-        return _load(recipe)
-
-
-def _load(recipe: GraphRecipe) -> GraphData:
     raw = _read(recipe)
     features, labels, classes = _checked(recipe.dataset, raw)
     graph = bidirected(*raw.edges, len(labels), recipe.self_loops)
@@ -172,14 +165,7 @@ def random_graph(recipe: GraphRecipe) -> GraphData:
     source, destination = (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes).long().numpy()
     graph = bidirected(source, destination, nodes, recipe.self_loops)
     order = torch.randperm(nodes, generator=random)
-    return GraphData(
-        title=f"a random graph for {recipe.dataset}",
-        graph=graph,
-        features=torch.randn(nodes, features, generator=random),
-        labels=torch.randint(0, classes, (nodes,), generator=random),
-        classes=classes,
-        train=order[: nodes // 2],
-        valid=order[:0],
-        test=order[-max(1, nodes // 10) :],
-        checksum="",
-    )
+    x = torch.randn(nodes, features, generator=random)
+    labels = torch.randint(0, classes, (nodes,), generator=random)
+    train, valid, test = order[: nodes // 2], order[:0], order[-max(1, nodes // 10) :]
+    return GraphData(f"a random graph for {recipe.dataset}", graph, x, labels, classes, train, valid, test, "")

@@ -1,7 +1,5 @@
 """Batches of images: a pure function of (seed, step), from memory or from disk, and the order of evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,10 +8,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_lab.data.common import Stream, batch_keys, generator_of, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
-from cpt_lab.data.loading import loader
 from cpt_lab.experiments.image import ImageRecipe
 
 EVALUATION_BATCH = 250  # images from disk

@@ -3,8 +3,6 @@
 Pictures of any kind are read as eight-bit red, green and blue.
 """
 
-from __future__ import annotations
-
 import copy
 import filecmp
 import io
@@ -67,11 +65,9 @@ class ArrayImages:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.labels)
 
-    def __getitem__(self, index: Any) -> ArrayImages:
-        """Return a part."""
+    def __getitem__(self, index: Any) -> "ArrayImages":
         return ArrayImages(self.images[index], self.labels[index])
 
 

@@ -5,8 +5,6 @@ Small images live in memory as one uint8 tensor; large ones (ImageNet, folders a
 Shapes: N images, C channels, H x W pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +25,9 @@ from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
-
 SMALL = 64  # images up to this many pixels a side are kept in memory
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
 Split = ArrayImages | Dataset
 
 
@@ -71,9 +65,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     used, held = split_sizes(recipe, len(train))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     parts = (train, order[held:][:used]), (train, order[:held]), (test, [*range(len(test))][: recipe.test_images])
-    splits: list[Any] = [
-        images[index] if in_memory else torch.utils.data.Subset(images, index) for images, index in parts
-    ]
+    splits: Any = [images[index] if in_memory else torch.utils.data.Subset(images, index) for images, index in parts]
     digest = hashlib.sha256()
     if in_memory:
         for split in splits:
@@ -81,17 +73,9 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     else:
         names = (f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
         digest.update("\n".join(names).encode())
-    return ImageData(
-        title=titled(title, recipe, *splits[:2]),
-        classes=classes,
-        channels=len(mean),
-        mean=mean,
-        std=std,
-        train=splits[0],
-        valid=splits[1],
-        test=splits[2],
-        checksum=digest.hexdigest()[:16],
-    )
+    first, valid, tested = splits
+    title = titled(title, recipe, first, valid)
+    return ImageData(title, classes, len(mean), mean, std, first, valid, tested, digest.hexdigest()[:16])
 
 
 def random_images(recipe: ImageRecipe) -> ImageData:
@@ -107,17 +91,9 @@ def random_images(recipe: ImageRecipe) -> ImageData:
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     split = ArrayImages(images, torch.randint(0, classes, (len(images),), generator=generator))
-    return ImageData(
-        title=f"random pixels for {recipe.dataset}",
-        classes=classes,
-        channels=channels,
-        mean=(0.5,) * channels,
-        std=(0.25,) * channels,
-        train=split[: recipe.batch],
-        valid=split[:0],
-        test=split[recipe.batch :],
-        checksum="",
-    )
+    title, mean, std = f"random pixels for {recipe.dataset}", (0.5,) * channels, (0.25,) * channels
+    splits = split[: recipe.batch], split[:0], split[recipe.batch :]
+    return ImageData(title, classes, channels, mean, std, *splits, "")
 
 
 Arrays = tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]  # train, test, title, mean, std

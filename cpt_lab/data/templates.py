@@ -12,8 +12,6 @@ The labels come from rules about sets and counts; the tests check them in random
 network learns the rules, which need pairs of words and their order, from thousands of examples.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

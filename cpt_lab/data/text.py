@@ -3,8 +3,6 @@
 Every line ends in the word ``<eos>``; words that the training text does not have become ``<unk>``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -152,11 +150,8 @@ def _reference_text() -> dict[str, str]:
     text = "".join(topics[name] for name in sorted(topics))
     if len(text) < (needed := sum(PYDOC_CHARACTERS.values())):
         raise ValueError(f"the reference text of this Python has {len(text)} characters, {needed} are needed")
-    parts, begin = {}, 0
-    for split, size in PYDOC_CHARACTERS.items():
-        parts[split] = text[begin : begin + size]
-        begin += size
-    return parts
+    ends = itertools.pairwise([0, *itertools.accumulate(PYDOC_CHARACTERS.values())])
+    return {split: text[a:b] for split, (a, b) in zip(PYDOC_CHARACTERS, ends, strict=True)}
 
 
 def random_text(recipe: LanguageModelRecipe) -> TextData:

@@ -11,8 +11,6 @@ Differs: the authors' script prints the last and the best evaluation, at the bit
     which it reports.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
@@ -43,7 +41,6 @@ class DetectionRecipe(Recipe):
     test_images: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the size."""
         super().__post_init__()
         if not 32 <= self.size < self.max_size:
             raise ValueError(f"size must be at least 32 and below max_size {self.max_size}, got {self.size}")

@@ -9,8 +9,6 @@ Differs: section 4.4 of the paper calls ETH once a schedule of large savings; it
 The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a small BERT from scratch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_core.checks import choose
@@ -54,7 +52,6 @@ class EntailmentRecipe(Recipe):
     test_pairs: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         choose("padding", self.padding, ("max", "longest"))
         if not self.test_languages:

@@ -9,8 +9,6 @@
 The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over scikit-learn's digits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from cpt_core.checks import choose, whole
@@ -53,7 +51,6 @@ class GraphRecipe(Recipe):
     degrees: tuple[int, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         for name, allowed in (
             ("norm", ("matrix", "node", "none")),
@@ -119,36 +116,29 @@ DEFICITS_DIGITS_SMOKE = Deficits(
     dict(weight_decay=0.0, evaluate_every=10), lengths=(0, 20), windows=((0, 20),), window_steps=40
 )
 
+DESIGNS = {"aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8", "deficit_window": "figure_8"}
+
 EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_lab.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
     own="own-graph", card="own-graphs.md", needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
     layouts=("edge_index.npy|edges.npy", "raw/edge.csv.gz", "ind.*.graph|raw/ind.*.graph"),
-    extra="graph", download="cpt_lab.data.ogb:download",
+    extra="graph", download="cpt_lab.data.graph_readers:download",
     datasets=(
         Dataset(
             "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",
             embedded="shows the mechanics only",
             recipes={
-                "smoke": (
-                    replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
-                    replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                ),
+                "smoke": (replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
+                          replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,))),
                 "demo": (DIGITS_GCN, DIGITS_SAGE),
             },
             deficits={"smoke": {"gcn": DEFICITS_DIGITS_SMOKE}},
-            designs={
-                "aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8",
-                "deficit_window": "figure_8", "equal_cost": "section_5",
-            },
+            designs={**DESIGNS, "equal_cost": "section_5"},
             sizes={"nodes": 1_797, "edges": 10_000, "features": 64, "classes": 10},
         ),
         Dataset(
             "ogbn-arxiv", "OGBN-Arxiv", recipes={"paper": (ARXIV,)}, like="own-graph", authors=AUTHORS_ARXIV,
-            deficits={"paper": {"gcn": DEFICITS_ARXIV}},
-            designs={
-                "aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8",
-                "deficit_window": "figure_8",
-            },
+            deficits={"paper": {"gcn": DEFICITS_ARXIV}}, designs=DESIGNS,
             sizes={"nodes": 169_343, "edges": 1_166_243, "features": 128, "classes": 40},
             folders=("ogbn_arxiv", "ogbn_arxiv_dgl"),
         ),
@@ -162,10 +152,8 @@ EXPERIMENT = Experiment(
         Dataset(
             "own-graph",
             recipes={
-                "smoke": (
-                    replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                    replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                ),
+                "smoke": (replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
+                          replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,))),
                 "demo": (GRAPH_DEMO, SAGE_DEMO),
                 "paper": (ARXIV, PRODUCTS),
             },

@@ -4,8 +4,6 @@
 66
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +14,7 @@ from typing import Any
 from cpt_core.checks import offer
 from cpt_core.schedules.profiles import savings_of
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.experiments.designs import (
-    aggregation,
-    cycles,
-    deficit_length,
-    deficit_window,
-    equal_cost,
-    execution,
-    fanout,
-    q_agg,
-    quality_cost,
-)
+from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
@@ -43,13 +31,13 @@ class Grid:
 
 
 DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
-    "aggregation": (aggregation, "FP-Agg and Q-Agg at static 8 bits"),
-    "q_agg": (q_agg, "quality against cost with Q-Agg"),
-    "fanout": (fanout, "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg"),
-    "cycles": (cycles, "one and two cycles"),
-    "deficit_length": (deficit_length, "deficits at the start, with controls"),
-    "deficit_window": (deficit_window, "windows of low precision, with controls"),
-    "equal_cost": (equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),
+    "aggregation": (designs.aggregation, "FP-Agg and Q-Agg at static 8 bits"),
+    "q_agg": (designs.q_agg, "quality against cost with Q-Agg"),
+    "fanout": (designs.fanout, "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg"),
+    "cycles": (designs.cycles, "one and two cycles"),
+    "deficit_length": (designs.deficit_length, "deficits at the start, with controls"),
+    "deficit_window": (designs.deficit_window, "windows of low precision, with controls"),
+    "equal_cost": (designs.equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),
 }
 
 
@@ -73,7 +61,7 @@ def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
                 runs = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in recipes else "small scale"
                 if rates := len(getattr(largest, "learning_rates", ())):
                     runs += f", each at {rates} learning rates: {66 * rates} in all"
-                about, make = f"{d.about}, {model}; {runs}", _make(quality_cost, d.name, model)
+                about, make = f"{d.about}, {model}; {runs}", _make(designs.quality_cost, d.name, model)
                 yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes))
 
 
@@ -124,7 +112,7 @@ _WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten 
 QUESTIONS: dict[str, Grid] = {
     **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
     **{
-        f"execution/{model}": Grid("execution", f"{d}, {model}: {_WAYS}", _make(execution, d, model), ("demo",))
+        f"execution/{model}": Grid("execution", f"{d}, {model}: {_WAYS}", _make(designs.execution, d, model), ("demo",))
         for model, d in _EXECUTED.items()
     },
 }
@@ -160,7 +148,7 @@ FILTERS: dict[str, Callable[[RunSpec], str]] = {
 def keep(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
     """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
 
-    >>> len(keep(quality_cost("demo"), ["schedule=CR,RR"]))
+    >>> len(keep(designs.quality_cost("demo"), ["schedule=CR,RR"]))
     10
     """
     kept = list(specs)

@@ -14,8 +14,6 @@ Differs: the paper does not say which epoch it reports; the authors' scripts kee
     bits of the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cpt_lab.experiments.recipe import ACCURACY, Changes, Dataset, Deficits, Experiment, Recipe
@@ -133,10 +131,8 @@ EXPERIMENT = Experiment(
         Dataset(
             "digits", "scikit-learn's digits", embedded="shows the mechanism, stands for nothing in the paper",
             recipes={
-                "smoke": (
-                    replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
-                    replace(DIGITS_RESNET, steps=40, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                ),
+                "smoke": (replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
+                          replace(DIGITS_RESNET, steps=40, n_cycles=2, evaluate_every=0, seeds=(0,))),
                 "demo": (DIGITS_MLP, DIGITS_RESNET),
             },
             deficits={"smoke": {"mlp6": DEFICITS_DIGITS_SMOKE}, "demo": {"mlp6": DEFICITS_DIGITS}},
@@ -148,10 +144,8 @@ EXPERIMENT = Experiment(
             recipes={
                 "smoke": (replace(CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100,
                                   test_images=100, seeds=(0,)),),
-                "demo": (
-                    CIFAR_DEMO,
-                    replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3),
-                ),
+                "demo": (CIFAR_DEMO,
+                         replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3)),
                 "paper": _models(CIFAR, "cifar10", "resnet74", "resnet152", "mobilenetv2"),
             },
             authors=AUTHORS_CIFAR,

@@ -8,8 +8,6 @@ Differs: section 4.1 of the paper has 8 cycles everywhere, section 4.4 has 2 on 
 The metric is test perplexity. Embedded stand-in: characters of Python's reference text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +49,6 @@ class LanguageModelRecipe(Recipe):
     evaluation_batch: int = 10
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step"))
         choose("unit", self.unit, ("words", "characters"))

@@ -3,8 +3,6 @@
 A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``; ``recipes.EXPERIMENTS`` lists them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -80,7 +78,6 @@ class Recipe:
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
     def __post_init__(self) -> None:
-        """Check the arithmetic."""
         if self.autocast not in ("", "bfloat16"):
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
         choose("execution", self.execution, EXECUTIONS)

@@ -7,8 +7,6 @@
 64000
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cpt_core.checks import choose, offer

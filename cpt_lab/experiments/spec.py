@@ -6,13 +6,11 @@
 True
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.layered import LayeredSchedule
@@ -79,7 +77,7 @@ class RunSpec:
         return {"version": SPEC_VERSION, **given, **parts}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> RunSpec:
+    def from_dict(cls, d: dict[str, Any]) -> Self:
         """Rebuild a spec; ValueError for another version."""
         if d.get("version") != SPEC_VERSION:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
@@ -96,15 +94,9 @@ class RunSpec:
 
 
 def run_spec(
-    recipe: Recipe,
-    arm: str,
-    *,
-    q_max: int,
-    seed: int,
-    scale: str = "demo",
-    preset: str = "ours",
+    recipe: Recipe, arm: str, *, q_max: int, seed: int, scale: str = "demo", preset: str = "ours",
     q_grad: int | None = None,
-) -> RunSpec:
+) -> RunSpec:  # fmt: skip
     """Make the spec of an arm: a schedule's name, or "static 5" for static training at 5 bits.
 
     Static arms keep the gradient bits of the schedules they are compared with (``q_max``). ValueError for an unknown
@@ -116,12 +108,6 @@ def run_spec(
             raise ValueError(f"a static arm is written 'static 5', got {arm!r}")
         schedule = make_schedule(STATIC, q_max=int(bits), total_steps=recipe.steps)
     else:
-        schedule = make_schedule(
-            arm,
-            q_min=recipe.q_min,
-            q_max=q_max,
-            total_steps=recipe.steps,
-            n_cycles=recipe.n_cycles,
-            cycle_rule=recipe.cycle_rule,
-        )
+        cycles: dict[str, Any] = {"n_cycles": recipe.n_cycles, "cycle_rule": recipe.cycle_rule}
+        schedule = make_schedule(arm, q_min=recipe.q_min, q_max=q_max, total_steps=recipe.steps, **cycles)
     return RunSpec(recipe, schedule, q_max, q_grad or q_max, seed, arm, scale, preset)

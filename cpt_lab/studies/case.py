@@ -1,7 +1,5 @@
 """A task of a study: its data, model and recipe, and what counts as chance there.  No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any

@@ -4,8 +4,6 @@ Such a study has two grids a task: ``NAME-rates/TASK`` chooses the settings of e
 arms at them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial

@@ -4,8 +4,6 @@ A task is complete when all its runs are there; the questions are answered when 
 failed counts as chance.  No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -50,9 +48,9 @@ class Task:
         return max((arm for arm in arms if arm in self._held_out), key=self._held_out.__getitem__)
 
 
-def tasks(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
+def complete(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
     """Return the complete tasks, and a word on what is missing: "" when nothing is."""
-    complete, there, wanted = [], 0, 0
+    whole, there, wanted = [], 0, 0
     for case, c in study.cases.items():
         wanted += c.seeds * len(study.arms(c))
         try:
@@ -61,12 +59,12 @@ def tasks(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
             continue
         there += len({spec.key for spec in specs} & set(runs["key"]))
         if not isinstance(rows := found(specs, runs), str):
-            complete.append(Task(study, case, rows))
-    return complete, "" if len(complete) == len(study.cases) else f"open: {there} of {counted(wanted, 'run')}"
+            whole.append(Task(study, case, rows))
+    return whole, "" if len(whole) == len(study.cases) else f"open: {there} of {counted(wanted, 'run')}"
 
 
 def answered(parts: Sequence[Task], missing: str, questions: Mapping[str, Question]) -> list[Answer]:
-    """Return the answers to a family of questions from what ``tasks`` returned."""
+    """Return the answers to a family of questions from what ``complete`` returned."""
     if missing:
         return [Answer(name, asks, word=missing) for name, (asks, _) in questions.items()]
     lost = sum(t.lost for t in parts)
@@ -87,7 +85,7 @@ def shown(
     figure: Callable[[Sequence[Task]], Figure], alt: str, *tables: tuple[str, Callable[[Sequence[Task]], pd.DataFrame]],
 ) -> Iterator[Section]:  # fmt: skip
     """Yield what a study came to, once all runs of a task are there; ``tables`` have a title each."""
-    parts, missing = tasks(study, runs)
+    parts, missing = complete(study, runs)
     if not parts:
         return
     told = answered(parts, missing, questions)

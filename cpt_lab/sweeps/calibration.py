@@ -4,8 +4,6 @@
 0.0021
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -110,8 +108,7 @@ def _key(spec: RunSpec, device: str) -> str:
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
-def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> list[Outcome]:
-    """Work of the measuring process."""
+def _measure(job: "Job", should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> "list[Outcome]":
     from cpt_lab.sweeps.worker import Outcome
 
     try:
@@ -135,7 +132,6 @@ def _steps(spec: RunSpec, device: str) -> Calibration:
 
 
 def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
-    """Measure steps with batches of one size."""
     from cpt_core.bitops.plan import count_bitops
     from cpt_core.quantization.scheduler import precision
     from cpt_lab.tasks.base import task_of

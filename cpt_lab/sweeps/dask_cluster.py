@@ -6,8 +6,6 @@ run writes a checkpoint, and another worker goes on from there. A file beside th
 to stop. Needs the extra ``cluster``.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import sys

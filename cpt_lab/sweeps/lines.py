@@ -10,8 +10,6 @@ one beside new numbers is told by the history of the file alone.
 b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -54,7 +52,6 @@ class Integrity:
     doubts: tuple[str, ...] = ()  # lines that are intact, but give other results than another line of the same run
 
     def __str__(self) -> str:
-        """Return the counts, then what is wrong."""
         bare = f", {self.bare} have no digest" if self.bare else ""
         said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
         return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])

@@ -1,7 +1,5 @@
 """How a sweep runs: one value that everything between the command line and a run's process hands on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +48,6 @@ class SweepOptions:
     on_step: Callable[[RunSpec, int, float], None] | None = None
 
     def __post_init__(self) -> None:
-        """Check every value alone, then those that exclude each other."""
         choose("executor", self.executor, EXECUTORS)
         choose("device", self.device, DEVICES)
         declared(type(self), vars(self))

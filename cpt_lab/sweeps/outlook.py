@@ -3,8 +3,6 @@
 >>> frame = plan("digits/mlp6")  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 import math
 import time
 from functools import cache
@@ -27,13 +25,9 @@ RUN_BYTES = 20_000
 
 
 def plan(
-    name: str | None = None,
-    scale: str | None = None,
-    *,
-    device: str = "auto",
-    measured: bool = False,
+    name: str | None = None, scale: str | None = None, *, device: str = "auto", measured: bool = False,
     progress: bool = False,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Return one line per grid: what is done, what is missing, and what the missing part takes here.
 
     Args:
@@ -62,17 +56,13 @@ def plan(
         at = scale or grid.scales[0]
         if at not in grid.scales:
             continue
-        line = {"grid": key, "artefact": grid.artefact, "scale": at}
         specs = grid.make(at)
         rows = rows_of(stores.store_path(at, specs[0].recipe.task))
         status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
         missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
-        line |= {
-            "runs": len(specs),
-            "done": sum(s in ("ok", "diverged") for s in status),
-            "failed": status.count("failed"),
-            "missing": len(missing),
-        }
+        done, failed = sum(s in ("ok", "diverged") for s in status), status.count("failed")
+        line = {"grid": key, "artefact": grid.artefact, "scale": at, "runs": len(specs), "done": done}
+        line |= {"failed": failed, "missing": len(missing)}
         bar.set_postfix_str(key)
         try:  # the specs of a grid share their recipe
             known = measure(specs[0], device) if measured else kept(specs[0], device)
@@ -90,10 +80,8 @@ def _price(
     found: Calibration | None, specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str
 ) -> dict[str, float]:
     """What is known of bit operations, hours, disk; the last two are 0 where no run is missing."""
-    taken = [
-        _seconds(spec, rows, device) or (found.seconds_per_step * spec.recipe.steps if found else math.nan)
-        for spec in missing
-    ]
+    a_step = found.seconds_per_step if found else math.nan
+    taken = [_seconds(spec, rows, device) or a_step * spec.recipe.steps for spec in missing]
     line = {"hours": sum(taken) / 3600}
     if found is None:
         return line
@@ -111,11 +99,8 @@ def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None
     """Median time of the stored runs of a recipe on this kind of device."""
     here = device_name(usual_device(device, spec))
     recipe = spec.to_dict()["recipe"]
-    times = [
-        row["seconds"]
-        for row in rows
-        if row["status"] == "ok" and row.get("device") == here and row["spec"]["recipe"] == recipe
-    ]
+    alike = (row for row in rows if row.get("device") == here and row["spec"]["recipe"] == recipe)
+    times = [row["seconds"] for row in alike if row["status"] == "ok"]
     return median(times) if times else None
 
 

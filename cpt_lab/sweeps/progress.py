@@ -1,12 +1,10 @@
 """What a person sees and does while a sweep runs: the bar of progress, Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 from cpt_core.waiting import waiting
 from cpt_lab.sweeps.worker import Outcome
@@ -20,7 +18,7 @@ class Signals:
         self.asked = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -62,7 +60,7 @@ class Live:
             miniters=0,  # the time goes on, also while no run ends
         )
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -9,8 +9,6 @@ several machines on a shared file system. ``image.curves/``, ``image.checkpoints
 'runs/demo/image.curves/0123.parquet'
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -7,8 +7,6 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 >>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +32,7 @@ from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
-from cpt_lab.training.arithmetic import lay_out
-from cpt_lab.training.device import choose_device
+from cpt_lab.training.device import choose_device, lay_out
 from cpt_lab.training.together import pays
 
 MOST = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
@@ -100,7 +97,6 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
-    """Return what runs the jobs of these specs."""
     if options.executor == "dask":
         from cpt_lab.sweeps.dask_cluster import dask_outcomes
 
@@ -164,16 +160,10 @@ def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]
         alike.setdefault((spec.recipe, spec.seed), []).append(spec)
     jobs = []
     for part in alike.values():
-        size = _together(part[0], len(specs), options)
-        jobs += [Job(first, store, options, beside=tuple(rest)) for first, *rest in _parts(part, size)]
+        count = -(-len(part) // _together(part[0], len(specs), options))  # of processes, as even as can be
+        for first, *rest in (part[i::count] for i in range(count)):
+            jobs.append(Job(first, store, options, beside=tuple(rest)))
     return jobs
-
-
-def _parts(specs: list[RunSpec], size: int) -> Iterator[list[RunSpec]]:
-    """Yield parts of at most so many, as even as can be."""
-    count = -(-len(specs) // size)
-    for i in range(count):
-        yield specs[i::count]
 
 
 def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
@@ -191,7 +181,6 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
 
 
 def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
-    """One run after the other in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs[0].options.threads)
     try:

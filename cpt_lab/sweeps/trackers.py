@@ -1,7 +1,5 @@
 """Rows and curves in a tracker, through its own client: ``cpt run GRID --log mlflow``. The store stays the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path

@@ -5,8 +5,6 @@ The commit excuses nothing. Elsewhere what rounding cannot change is to agree ex
 ``FIRST_LOSS``, and the final metric as far as seeds do: docs/reproducing/repeating.md says why.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile
@@ -72,7 +70,6 @@ class Finding:
         return self.verdict != VERDICTS[-1]
 
     def __str__(self) -> str:
-        """Return one line."""
         spec = self.row["spec"]
         said = f": {', '.join(self.said)}" if self.said else ""
         differs = f"; differs in: {', '.join(self.differs)}" if self.differs else ""
@@ -255,9 +252,8 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
 def final(row: Row) -> float | None:
     """Return the main metric of a row: final, at q_max bits, on the test set; None of a run that diverged."""
     wanted = (EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name, "test", "final", "q_max")
-    return next(
-        (m["value"] for m in row["metrics"] if (m["name"], m["split"], m["when"], m["precision"]) == wanted), None
-    )
+    of = {(m["name"], m["split"], m["when"], m["precision"]): m["value"] for m in row["metrics"]}
+    return of.get(wanted)
 
 
 def allowed(row: Row, rows: list[Row]) -> tuple[float, str]:

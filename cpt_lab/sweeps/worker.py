@@ -5,8 +5,6 @@
 ['ok']
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import traceback
@@ -25,8 +23,7 @@ from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
-from cpt_lab.training.arithmetic import cuda_provenance, fix_order_of_sums
-from cpt_lab.training.device import choose_device, device_name, peak_memory
+from cpt_lab.training.device import choose_device, cuda_provenance, device_name, fix_order_of_sums, peak_memory
 from cpt_lab.training.together import Steps, alone, together
 from cpt_lab.training.train import Run, Stopped, steps_of
 
@@ -46,7 +43,7 @@ class Job:
     wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
     beside: tuple[RunSpec, ...] = ()  # runs that train side by side with it, in the same process
 
-    def each(self) -> list[Job]:
+    def each(self) -> list["Job"]:
         """Return a job for every run, beside the others."""
         runs = (self.spec, *self.beside)
         return [replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :])) for i, spec in enumerate(runs)]
@@ -167,10 +164,8 @@ def follow() -> int:
 
 def _results(run: Run, device: str) -> Row:
     return {
-        "status": run.status,
+        **{name: getattr(run, name) for name in ("status", "metrics", "bitops", "title")},
         **({"error": run.error} if run.error else {}),
-        "metrics": run.metrics,
-        "bitops": run.bitops,
         "steps": len(run.history["step"]),
         "loss": _curve(run.history["loss"]),
         "evaluations": _spread(run.history["evaluations"]),
@@ -178,7 +173,6 @@ def _results(run: Run, device: str) -> Row:
         "device": device_name(device),
         "peak_memory": peak_memory(device),
         **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
-        "title": run.title,
         "data_checksum": run.checksum,
     }
 

@@ -1,7 +1,6 @@
 """What a task is: the verbs that the one training loop calls.  See ``cpt_lab.training.train``."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -16,6 +15,7 @@ from cpt_lab.experiments.spec import RunSpec, run_spec
 Batch = Any
 Metrics = dict[str, float]
 Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
+LearningRate = Callable[[int, Sequence[Evaluation]], float]  # of the optimizer step and of the evaluations so far
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -79,7 +79,7 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return the metrics on "valid" and "test"; a split that does not exist is left out."""
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return the optimizer, and the learning rate as a function of the step and the evaluations so far.
 
         On a GPU the optimizer is a fused one: it reads there whether a loss was not finite, and then does nothing.
@@ -101,3 +101,43 @@ def read_whole(recipe: Recipe) -> int | None:
     spec = run_spec(recipe, "static 8", q_max=8, seed=0)
     classes = getattr(task_of(spec)(spec, torch.device("cpu")).data, "classes", None)
     return classes if isinstance(classes, int) else None
+
+
+# --- rules of the learning rate -------------------------------------------------------------------
+def constant(lr: float) -> LearningRate:
+    """``lr`` at every step."""
+    return lambda step, evaluations: lr
+
+
+def milestones(lr: float, at: Sequence[float], steps: int) -> LearningRate:
+    """Times 0.1 at every milestone, a share of ``steps``, rounded to a whole step."""
+    drops = [round(share * steps) for share in at]
+    return lambda step, evaluations: lr * 0.1 ** sum(step >= drop for drop in drops)
+
+
+def linear(lr: float, final: float, steps: int) -> LearningRate:
+    """A line from ``lr`` to ``final`` times that after ``steps`` steps."""
+    return lambda step, evaluations: lr * (1 - (1 - final) * step / steps)
+
+
+def cosine(lr: float, final: float, steps: int) -> LearningRate:
+    """Half a cosine from ``lr`` to ``final`` times that after ``steps`` steps.
+
+    >>> [round(cosine(0.1, final=0.5, steps=100)(step, []), 3) for step in (0, 50, 100)]
+    [0.1, 0.075, 0.05]
+    """
+    return lambda step, evaluations: lr * (final + (1 - final) * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def plateau(lr: float, division: float) -> LearningRate:
+    """Divided by ``division`` after every evaluation whose validation loss is not the best so far."""
+
+    def rate(step: int, evaluations: Sequence[Evaluation]) -> float:
+        best, cuts = math.inf, 0
+        for evaluation in evaluations:
+            loss = evaluation["valid"]["loss"]
+            cuts += not loss < best
+            best = min(best, loss)
+        return lr / division**cuts
+
+    return rate

@@ -1,7 +1,5 @@
 """Object detection with RetinaNet on Pascal VOC, your own pictures, and scenes of digits.  Paper: section 4.2."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,15 +11,12 @@ from torch import Tensor, nn
 
 from cpt_core.checks import library
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
-from cpt_lab.data.common import load_once
-from cpt_lab.data.detection import backbone_weights, load_detection, random_detection
+from cpt_lab.data.common import load_once, readers
+from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
-from cpt_lab.data.loading import readers
-from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, constant
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, on_gpu, sums
 
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
@@ -42,7 +37,6 @@ class DetectionTask:
     fixed_shape = False  # how many anchors count is decided by the data
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make random pictures of the same shapes."""
         self.recipe, self.seed, self.device = cast(DetectionRecipe, spec.recipe), spec.seed, device
         limits = ("size", "train_images", "valid_images", "test_images")
         self.data = random_detection(self.recipe) if stand_in else load_once(load_detection, self.recipe, *limits)
@@ -113,9 +107,6 @@ class DetectionTask:
         return adam, constant(r.lr)
 
 
-# --- the metric -----------------------------------------------------------------------------------
-
-
 def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:
     """Return the mean over classes of the average precision, by ``torchmetrics``, with COCO's matching of boxes.
 
@@ -165,17 +156,9 @@ def _precision(
     metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
         iou_thresholds=ious, rec_thresholds=recalls.tolist(), extended_summary=True, backend="faster_coco_eval"
     )
-    metric.update(
-        [found for found, _ in pairs],
-        [
-            {
-                "boxes": torch.from_numpy(a.boxes),
-                "labels": torch.from_numpy(a.labels),
-                "iscrowd": torch.from_numpy(a.difficult.astype(np.int64)),
-            }
-            for _, a in pairs
-        ],
-    )
+    there = ({"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.astype(np.int64)} for _, a in pairs)
+    wanted = [{name: torch.from_numpy(values) for name, values in of.items()} for of in there]
+    metric.update([found for found, _ in pairs], wanted)
     result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
     return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()

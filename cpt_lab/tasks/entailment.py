@@ -1,7 +1,5 @@
 """Natural language inference with BERT: XNLI, your own sentence pairs, and synthetic ones.  Paper: section 4.4."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
-from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
-from cpt_lab.tasks.learning_rates import LearningRate, linear
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, linear, on_gpu
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 250
@@ -28,6 +25,31 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 # word pieces (B, L) int64, what is added to attention scores (B, 1, 1, L), which sentence (B, L) int64, labels (B,)
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
+
+    pieces: Tensor
+    sentence: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
+
+    train: _Encoded
+    valid: _Encoded
+    test: dict[str, _Encoded]
+    vocabulary: int
+    title: str
+    checksum: str
 
 
 class EntailmentTask:
@@ -42,7 +64,6 @@ class EntailmentTask:
     """
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load and encode the data of the spec's recipe, or make random word pieces of the same shapes."""
         self.recipe, self.seed, self.device = cast(EntailmentRecipe, spec.recipe), spec.seed, device
         limits = ("train_pairs", "valid_pairs", "test_pairs")
         made_from = ("language", "test_languages", "length", "checkpoint", "vocabulary", *limits)
@@ -57,25 +78,18 @@ class EntailmentTask:
         """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""
         r, transformers = self.recipe, library("transformers", "text")
         build = transformers.BertForSequenceClassification
+        given: dict[str, Any] = {"num_labels": len(LABELS), "attn_implementation": "eager"}
         if self.pretrained:
             with _quiet():  # it would list the classifier as new
-                return build.from_pretrained(
-                    checkpoint_folder(r.checkpoint),
-                    num_labels=len(LABELS),
-                    ignore_mismatched_sizes=True,
-                    attn_implementation="eager",
-                    local_files_only=True,
-                ).to(self.device)
+                given |= dict(ignore_mismatched_sizes=True, local_files_only=True)
+                return build.from_pretrained(checkpoint_folder(r.checkpoint), **given).to(self.device)
         small = {} if r.checkpoint else dict(
             hidden_size=r.hidden, num_hidden_layers=r.layers, num_attention_heads=r.heads,
             intermediate_size=4 * r.hidden, max_position_embeddings=r.length,
             initializer_range=r.hidden**-0.5,  # BERT's 0.02 is too small at this width: slow to learn
             hidden_dropout_prob=r.dropout, attention_probs_dropout_prob=r.dropout,
         )  # fmt: skip
-        config = transformers.BertConfig(
-            vocab_size=self.data.vocabulary, num_labels=len(LABELS), attn_implementation="eager", **small
-        )
-        return build(config).to(self.device)
+        return build(transformers.BertConfig(vocab_size=self.data.vocabulary, **given, **small)).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on, without end; the last one of an epoch may be smaller."""
@@ -125,9 +139,6 @@ class EntailmentTask:
         return adamw, linear(r.lr, r.final_lr, r.steps)
 
 
-# --- pretrained models ----------------------------------------------------------------------------
-
-
 def checkpoint_folder(name: str) -> Path:
     """Return the folder of a pretrained BERT: a name looked up in the data folder, or a path.
 
@@ -160,34 +171,6 @@ class _quiet:
         self.logging.set_verbosity(self.level)
         if self.bars:
             self.logging.enable_progress_bar()
-
-
-# --- word pieces ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
-
-    pieces: Tensor
-    sentence: Tensor
-    lengths: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class _Data:
-    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
-
-    train: _Encoded
-    valid: _Encoded
-    test: dict[str, _Encoded]
-    vocabulary: int
-    title: str
-    checksum: str
 
 
 def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:

@@ -3,8 +3,6 @@
 Paper: section 4.3.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,15 +15,13 @@ from torch.utils.data import Dataset
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, loader, send
+from cpt_lab.data.graph_readers import evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
-from cpt_lab.data.loading import loader
-from cpt_lab.data.ogb import evaluator
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, constant, cosine, milestones
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, on_gpu, sums
 
 WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -49,7 +45,6 @@ class GraphTask:
     """
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make a random graph of the same shapes."""
         self.recipe, self.seed, self.device = cast(GraphRecipe, spec.recipe), spec.seed, device
         made_from = ("self_loops", "standardize")
         self.data = random_graph(self.recipe) if stand_in else load_once(load_graph, self.recipe, *made_from)
@@ -62,6 +57,7 @@ class GraphTask:
         aggregation = {"fp": "FP-Agg", "quantized": "Q-Agg"}[self.recipe.aggregation]
         loss = ", raw-logit loss" if self.recipe.loss == "nll_raw" else ""
         self.title = f"{kind} ({aggregation}{loss}) on {self.data.title}"
+        self.fanouts = [self.recipe.fanout] * self.recipe.layers  # neighbours per node
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
         self.fixed_shape = not self.recipe.batch
 
@@ -71,20 +67,11 @@ class GraphTask:
         inputs = self.features.shape[1]
         return GraphNet(r.model, inputs, self.data.classes, r.hidden, r.layers, r.dropout, r.norm).to(self.device)
 
-    @property
-    def fanouts(self) -> list[int]:
-        """Neighbours per node, layer by layer."""
-        return [self.recipe.fanout] * self.recipe.layers
-
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        if not self.recipe.batch:
-            rows = self.rows["train"]
-            return itertools.repeat((self.graph, self.features, self.labels[rows], rows))
-        return self._sampled(start)
-
-    def _sampled(self, start: int) -> Iterator[Batch]:
         train = self.rows["train"]
+        if not self.recipe.batch:
+            yield from itertools.repeat((self.graph, self.features, self.labels[train], train))
         samples = _Samples(self.graph, train, self.fanouts, self.seed)
         keys = enumerate(batch_keys(len(train), self.recipe.batch, self.seed, start), start)
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:

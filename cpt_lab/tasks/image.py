@@ -1,7 +1,5 @@
 """Image classification on digits, CIFAR-10/100, ImageNet and your own images.  Paper: section 4.2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -10,15 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models import MODELS
-from cpt_lab.data.common import load_once
+from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
-from cpt_lab.data.loading import readers
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
-from cpt_lab.tasks.learning_rates import LearningRate, milestones
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, milestones, on_gpu
 
 
 class ImageTask:
@@ -31,7 +27,6 @@ class ImageTask:
     fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the data of the spec's recipe, or make random images of the same shapes."""
         self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
         limits = ("size", "train_images", "valid_images", "test_images")
         self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
@@ -47,14 +42,13 @@ class ImageTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""
-        if isinstance(self.data.train, ArrayImages):
-            return array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
-        return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start)
+        return self.shared_batches(start, lambda whole: whole)
 
     def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
         """Yield a process's part of every batch; of images on disk it reads no others."""
         if isinstance(self.data.train, ArrayImages):
-            return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
+            whole = array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
+            return (cast(Batch, tuple(map(share, batch))) for batch in whole)
         return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start, share)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:

@@ -1,7 +1,5 @@
 """Language modelling with an LSTM: Penn Treebank, characters, your own text.  Paper: section 4.4."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, cast
@@ -14,8 +12,7 @@ from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, cosine, milestones, plateau
+from cpt_lab.tasks.base import LearningRate, Metrics, cosine, milestones, on_gpu, plateau, sums
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
 
@@ -38,7 +35,6 @@ class LanguageModelTask:
     fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        """Load the text of the spec's recipe, or make random words."""
         self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
         limits = ("unit", "vocabulary", "train_tokens", "valid_tokens", "test_tokens", "batch")
         self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)

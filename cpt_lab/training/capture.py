@@ -9,8 +9,6 @@ all else in Python, do not run in a replayed step.
 ``CPT_CAPTURE=0`` in the environment turns it off.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable
@@ -130,7 +128,7 @@ class Capture:
         self._former = (kind, leaves)
         return self._count >= WARM_UP
 
-    def _record(self, kind: Hashable, leaves: list[Any], structure: Any) -> _Recorded | None:
+    def _record(self, kind: Hashable, leaves: list[Any], structure: Any) -> "_Recorded | None":
         fixed = [a.clone() if isinstance(a, Tensor) and not same else a
                  for a, same in zip(leaves, self._constant, strict=True)]  # fmt: skip
         batch, carry = tree_unflatten(fixed, structure)
@@ -165,11 +163,11 @@ class _Recorded:
 
 def kind_of(tree: Any) -> Hashable:
     """What must be equal for two steps to run the same kernels; an object that is no number is that object."""
+
+    def kind(leaf: Any) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)
+
     leaves, structure = tree_flatten(tree)
-    return structure, tuple(map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)
+    return structure, tuple(map(kind, leaves))

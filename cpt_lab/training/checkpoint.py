@@ -3,8 +3,6 @@
 A file is what ``torch.save`` writes, then the SHA-256 of that: torch itself does not notice a changed byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

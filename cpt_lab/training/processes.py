@@ -6,8 +6,6 @@ All round on ranges of the whole batch, with noise of their own, and take the me
 leads: it claims the runs, evaluates, writes checkpoints and rows. Alone, all of this does nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@
 ('mlp6 on scikit-learn digits, 8 x 8', 0)
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ a step, is computed once for all. A run's own operations are those that it would
 same order: its numbers are the same, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

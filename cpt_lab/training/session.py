@@ -1,7 +1,5 @@
 """The set-up of a run and its optimizer step: one for training, the range test and calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +15,8 @@ from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
 from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
+from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
     from cpt_lab.tasks.base import Task
@@ -26,12 +24,9 @@ if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does
 
 def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
-    base = PRESETS[recipe.quantized]
-    aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
-    ladder = LADDERS[recipe.ladder]
-    config = QuantConfig(
-        base.float32, base.quantizers, recipe.running_start, seed, aggregation, recipe.execution, ladder
-    )
+    base, start, ladder = PRESETS[recipe.quantized], recipe.running_start, LADDERS[recipe.ladder]
+    sums = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
+    config = QuantConfig(base.float32, base.quantizers, start, seed, sums, recipe.execution, ladder)
     return config.with_shared_steps() if recipe.shared_steps else config
 
 
@@ -47,7 +42,7 @@ class Session:
     """
 
     def __init__(
-        self, task_class: type[Task], spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
+        self, task_class: "type[Task]", spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         check_arithmetic(spec.recipe, self.device)
@@ -75,6 +70,7 @@ class Session:
             self.lr = torch.zeros((), device=self.device)
             self.optimizer.register_load_state_dict_post_hook(lambda _: self.reset())  # its state was exchanged
         self._why_not = reason
+        self._on_device = self.device.type != "cpu" or self.capture is not None  # the step asks nothing of the host
         self.reset()
 
     @property
@@ -132,11 +128,6 @@ class Session:
             group["lr"] = lr
         loss, self.carry = self._advance(batch, self.carry)
         return loss
-
-    @property
-    def _on_device(self) -> bool:
-        """Whether the step asks nothing of the host."""
-        return self.device.type != "cpu" or self.capture is not None
 
     def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Forward, backward and update: the loss of a batch, and what the next step needs."""

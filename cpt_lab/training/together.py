@@ -18,8 +18,6 @@ A run whose loss is not finite, or that raises, ends alone.
 ['ok', 'ok']
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time
@@ -139,7 +137,7 @@ class _Arm:
         session.kind()
         return self.state, tuple(session.in_force), lr
 
-    def follow(self, leader: _Arm) -> None:
+    def follow(self, leader: "_Arm") -> None:
         """Be where another arm is, which has done the same step."""
         own, other = self.asked.session, leader.asked.session
         with torch.no_grad():
@@ -154,7 +152,7 @@ class _Arm:
         own.carry, self.random = tree_map_only(Tensor, torch.clone, other.carry), leader.random
         own.diverged.copy_(other.diverged)
 
-    def draws_as(self, other: _Arm) -> bool:
+    def draws_as(self, other: "_Arm") -> bool:
         """Whether it would draw the same random numbers as another one."""
         return self.random is other.random or torch.equal(self.random, other.random)
 
@@ -247,7 +245,6 @@ class _SideBySide:
         return {id(arm): d.loss for arm, d in zip(arms, done, strict=True)}
 
     def _update(self, arms: list[tuple[Asked, Sequence[Tensor | None]]]) -> None:
-        """Change the weights of all arms, as their optimizers do."""
         for (session, _, lr), gradients in arms:
             for group in session.optimizer.param_groups:
                 group["lr"] = lr

@@ -11,11 +11,10 @@ from PIL import Image
 
 from cpt_lab import data as data_sets
 from cpt_lab.data import detection
-from cpt_lab.data.detection import annotated, load_detection
+from cpt_lab.data.detection import annotated, load_detection, scenes
+from cpt_lab.data.detection import annotated_picture as in_memory
 from cpt_lab.data.detection_batches import _coin, aspect_groups, batches, evaluation_batches
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.pictures import annotated_picture as in_memory
-from cpt_lab.data.pictures import scenes
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.recipes import recipe
 

@@ -15,7 +15,7 @@ import torch
 from layouts import graph_arrays, ogb_folder, planetoid, table, write
 
 from cpt_lab import data
-from cpt_lab.data import ogb
+from cpt_lab.data import graph_readers
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.graphs import bidirected, load_graph, random_graph
 from cpt_lab.experiments.recipes import recipe
@@ -145,7 +145,7 @@ def test_stand_ins_have_the_shapes_of_the_data():
 @pytest.fixture
 def arxiv(data_folder, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
-    monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
+    monkeypatch.setitem(graph_readers.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
     return write(data_folder / "ogbn_arxiv", ogb_folder(arrays()))
 
 
@@ -175,7 +175,7 @@ def test_ogb(arxiv, tmp_path):
 
 
 def test_other_counts_are_not_ogbs(arxiv, monkeypatch):
-    monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 151, 4, 40))
+    monkeypatch.setitem(graph_readers.OFFICIAL, "ogbn-arxiv", (NODES, 151, 4, 40))
     refused(recipe("paper", "ogbn-arxiv"), r"is not the official ogbn-arxiv: .* \[60, 150, 4\], not \[60, 151, 4\]")
 
 
@@ -185,7 +185,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
         "import socket, builtins\n"
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
         "socket.socket.connect = refuse; builtins.input = refuse\n"
-        "from cpt_lab.data.ogb import evaluator\n"
+        "from cpt_lab.data.graph_readers import evaluator\n"
         "evaluator('ogbn-arxiv')\n"
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
@@ -198,7 +198,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
 def test_evaluator_of_ogb_agrees_with_ours():
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers(0, 4, (2, 100))
-    found = ogb.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
+    found = graph_readers.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
     assert found["acc"] == pytest.approx((labels == predicted).mean())
 
 

@@ -16,14 +16,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from cpt_lab.data import detection_batches, image_batches, loading
-from cpt_lab.data.common import batch_keys
-from cpt_lab.data.detection import random_detection
+from cpt_lab.data import common, detection_batches, image_batches
+from cpt_lab.data.common import batch_keys, readers
+from cpt_lab.data.detection import annotated_picture, random_detection
 from cpt_lab.data.detection_batches import _Ready
 from cpt_lab.data.image_batches import EVALUATION_BATCH, evaluation_batches, file_batches, training_files
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
-from cpt_lab.data.loading import readers
-from cpt_lab.data.pictures import annotated_picture
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import run_spec
@@ -55,7 +53,7 @@ def pets(data_folder):
 READERS = {
     "as many as cores": (6, 64, 1, 6, None),
     "no limit": (6, None, 1000, 6, None),
-    "no more than are of use": (200, None, 1, loading.MOST, None),
+    "no more than are of use": (200, None, 1, common.MOST, None),
     "just room for all": (4, 64, 8, 4, None),
     "room for some": (4, 63, 8, 3, "has 63 MB for this run, and each of 4 processes that read needs 16 MB; start the "
                       "container with --ipc=host, or --shm-size=65m: as it is only 3 of them read"),
@@ -66,8 +64,8 @@ READERS = {
 @pytest.mark.parametrize("case", READERS)
 def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch):
     cores, room, batch, wanted, said = READERS[case]
-    monkeypatch.setattr(loading, "usable_cores", lambda: cores)
-    monkeypatch.setattr(loading, "shared_memory", lambda: None if room is None else room * MB)
+    monkeypatch.setattr(common, "usable_cores", lambda: cores)
+    monkeypatch.setattr(common, "shared_memory", lambda: None if room is None else room * MB)
     if wanted is OSError:
         with pytest.raises(OSError, match=said):
             readers(batch * MB)
@@ -79,10 +77,10 @@ def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch)
 
 
 def test_too_little_shared_memory_is_noticed_before_anything_runs(pets, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "shared_memory", lambda: 64 * MB)
+    monkeypatch.setattr(common, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
-    assert task_of(spec)(spec, CPU).workers == loading.usable_cores()
-    monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
+    assert task_of(spec)(spec, CPU).workers == common.usable_cores()
+    monkeypatch.setattr(common, "shared_memory", lambda: 2 * MB)
     with pytest.raises(OSError, match="/dev/shm has 2 MB"):
         run_grid([spec], tmp_path / "rows.jsonl", workers=0)
     assert not (tmp_path / "rows.jsonl").exists()
@@ -200,7 +198,7 @@ class Loader(DataLoader):
 
 
 def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
-    monkeypatch.setattr(loading, "DataLoader", Loader)
+    monkeypatch.setattr(common, "DataLoader", Loader)
     monkeypatch.setattr(Loader, "started", 0)
     torch.manual_seed(0)
     wanted = list(itertools.islice(files(CPU), 5))  # two epochs and a half

@@ -11,7 +11,7 @@ from cpt_lab.analysis.estimates import Estimate, holm
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import grids
 from cpt_lab.studies.h1_to_h4 import arms, outcome
-from cpt_lab.tasks.learning_rates import constant, cosine, milestones
+from cpt_lab.tasks.base import constant, cosine, milestones
 from tests.studies.made import row_at
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cpt_lab import commands
-from cpt_lab.analysis import repeated
+from cpt_lab.analysis import preregistered as repeated
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec

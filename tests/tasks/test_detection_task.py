@@ -20,9 +20,8 @@ from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_lab.data import common, detection
-from cpt_lab.data.detection import WEIGHTS
+from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.pictures import annotated_picture, scenes
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec

@@ -17,7 +17,7 @@ from cpt_lab.data.common import Stream, batch_keys, generator_of
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks import learning_rates
+from cpt_lab.tasks import base as learning_rates
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train

@@ -14,11 +14,9 @@ from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.sweeps.worker import Job, run_all
 from cpt_lab.tasks.base import task_of
-from cpt_lab.training.arithmetic import arithmetic, cuda_provenance
-from cpt_lab.training.device import DeviceNotFoundError, choose_device, usual_device
-from cpt_lab.training.evaluation import evaluate
+from cpt_lab.training.device import DeviceNotFoundError, arithmetic, choose_device, cuda_provenance, usual_device
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import train
+from cpt_lab.training.train import evaluate, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 SHORT = {"steps": 4, "n_cycles": 2, "evaluate_every": 2}

@@ -14,9 +14,8 @@ from cpt_core.graphs import graph
 from cpt_core.schedules.schedule import TableSchedule
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import capture, session
-from cpt_lab.training.evaluation import evaluate
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import Stopped, evaluate, train
 
 pytestmark = pytest.mark.slow
 

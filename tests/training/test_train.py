@@ -15,9 +15,8 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training.checkpoint import State, previous, resume, save_checkpoint
-from cpt_lab.training.evaluation import evaluate
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import Stopped, evaluate, train
 
 
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):

@@ -6,8 +6,6 @@ Bits are forward/gradient bits; every arm but "4/4", "5/4" and "8/8" costs a thi
 [0.25, 0.333, 0.339, 0.333, 0.333, 0.333, 0.334, 1.0]
 """
 
-from __future__ import annotations
-
 import itertools
 
 from cpt_core.formats.ladder import LADDERS

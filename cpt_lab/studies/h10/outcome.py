@@ -1,7 +1,5 @@
 """Which products switch to more bits, shortly before the learning rate falls: H10 of ``docs/preregistration.md``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -12,8 +10,7 @@ from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, unbeaten
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, shown
-from cpt_lab.studies.tuned_outcome import tasks as complete
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, complete, shown
 
 OTHERS = {"H10a": STATIC, "H10b": ("gradients late", "both late"), "H10c": ("forward spread",)}
 ASKS = "At one cost, does switching the forward products to 8 bits, as the learning rate falls,"

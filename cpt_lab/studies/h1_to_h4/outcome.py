@@ -7,8 +7,6 @@ An answer is given when all runs of its question are there. A run that diverged 
 ['open: 0 of 288 runs']
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ gives the same runs.
 [0.41..., 0.29..., 0.29..., 0.29...]
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

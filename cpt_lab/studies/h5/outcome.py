@@ -3,8 +3,6 @@
 A case is answered when all its runs are there. A run that diverged or failed counts as chance.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,31 +34,6 @@ WINS, LOSES = "wins", "loses"
 WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
 
 
-def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
-    """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
-
-    Args:
-        parts: of ``cases``.
-        rule: one of ``RULES``: as they are where it judges arms and static alike.
-
-    Returns:
-        case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
-        all cases times arms), word ("wins", "loses", "open", or what is missing), n, lost (runs of arm and opponent
-        that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
-        it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
-        both conventions). NaN where a case has missing runs.
-    """
-    lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
-    adjusted = holm([line["p"] for line in lines])
-    for line, p in zip(lines, adjusted, strict=True):
-        line["adjusted"] = p
-        line["word"] = line["word"] or ("open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES)
-    columns = (
-        "case arm unit mean low high p adjusted word n lost opponent static full promised bitops bitops_per_op".split()
-    )
-    return pd.DataFrame(lines, columns=columns)
-
-
 class Arms:
     """The runs of a case: quality at 8 bits and at their own (seeds by arms), runs lost, schedules, BitOps by arm."""
 
@@ -86,6 +59,31 @@ class Arms:
     def is_static(self, arm: str) -> bool:
         """Whether an arm is static precision itself: its layers have the same bits at every step."""
         return _bits(self.schedules[arm]) == _bits(self.schedules[STATIC])
+
+
+def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
+    """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
+
+    Args:
+        parts: of ``cases``.
+        rule: one of ``RULES``: as they are where it judges arms and static alike.
+
+    Returns:
+        case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
+        all cases times arms), word ("wins", "loses", "open", or what is missing), n, lost (runs of arm and opponent
+        that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
+        it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
+        both conventions). NaN where a case has missing runs.
+    """
+    lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
+    adjusted = holm([line["p"] for line in lines])
+    for line, p in zip(lines, adjusted, strict=True):
+        line["adjusted"] = p
+        line["word"] = line["word"] or ("open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES)
+    columns = (
+        "case arm unit mean low high p adjusted word n lost opponent static full promised bitops bitops_per_op".split()
+    )
+    return pd.DataFrame(lines, columns=columns)
 
 
 def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
@@ -218,7 +216,6 @@ def _gains(lines: pd.DataFrame) -> list[str]:
 
 
 def _interval(r: Any) -> str:
-    """A line's gain with its interval and unit."""
     return f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip()
 
 
@@ -245,22 +242,21 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
         return [form.format(x) if x == x else "–" for x in values]
 
     bitops = zip(shown(gains["bitops"], "{:.3f}"), shown(gains["bitops_per_op"], "{:.3f}"), strict=True)
-    return pd.DataFrame(
-        {
-            "task": gains["case"],
-            "arm": gains["arm"],
-            "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
-            "promised": shown(gains["promised"], "{:+.2f}"),
-            f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
-            "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
-            "p": shown(gains["p"], "{:.2g}"),
-            "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
-            "outcome": gains["word"],
-            "static judged at": shown(gains["opponent"], "{}"),
-            "seeds": gains["n"],
-            "diverged or failed": gains["lost"],
-        }
-    )
+    cells = {
+        "task": gains["case"],
+        "arm": gains["arm"],
+        "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
+        "promised": shown(gains["promised"], "{:+.2f}"),
+        f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
+        "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
+        "p": shown(gains["p"], "{:.2g}"),
+        "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
+        "outcome": gains["word"],
+        "static judged at": shown(gains["opponent"], "{}"),
+        "seeds": gains["n"],
+        "diverged or failed": gains["lost"],
+    }
+    return pd.DataFrame(cells)
 
 
 def allocation_figure(gains: pd.DataFrame) -> Figure:

@@ -4,8 +4,6 @@ A cell is a task on a ladder; the question is answered when all runs of all cell
 failed counts as chance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -43,15 +41,10 @@ class Cell:
         self.unit, self.lost, self.quality = runs["unit"].iloc[0], int(runs["lost"].sum()), seeds_by_arms(runs)
         self.cost = {spec.arm: spec.relative_cost for spec in specs}
 
-    @property
-    def static(self) -> list[str]:
-        """The static arms, the cheapest first."""
-        return [f"static {level}" for level in LADDERS[self.ladder].levels]
-
     def at_cost(self, arm: str) -> np.ndarray:
         """Return the quality of static formats at the cost of an arm, by seed: on the line between their neighbours."""
-        costs = [self.cost[name] for name in self.static]
-        rows = self.quality[self.static].to_numpy()
+        static = [f"static {level}" for level in LADDERS[self.ladder].levels]  # the cheapest first
+        costs, rows = [self.cost[name] for name in static], self.quality[static].to_numpy()
         return np.array([np.interp(self.cost[arm], costs, row) for row in rows])
 
     def gain(self, arms: Iterable[str]) -> np.ndarray:

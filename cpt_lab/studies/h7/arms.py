@@ -4,8 +4,6 @@
 ['3/8', '4/8', '5/8', '4/5', '5/5', '6/5', '8/8']
 """
 
-from __future__ import annotations
-
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.h1_to_h4.arms import least_noisy

@@ -1,7 +1,5 @@
 """Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -16,8 +14,7 @@ from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, against, unbeaten
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
 from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, shown
-from cpt_lab.studies.tuned_outcome import tasks as complete
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, complete, shown
 
 GAIN = 4  # tasks that must gain
 tasks = partial(complete, STUDY)
