@@ -86,10 +86,6 @@ class AdjustedSchedule(Schedule):
             values[step] = bits
         return values
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "changes": [list(c) for c in self.changes]}
-
 
 @dataclass(frozen=True)
 class DelayedSchedule(Schedule):
@@ -139,11 +135,6 @@ class DelayedSchedule(Schedule):
             return super()._relative_cost(q_max, q_grad, *priced)
         spent, top = role_prices(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
         return float(spent.mean() / top)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        held = {} if self.level is None else {"level": self.level}
-        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold, **held}
 
 
 def window_of(window: Any) -> tuple[int, int]:
