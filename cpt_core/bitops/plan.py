@@ -37,11 +37,12 @@ from torch import nn
 from cpt_core.bitops import tally
 from cpt_core.bitops.macs import UPSAMPLING
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank, widest
-from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
+from cpt_core.bitops.trace import CONVENTIONS, Call, trace
 from cpt_core.checks import check_bits, choose, declared
 from cpt_core.formats.costs import Operands
 from cpt_core.formats.ladder import AFFINE, FormatLadder
 from cpt_core.quantization.convert import all_precisions
+from cpt_core.quantization.layers import PASSES
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION

@@ -24,10 +24,10 @@ from cpt_core.bitops.products import Product, first_of, name_of
 from cpt_core.bitops.watch import Watch, within
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
+from cpt_core.quantization.layers import PASSES
 from cpt_core.quantization.operations import QuantOperations
 
 CONVENTIONS = ("paper", "per_op")
-PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
 LEFT_OUT = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}

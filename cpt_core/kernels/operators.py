@@ -36,8 +36,8 @@ SCHEMAS = {
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
     "round_in_range": "(Tensor x, Tensor low, Tensor width, Tensor levels, str grid, Tensor? key, bool clip) -> Tensor",
-    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip, bool channels_last=False) "
-    "-> Tensor",
+    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key=None, bool clip=False, "
+    "bool channels_last=False) -> Tensor",
     "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
     "-> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
@@ -80,19 +80,6 @@ def round_in_range(
     if "|" not in grid:
         return active.round_to_grid(x, low, width, levels, key, clip)
     return active.round_in_range(x, low, width, levels, grid, key, clip)
-
-
-def encode(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False,
-    channels_last: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the codes of ``round_to_grid``, int8; they have no gradient.  As ``reference.encode``."""
-    return active.encode(x, low, width, levels, key, clip, channels_last)
-
-
-def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
-    """Let a running range follow that of one call, in place, see ``reference.track``."""
-    active.track_(running, low, width)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ class QuantizedTensor(NamedTuple):
     @classmethod
     def on(cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, *how: Any) -> QuantizedTensor:
         """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
-        return cls.with_codes(operators.encode(x, low, width, levels, *how), low, width, levels)
+        return cls.with_codes(operators.active.encode(x, low, width, levels, *how), low, width, levels)
 
     @classmethod
     def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:

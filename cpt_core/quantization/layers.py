@@ -153,11 +153,8 @@ def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any
     if half is None:
         return products(*inputs)
     with torch.autocast(x.device.type, enabled=False):
-        return _rounded_to(half, products(*map(_float32, inputs)))
-
-
-def _rounded_to(half: torch.dtype, value: Any) -> Any:
-    return tuple(v.to(half) for v in value) if isinstance(value, tuple) else value.to(half)
+        found = products(*map(_float32, inputs))
+    return tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
 
 
 def _float32(value: Any) -> Any:

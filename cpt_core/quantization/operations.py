@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
-from cpt_core.quantization import multiplies, recurrences
+from cpt_core.quantization import coverage, recurrences
 from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, on_codes, unseen
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Products(TorchFunctionMode):
     def _multiplied(self, rule: Rule, function: Any, args: Any, kwargs: Any) -> Any:
         self.precision.require_bits()
         if not self.precision.now.active:
-            rule = _as_it_is
+            rule = lambda _, function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
         if torch.compiler.is_compiling():
             return rule(self, function, *args, **kwargs)
         before, self.multiplying = self.multiplying, True
@@ -128,10 +128,6 @@ def _has_a_grid(args: Any) -> bool:
     tensors = [x for x in listed if isinstance(x, Tensor)]
     plain = all(x.layout == torch.strided and not x.is_complex() for x in tensors)
     return plain and len(tensors) > 0 and tensors[0].is_floating_point()
-
-
-def _as_it_is(products: Products, function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def is_weight(x: Tensor) -> bool:
@@ -431,7 +427,7 @@ def _seen_inside(function: Any) -> FunctionType:
 
 RULES = {function: (rule, names.split()) for name, (rule, names) in _table().items() for function in _named(name)}
 OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
-UNRULED = frozenset(_named(*multiplies.UNRULED))  # products that no rule quantises
+UNRULED = frozenset(_named(*coverage.UNRULED))  # products that no rule quantises
 INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
 
 

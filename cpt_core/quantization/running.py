@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.operators import range_of, track_
+from cpt_core.kernels import operators
+from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
+from cpt_core.quantization.in_force import InForce
 
 RUNNING_STARTS = ("corrected", "zero")
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
@@ -30,6 +32,7 @@ class RunningState(nn.Module):
     """
 
     noise_key: Tensor
+    now: InForce
     _offset: int
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
@@ -43,7 +46,7 @@ class RunningState(nn.Module):
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
         """The quantiser of every role, with the format in force."""
-        raise NotImplementedError
+        return self.now.quantizers
 
     def keep_apart(self) -> None:
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""
@@ -122,7 +125,7 @@ class RunningState(nn.Module):
             return
         running = self.get_buffer(f"running_{role}")
         if minimum.dim() == 0:
-            track_(running, minimum, width)
+            operators.active.track_(running, minimum, width)
             return
         now = torch.stack([minimum, width, torch.ones_like(width)])
         counts = now.isfinite().all(0)

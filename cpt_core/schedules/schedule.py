@@ -82,13 +82,14 @@ class Schedule:
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
-        gradients = np.full(self.total_steps, self.q_max if q_grad is None else check_bits("q_grad", q_grad))
+        of_every_step = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
+        gradients = np.broadcast_to(np.int64(of_every_step), self.total_steps)
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
         """Return the levels of a 0-based optimizer step."""
-        bits, gradients = self(step), self.q_max if q_grad is None else check_bits("q_grad", q_grad)
-        return Levels(bits, bits, gradients, gradients)
+        step = self._check_step(step)
+        return Levels(*(int(levels[step]) for levels in self.levels(q_grad)))
 
     @property
     def highest(self) -> Levels:
