@@ -29,7 +29,8 @@ from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
 from cpt_core.kernels.grids import UNSCALED, check_blocks
-from cpt_core.kernels.reference import into
+from cpt_core.kernels.reference import into, traced_noise
+from cpt_core.kernels.traced import matmul
 
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: of a range of zeros too
 WIDE = 16  # bits of a minifloat from which on it is not scaled
@@ -263,3 +264,37 @@ def _floating(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
         rest = torch.sub(rest, magic, out=into(rest))
         y = torch.add(y, rest, out=into(y))
     return y.float()
+
+
+# --- a random Hadamard rotation, which spreads what is large in a few places over all of them ------------------------
+
+
+def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
+    """Rotate blocks of ``size`` along the last dimension by one orthonormal matrix, D H / sqrt(size).
+
+    H is Walsh's matrix of -1 and 1, D has random signs on its diagonal. Both operands of a product that are rotated
+    along its sum, with the same seed, have the same product.
+
+    >>> x = torch.tensor([[8.0, 0.0, 0.0, 0.0]])
+    >>> rotate(x, 4, seed=0).abs().tolist(), rotate(rotate(x, 4, seed=0), 4, seed=0, inverse=True).tolist()
+    ([[4.0, 4.0, 4.0, 4.0]], [[8.0, 0.0, 0.0, 0.0]])
+
+    Args:
+        x: floating, (..., F); the result has its shape and dtype, and gradients go back through the rotation.
+        size: of a block, a power of two, as a ``Quantizer`` has it.
+        seed: of the signs.
+        inverse: rotate back.
+
+    Raises:
+        ValueError: for a size that does not divide F.
+    """
+    if not x.dim() or x.shape[-1] % size:
+        raise ValueError(f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}")
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
+    matrix = torch.ones(1, 1, device=x.device)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, step)
+    noise = traced_noise(torch.tensor(seed, device=x.device), size)
+    matrix = torch.where(noise[:, None] < 0, -matrix, matrix) * size**-0.5
+    blocks = x.unflatten(-1, (-1, size))
+    return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)
