@@ -56,19 +56,14 @@ def round_to_format(
             raise ValueError(f"{to} has no scale here, so there is no range to clip: give it a granularity")
         rounded = round_elements(y, None, format, key)
     else:
-        scaled = partial(_scale, format=format)
-        rounded = round_elements(y, chosen(y, _largest(low, width), scaled, to, format), format, key)
+        scale = chosen(y, _largest(low, width), lambda m: (m / format.largest).clamp_min(LEAST_SCALE), to, format)
+        rounded = round_elements(y, scale, format, key)
     return rounded.to(x.dtype)
 
 
 def _largest(low: Tensor, width: Tensor) -> Tensor:
     """Return the largest magnitude of a range."""
     return torch.maximum(-low, low + width)
-
-
-def _scale(largest: Tensor, format: Format) -> Tensor:
-    """Return s of ranges with these largest magnitudes."""
-    return (largest / format.largest).clamp_min(LEAST_SCALE)
 
 
 def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format, key: Tensor | None) -> Tensor:

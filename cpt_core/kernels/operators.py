@@ -36,8 +36,8 @@ SCHEMAS = {
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
     "round_in_range": "(Tensor x, Tensor low, Tensor width, Tensor levels, str grid, Tensor? key, bool clip) -> Tensor",
-    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key=None, bool clip=False, "
-    "bool channels_last=False) -> Tensor",
+    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip, bool channels_last=False) "
+    "-> Tensor",
     "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
     "-> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",

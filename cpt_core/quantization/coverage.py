@@ -209,19 +209,16 @@ class FirstPass(TorchFunctionMode):
             factors = operations.factors(function, args, kwargs or {})
             vector = any(isinstance(x, torch.Tensor) and x.dim() == 1 for x in factors)  # the norms of weights are such
             if not vector and not operations.only_scales(function, factors):
-                self._saw(function)
+                running = _running(self.model)
+                if not any(running == a or running.startswith(f"{a}.") for a in self.asked):
+                    self.seen.setdefault(running, getattr(function, "__name__", str(function)))
         return function(*args, **(kwargs or {}))
-
-    def _saw(self, function: Any) -> None:
-        name = _running(self.model)
-        if not any(name == a or name.startswith(f"{a}.") for a in self.asked):
-            self.seen.setdefault(name, getattr(function, "__name__", str(function)))
 
 
 def _running(model: nn.Module) -> str:
     """Return the name of the innermost module of a model that is running."""
     names = {id(module): name for name, module in model.named_modules()}
-    running = (id(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe(3)))
+    running = (id(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe(2)))
     return next((names[module] for module in running if module in names), "")
 
 

@@ -170,14 +170,6 @@ def _matmul(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
     return in_float32(c.precision, a, lambda a, b: _pair(c, traced.matmul, weights, a, b), a, b)
 
 
-def _turned(c: Products, function: Any, b: Tensor, a: Tensor) -> Tensor:
-    return _matmul(c, torch.matmul, a, b)
-
-
-def _inner(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
-    return _tensordot(c, function, a, b, ([-1], [-1]))
-
-
 def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Of ``beta input + alpha a @ b``; an ``input`` that is a parameter is a bias."""
     weights = is_weight(a), is_weight(b)
@@ -387,8 +379,8 @@ def _table() -> dict[str, tuple[Rule, str]]:
         **dict.fromkeys(("mm", "bmm"), (_matmul, "input mat2")),
         "mv": (_matmul, "input vec"),
         "dot": (_matmul, "input tensor"),
-        "__rmatmul__": (_turned, "input other"),
-        "inner": (_inner, "input other"),
+        "__rmatmul__": (lambda c, function, b, a: _matmul(c, torch.matmul, a, b), "input other"),
+        "inner": (lambda c, function, a, b: _tensordot(c, function, a, b, ([-1], [-1])), "input other"),
         "addmm": (_added, "input mat1 mat2"),
         "baddbmm": (_added, "input batch1 batch2"),
         "addmv": (_added, "input mat vec"),

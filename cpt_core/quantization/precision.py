@@ -126,6 +126,11 @@ class LayerPrecision(RunningState):
                 tensor.fill_(steps)
 
     @property
+    def quantizers(self) -> Mapping[str, Quantizer]:
+        """The quantiser of every role, with the format in force."""
+        return self.now.quantizers
+
+    @property
     def bits(self) -> int | None:
         """Forward level, of activations, which is bits on the paper's ladder; None for float32, or when none is set."""
         return self.in_force.activation if self.in_force else None

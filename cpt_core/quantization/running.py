@@ -12,7 +12,6 @@ from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators
 from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
-from cpt_core.quantization.in_force import InForce
 
 RUNNING_STARTS = ("corrected", "zero")
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
@@ -32,7 +31,6 @@ class RunningState(nn.Module):
     """
 
     noise_key: Tensor
-    now: InForce
     _offset: int
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
@@ -46,7 +44,7 @@ class RunningState(nn.Module):
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
         """The quantiser of every role, with the format in force."""
-        return self.now.quantizers
+        raise NotImplementedError
 
     def keep_apart(self) -> None:
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""
