@@ -58,7 +58,7 @@ first one is 0.
 @schedules/schedule.py Schedule.__call__: This is `schedule(t)`.
 @schedules/schedule.py Levels: A *gradient* says how the loss changes with a number. A layer multiplies activations (its
     input) with weights. Its gradient enters two more products. So there are four *roles*, and each has its bits.
-@schedules/schedule.py Schedule.levels_at: Weights and activations have $q_t$ bits. Gradients have $q_g$ bits in every
+@schedules/schedule.py Schedule.levels: Weights and activations have $q_t$ bits. Gradients have $q_g$ bits in every
     step, which is $q_{max}$ unless another number is given.
 
 ## 3. What a step costs

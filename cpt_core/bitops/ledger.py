@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cpt_core.bitops import tally
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, widest
-from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Calls, compiled_parts
+from cpt_core.bitops.trace import CONVENTIONS, Call, Calls, compiled_parts
 from cpt_core.checks import choose, declared
 from cpt_core.formats.costs import FLOAT32, Operands
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
 

@@ -31,11 +31,6 @@ def linear_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
     return y.numel() * int(module.in_features)  # type: ignore[arg-type]
 
 
-def layer_norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """Elementwise operations of a layer normalisation: 4 per element, as the counters of the authors have it."""
-    return 4 * y.numel()
-
-
 def recurrent_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of the first input product of an LSTM, GRU or RNN: every row meets every weight."""
     return rows_of(y) * recurrent_elements(module, y, y)[0][1]
@@ -79,18 +74,12 @@ def graph_form(module: nn.Module) -> Any:
 
 
 MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
-    nn.Conv1d: conv_macs,
-    nn.Conv2d: conv_macs,
-    nn.Conv3d: conv_macs,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), conv_macs),
     nn.Linear: linear_macs,
-    nn.BatchNorm1d: norm_macs,
-    nn.BatchNorm2d: norm_macs,
-    nn.BatchNorm3d: norm_macs,
-    nn.LayerNorm: layer_norm_macs,
-    MatrixNorm: layer_norm_macs,
-    nn.LSTM: recurrent_macs,
-    nn.GRU: recurrent_macs,
-    nn.RNN: recurrent_macs,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norm_macs),
+    # 4 elementwise operations per element, as the counters of the authors have it
+    **dict.fromkeys((nn.LayerNorm, MatrixNorm), lambda module, inputs, y: 4 * y.numel()),
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent_macs),
 }
 
 # Layers that the authors' counters do not know; their products are in float32, like those of plain functions.

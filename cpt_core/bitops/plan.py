@@ -32,18 +32,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from cpt_core.bitops import tally
 from cpt_core.bitops.macs import UPSAMPLING
-from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank
-from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
+from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank, widest
+from cpt_core.bitops.trace import CONVENTIONS, Call, trace
 from cpt_core.checks import check_bits, choose, declared
 from cpt_core.formats.costs import Operands
-from cpt_core.formats.format import Format
-from cpt_core.formats.ladder import AFFINE, MOST_LEVEL, FormatLadder
+from cpt_core.formats.ladder import AFFINE, FormatLadder
 from cpt_core.quantization.convert import all_precisions
+from cpt_core.quantization.layers import PASSES
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -236,34 +235,22 @@ def formats_per_layer(
             of_roles = precisions[name].ladders if name in precisions else (AFFINE,) * len(Operands._fields)
             groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)
 
-    ladders = dict.fromkeys(ladder for _, of_roles in groups for ladder in of_roles)
-    table = sorted({ladder.priced(x) for ladder in ladders for x in (*ladder.levels, MOST_LEVEL)}, key=rank)
-    places = {ladder: _places(ladder, table) for ladder in ladders}
     formats: Formats = {}
-    widest = np.array(0)
+    every: list[list[int]] = []
+    ladders: list[FormatLadder] = []
     for (_, of_roles), (s, names) in groups.items():
-        rows: list[np.ndarray] = []
-        for ladder, levels in zip(of_roles, s.levels(q_grad), strict=True):
-            rows.append(places[ladder][levels])
-            ladder.check(levels[rows[-1] < 0][:1])
-        formats.update(dict.fromkeys(names, _counted(rows, table)))
-        widest = np.maximum(widest, rows)
+        rows = [levels.tolist() for levels in s.levels(q_grad)]
+        formats.update(dict.fromkeys(names, _counted(rows, of_roles)))
+        every, ladders = every + rows, [*ladders, *of_roles]
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
-    everywhere, plain = _counted(widest, table), ((IN_FLOAT32, widest.shape[1]),)
+    everywhere, plain = _counted(every, ladders), ((IN_FLOAT32, len(every[0])),)
     return {"paper": {**formats, None: everywhere}, "per_op": {**(formats if precisions else {}), None: plain}}
 
 
-def _places(ladder: FormatLadder, table: list[Format]) -> np.ndarray:
-    """Return where in a table the format of every level is; -1 for levels that the ladder does not have."""
-    found = np.full(MOST_LEVEL + 1, -1)
-    for level in (*ladder.levels, MOST_LEVEL):  # the last is float32 where a ladder says nothing else
-        found[level] = table.index(ladder.priced(level))
-    return found
-
-
-def _counted(rows: Sequence[np.ndarray] | np.ndarray, table: list[Format]) -> InForce:
-    """Count the steps of every combination of formats, given as places in a table, shape (roles, steps)."""
-    shape = (len(table),) * len(Operands._fields)
-    codes, steps = np.unique(np.ravel_multi_index(tuple(rows), shape), return_counts=True)
-    combinations = np.transpose(np.unravel_index(codes, shape)).tolist()
-    return tuple((Operands(*(table[i] for i in c)), n) for c, n in zip(combinations, steps.tolist(), strict=True))
+def _counted(rows: list[list[int]], ladders: Sequence[FormatLadder]) -> InForce:
+    """Count the steps by formats: the levels of a layer's four roles, or of several layers, of which the widest."""
+    found: Counter[Operands] = Counter()
+    for levels, steps in Counter(zip(*rows, strict=True)).items():
+        of_roles = [ladder.priced(level) for ladder, level in zip(ladders, levels, strict=True)]
+        found[widest(Operands(*of_roles[i : i + 4]) for i in range(0, len(of_roles), 4))] += steps
+    return tuple(sorted(found.items(), key=lambda item: [rank(f) for f in item[0]]))

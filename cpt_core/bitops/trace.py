@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cpt_core.bitops import macs as counted
-from cpt_core.bitops.copies import floating_in, inputs_of, shadow_of, tensors_in
 from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PARTS, PLAIN, PRODUCTS, UPSAMPLING, Elements, part_of
 from cpt_core.bitops.products import Product, first_of, name_of
-from cpt_core.bitops.watch import Watch, within
+from cpt_core.bitops.watch import Watch, floating_in, inputs_of, shadow_of, tensors_in, within
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
+from cpt_core.quantization.layers import PASSES
 from cpt_core.quantization.operations import QuantOperations
 
 CONVENTIONS = ("paper", "per_op")
-PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
 LEFT_OUT = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}

@@ -1,20 +1,28 @@
 """One way to see what runs in a model: which module is running, and every product that torch executes meanwhile.
 
-What is priced (``trace``), checked (``inspecting.check``) and measured (``inspecting.step``) is seen like this.
+What is priced (``trace``), checked (``inspecting.check``) and measured (``inspecting.step``) is seen like this: on a
+copy of the model, without data where shapes are enough, or on the model itself, which is left as it was.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.bitops.products import Product, products_of
+from cpt_core.checks import unsharded
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.coverage import forget_first_pass
+from cpt_core.quantization.precision import LayerPrecision
 
 
 def within(name: str, outer: Iterable[str]) -> bool:
@@ -80,3 +88,91 @@ class Watch(Path, TorchDispatchMode):
         else:
             self.other(func, args, out)
         return out
+
+
+def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
+    """Return a copy of a model in float32 that nobody watches, on the ``meta`` device if asked for.
+
+    Raises:
+        ValueError: when the model holds something that cannot be copied, or is sharded.
+    """
+    unsharded(model, "count, check and measure")
+    # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
+    memo: dict[int, Any] = {
+        id(t): _bare(t, meta) for m in model.modules() for v in vars(m).values() for t in tensors_in(v) if t.grad_fn
+    }
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as problem:
+        raise ValueError(
+            f"cannot copy {type(model).__name__}, and operations are counted on a copy: {problem}; remove what the "
+            "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
+        ) from problem
+    for module in shadow.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):  # of whoever watches the original, such as a ledger
+                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
+                    del hooks[key]
+        forget_first_pass(module)  # the model itself will say it when it trains
+        if isinstance(module, LayerPrecision):
+            module.set_bits(None, None)
+    return shadow.to("meta") if meta else shadow
+
+
+def inputs_of(value: Any, meta: bool, memo: dict[int, Tensor]) -> Any:
+    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), _bare(value, meta).requires_grad_(value.requires_grad))
+    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+        shadow = copy.copy(value)
+        constant = value.constant
+        return shadow.set_constant(None if constant is None else inputs_of(constant, meta, memo))
+    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
+        data, sizes, *order = value
+        return PackedSequence(inputs_of(data, meta, memo), sizes, *inputs_of(order, meta, memo))
+    if isinstance(value, (tuple, list)):
+        return getattr(value, "_make", type(value))(inputs_of(v, meta, memo) for v in value)
+    if isinstance(value, dict):
+        return {k: inputs_of(v, meta, memo) for k, v in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+def floating_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors of nested lists, tuples and dicts."""
+    return [t for t in tensors_in(value) if t.is_floating_point()]
+
+
+def storage_of(x: Tensor) -> StorageWeakRef | None:
+    """Return what tells whose memory a tensor uses; None for a sparse tensor, which has none of its own."""
+    try:
+        return StorageWeakRef(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run eager code with gradients; put buffers, the rounding noise and torch's random numbers back afterwards."""
+    keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
+    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in held:
+                tensor.copy_(value)
+
+
+def _bare(tensor: Tensor, meta: bool) -> Tensor:
+    return tensor.detach().to("meta") if meta else tensor.detach().clone()

@@ -41,10 +41,6 @@ PASSES: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _free(*formats: Format) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Cost:
     """What a product costs.
@@ -62,8 +58,8 @@ class Cost:
     unit: str
     source: str
     about: str
-    per_mac: Callable[[Format, Format], float] = _free
-    per_element: Callable[[Format], float] = _free
+    per_mac: Callable[[Format, Format], float] = lambda a, b: 0.0
+    per_element: Callable[[Format], float] = lambda f: 0.0
 
     def product(self, a: Format, b: Format, macs: float = 1, elements: tuple[float, float, float] = (1, 1, 1)) -> float:
         """Return the price of a product: its MACs, and each element moved once; results are written in float32.

@@ -221,22 +221,18 @@ class Format:
         if self.kind == "affine":
             found = np.arange(2**self.bits) / (2**self.bits - 1)
         else:
-            half = self._magnitudes()
+            if self.kind == "symmetric":
+                half = np.arange(1.0, self.largest + 1)
+            elif self.kind == "log2":
+                half = 2.0 ** np.arange(self.least_exponent, 1.0)
+            else:
+                stored, mantissa = np.divmod(np.arange(1, 2 ** (self.bits - 1)), 2**self.mantissa)
+                normal = stored > 0
+                exponents = np.where(normal, stored - self.bias, self.least_exponent)
+                half = (normal + mantissa * 2.0**-self.mantissa) * 2.0**exponents
+                half = half[half <= self.largest]
             found = np.concatenate([-half[::-1], [0.0], half])
         return torch.from_numpy(found.astype(np.float32))
-
-    def _magnitudes(self) -> np.ndarray:
-        """Return the positive values in order."""
-        if self.kind == "symmetric":
-            return np.arange(1.0, self.largest + 1)
-        if self.kind == "log2":
-            return 2.0 ** np.arange(self.least_exponent, 1.0)
-        codes = np.arange(1, 2 ** (self.bits - 1))
-        stored, mantissa = np.divmod(codes, 2**self.mantissa)
-        normal = stored > 0
-        exponents = np.where(normal, stored - self.bias, self.least_exponent)
-        found = (normal + mantissa * 2.0**-self.mantissa) * 2.0**exponents
-        return found[found <= self.largest]
 
 
 _MAKERS = {"e8m0": "mx", "e4m3": "nv"}

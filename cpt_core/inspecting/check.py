@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
 from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import ADDS, Product, name_of
-from cpt_core.bitops.watch import Watch, within
+from cpt_core.bitops.watch import Watch, as_it_was, floating_in, storage_of, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.bitops.copies import as_it_was
 from cpt_core.bitops.plan import BitOpsPlan, formats_per_layer, price
 from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.bitops.watch import as_it_was
 from cpt_core.checks import check_bits, choose, declared, whole
 from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.inspecting.step import TrainingStep

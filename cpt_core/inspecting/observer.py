@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.formats.format import Format
 from cpt_core.formats.quantizer import grid_of
+from cpt_core.kernels import operators
 from cpt_core.kernels.grids import parts_of
-from cpt_core.kernels.operators import encode, fake_quantize
+from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.reference import CODE_BITS, clips
 from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
@@ -68,7 +69,8 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high, to = low + width, parts_of(grid)[1]
     if to is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
-        used = _distinct(encode(x, low, width, levels, key, clips(grid, key is not None)), low)
+        codes = operators.active.encode(x, low, width, levels, key, clips(grid, key is not None))
+        used = _distinct(codes, low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block
         blocks = torch.cat([rounded, rounded[..., -1:].expand(*x.shape[:-1], rest)], -1).reshape(-1, format.block)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.copies import floating_in, storage_of, tensors_in
-from cpt_core.bitops.watch import Path
+from cpt_core.bitops.watch import Path, floating_in, storage_of, tensors_in
 from cpt_core.checks import choose
 
 

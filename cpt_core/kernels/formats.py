@@ -18,6 +18,7 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,9 +27,10 @@ from torch.nn import functional
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels import clipping
-from cpt_core.kernels.elements import round_elements
+from cpt_core.kernels import reference
 from cpt_core.kernels.grids import UNSCALED, check_blocks
+from cpt_core.kernels.reference import into, traced_noise
+from cpt_core.kernels.traced import matmul
 
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: of a range of zeros too
 WIDE = 16  # bits of a minifloat from which on it is not scaled
@@ -47,26 +49,21 @@ def round_to_format(
     if format.block:
         rounded = _in_blocks(y, low, width, to, format, key)
     elif format.kind == "affine":
-        low, width = clipping.ends(y, low, width, to, format)
-        rounded = clipping.affine(y, low, width, format, key)
+        low, width = ends(y, low, width, to, format)
+        rounded = affine(y, low, width, format, key)
     elif granularity == UNSCALED or (format.kind == "minifloat" and format.bits >= WIDE):
         if to.clipping != "none":
             raise ValueError(f"{to} has no scale here, so there is no range to clip: give it a granularity")
         rounded = round_elements(y, None, format, key)
     else:
-        scaled = partial(_scale, format=format)
-        rounded = round_elements(y, clipping.chosen(y, _largest(low, width), scaled, to, format), format, key)
+        scale = chosen(y, _largest(low, width), lambda m: (m / format.largest).clamp_min(LEAST_SCALE), to, format)
+        rounded = round_elements(y, scale, format, key)
     return rounded.to(x.dtype)
 
 
 def _largest(low: Tensor, width: Tensor) -> Tensor:
     """Return the largest magnitude of a range."""
     return torch.maximum(-low, low + width)
-
-
-def _scale(largest: Tensor, format: Format) -> Tensor:
-    """Return s of ranges with these largest magnitudes."""
-    return (largest / format.largest).clamp_min(LEAST_SCALE)
 
 
 def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format, key: Tensor | None) -> Tensor:
@@ -83,7 +80,7 @@ def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: For
         if whole.dim():
             whole = whole.expand((*x.shape[:-1], 1)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
         scaled = partial(_two_scales, whole=whole, format=format)
-    y = round_elements(rows, clipping.chosen(rows, largest, scaled, to, format), format, key)
+    y = round_elements(rows, chosen(rows, largest, scaled, to, format), format, key)
     return y.reshape(shape)[..., :size]
 
 
@@ -101,3 +98,198 @@ def _power_of_two(largest: Tensor, format: Format) -> Tensor:
 def _two_scales(largest: Tensor, whole: Tensor, format: Format) -> Tensor:
     """Return the product of the e4m3 scales of blocks and the float32 scale; 0 where the first comes out as 0."""
     return round_elements(largest / format.largest / whole, None, SCALE, None) * whole
+
+
+# --- where a range ends: at its extremes, at a percentile, or where the error is least --------------------------------
+
+# The least squared error is searched among ends that are moved in by multiples of 1/32 (power-of-two scales: to the
+# powers beside), for every range or block by itself, in rounding half to even.
+FACTORS = tuple(k / 32 for k in range(32, 7, -1))
+MOVES = tuple(k / 32 for k in range(1, 17))  # of one end of an affine range, in widths
+POWERS = (1.0, 2.0, 0.5)
+
+
+def chosen(x: Tensor, largest: Tensor, scale_of: Callable[[Tensor], Tensor], to: Quantizer, format: Format) -> Tensor:
+    """Return the scales of ranges with these largest magnitudes, float32, after clipping."""
+    if to.clipping == "percentile":
+        return scale_of(torch.minimum(at_percentile(x.abs(), largest, to.percentile), largest))
+    scale = scale_of(largest)
+    if to.clipping == "none":
+        return scale
+    factors = POWERS if format.scale == "e8m0" else FACTORS
+    least = _error(round_elements(x, scale, format), x, largest)
+    for factor in factors[1:]:
+        other = scale_of(largest * factor)
+        error = _error(round_elements(x, other, format), x, largest)
+        better = error < least
+        scale, least = torch.where(better, other, scale), torch.where(better, error, least)
+    return scale
+
+
+def ends(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format) -> tuple[Tensor, Tensor]:
+    """Return minimum and width of the ranges of an affine format after clipping."""
+    if to.clipping == "none":
+        return low, width
+    high = low + width
+    if to.clipping == "percentile":
+        least = torch.maximum(at_percentile(x, low, 100 - to.percentile), low)
+        return least, torch.minimum(at_percentile(x, low, to.percentile), high) - least
+    a, b = torch.zeros_like(low), torch.zeros_like(low)  # what the two ends are moved in by
+    error = _error(affine(x, low, width, format), x, low)
+    for upper in (True, False, True):
+        for move in MOVES:
+            c, d = (a, torch.full_like(b, move)) if upper else (torch.full_like(a, move), b)
+            now = _error(affine(x, low + c * width, width * (1 - c - d), format), x, low)
+            better = now < error
+            a, b, error = (torch.where(better, new, old) for new, old in ((c, a), (d, b), (now, error)))
+    return low + a * width, width * (1 - a - b)
+
+
+def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None) -> Tensor:
+    """Round to the affine grid of a range, as ``reference.round_to_grid``; infinity is NaN."""
+    n = 2.0**format.bits - 1
+    scale = (width / n).clamp_min(reference.MIN_SCALE)
+    k = x - low
+    k = torch.div(k, scale, out=into(k))
+    if key is not None:
+        k = torch.add(k, reference.noise_of(key, x), out=into(k))
+    k = torch.round(k, out=into(k))
+    if not format.saturate:
+        k = torch.where((k < 0) | (k > n), math.nan, k)
+    k = torch.clamp(k, 0, n, out=into(k))
+    y = torch.mul(k, scale, out=into(k))
+    y = torch.add(y, low, out=into(y))
+    return torch.add(y, x * 0, out=into(y))
+
+
+def at_percentile(x: Tensor, like: Tensor, percentile: float) -> Tensor:
+    """Return a percentile of the elements of every range, between two of them on a straight line.
+
+    Sorted, because ``torch.quantile`` takes 2**24 elements at most. NaN counts as the largest.
+    """
+    shape = [1] * (x.dim() - like.dim()) + list(like.shape)
+    kept = [d for d, size in enumerate(shape) if size != 1]
+    others = [d for d in range(x.dim()) if d not in kept]
+    count = math.prod(x.shape[d] for d in others)
+    sorted_ = x.permute(kept + others).reshape(-1, count).sort(-1).values
+    place = percentile / 100 * (count - 1)
+    below = math.floor(place)
+    above = min(below + 1, count - 1)
+    return torch.lerp(sorted_[:, below], sorted_[:, above], place - below).reshape(like.shape)
+
+
+def _error(y: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    return (y - x).square().sum_to_size(like.shape)
+
+
+# --- the values of an element: minifloats, powers of two and whole numbers, exactly -----------------------------------
+
+# A float32 x between 2**e and 2**(e + 1) has neighbours at multiples of 2**(e - m) in a format with m bits of mantissa;
+# below its smallest normal number at those of that one. Adding 1.5 * 2**23 times this step, and taking it away again,
+# leaves x rounded to such a multiple, half to even: that is all that float32's own addition has bits for.
+EXPONENT = 0x7F800000  # the bits of a float32's exponent
+# torch rounds to these itself, half to even; both have infinities
+NATIVE = {(8, 7, "infinity"): torch.bfloat16, (5, 10, "infinity"): torch.float16}
+
+
+def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor | None = None) -> Tensor:
+    """Round x / scale to the values of an element, and multiply by the scale again.
+
+    Args:
+        x: float32.
+        scale: float32, broadcastable to ``x``; where it is 0, so is the result; None for none.
+        format: not affine.
+        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
+    """
+    if not reference.in_parts(x):
+        return _rounded(x, scale, format, None if key is None else reference.noise_of(key, x))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, noise, s in reference.parts_of(x, key, scale):
+        out[part] = _rounded(x[part], s, format, noise)
+    return out
+
+
+def _rounded(x: Tensor, scale: Tensor | None, format: Format, noise: Tensor | None) -> Tensor:
+    if scale is None:
+        return _bounded(x, format, noise)
+    y = _bounded(x / torch.where(scale == 0, 1.0, scale), format, noise)
+    return torch.mul(y, scale, out=into(y))
+
+
+def _bounded(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
+    """Round, then saturate or overflow; into memory of its own."""
+    largest = format.largest
+    if format.kind == "symmetric":
+        y = _whole(x, noise)
+    elif noise is None and (native := NATIVE.get((format.exponent, format.mantissa, format.specials))):
+        y = x.to(native).float()
+    else:
+        y = _floating(x, format, noise)
+    if format.saturate:
+        y = torch.clamp(y, -largest, largest, out=into(y))
+        if format.specials == "infinity":
+            return torch.where(x.isinf(), x, y)
+        return torch.add(y, x * 0, out=into(y))  # NaN of infinity
+    beyond = x.isinf() | (y.abs() > largest)
+    return torch.where(beyond, x * math.inf if format.specials == "infinity" else math.nan, y)
+
+
+def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
+    y = x.round()
+    return y if noise is None else y + (x - y + noise).round()
+
+
+def _floating(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
+    mantissa = format.mantissa
+    power = (x.view(torch.int32) & EXPONENT).view(torch.float32)  # 2**e
+    power = torch.clamp(power, 2.0**format.least_exponent, 2.0**format.greatest_exponent, out=into(power))
+    if wide := mantissa > 20 or format.greatest_exponent + 24 - mantissa > 127:  # beyond what float32 holds
+        x, power = x.double(), power.double()
+    shift = 1.5 * 2.0 ** ((52 if wide else 23) - mantissa)
+    if mantissa or noise is not None:
+        magic = power * shift if noise is not None else torch.mul(power, shift, out=into(power))
+    else:  # a code is even where its exponent is, not where the multiple is
+        odd = (power.float().view(torch.int32) >> 23) & 1
+        magic = power * (shift + 1 - odd.to(power.dtype))
+    y = x + magic
+    y = torch.sub(y, magic, out=into(y))
+    if noise is not None:
+        rest = torch.addcmul(x - y, noise, power, value=2.0**-mantissa)
+        rest = torch.add(rest, magic, out=into(rest))
+        rest = torch.sub(rest, magic, out=into(rest))
+        y = torch.add(y, rest, out=into(y))
+    return y.float()
+
+
+# --- a random Hadamard rotation, which spreads what is large in a few places over all of them ------------------------
+
+
+def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
+    """Rotate blocks of ``size`` along the last dimension by one orthonormal matrix, D H / sqrt(size).
+
+    H is Walsh's matrix of -1 and 1, D has random signs on its diagonal. Both operands of a product that are rotated
+    along its sum, with the same seed, have the same product.
+
+    >>> x = torch.tensor([[8.0, 0.0, 0.0, 0.0]])
+    >>> rotate(x, 4, seed=0).abs().tolist(), rotate(rotate(x, 4, seed=0), 4, seed=0, inverse=True).tolist()
+    ([[4.0, 4.0, 4.0, 4.0]], [[8.0, 0.0, 0.0, 0.0]])
+
+    Args:
+        x: floating, (..., F); the result has its shape and dtype, and gradients go back through the rotation.
+        size: of a block, a power of two, as a ``Quantizer`` has it.
+        seed: of the signs.
+        inverse: rotate back.
+
+    Raises:
+        ValueError: for a size that does not divide F.
+    """
+    if not x.dim() or x.shape[-1] % size:
+        raise ValueError(f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}")
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
+    matrix = torch.ones(1, 1, device=x.device)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, step)
+    noise = traced_noise(torch.tensor(seed, device=x.device), size)
+    matrix = torch.where(noise[:, None] < 0, -matrix, matrix) * size**-0.5
+    blocks = x.unflatten(-1, (-1, size))
+    return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)

@@ -82,19 +82,6 @@ def round_in_range(
     return active.round_in_range(x, low, width, levels, grid, key, clip)
 
 
-def encode(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False,
-    channels_last: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the codes of ``round_to_grid``, int8; they have no gradient.  As ``reference.encode``."""
-    return active.encode(x, low, width, levels, key, clip, channels_last)
-
-
-def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
-    """Let a running range follow that of one call, in place, see ``reference.track``."""
-    active.track_(running, low, width)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
     if torch.compiler.is_compiling() and not products.in_onednn(x, weight):

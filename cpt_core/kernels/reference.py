@@ -9,7 +9,8 @@ Shapes: N batch, C channels, F features, L positions.  Ranges are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,21 +132,29 @@ def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor 
 
 
 def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
-    """Do the same to one part after the other: each stays in the processor's cache over all the operations."""
+    """Do the same to one part after the other."""
     out = torch.empty_like(x)
     y = out
     if low.numel() == 1:
         low, scale, x, y = low.reshape(()), scale.reshape(()), x.view(-1), out.view(-1)
-    row = x.numel() // len(x)
-    rows = rows_of_part(x)
-    by_row = low.dim() == x.dim() and len(low) == len(x)  # else the range is shared by the first dimension
-    for start in range(0, len(x), rows):
-        source, target = x[start : start + rows], y[start : start + rows]
-        a, s = (low[start : start + rows], scale[start : start + rows]) if by_row else (low, scale)
-        noise = None if key is None else hash_noise(key, start * row, source.numel()).view(source.shape)
-        torch.sub(source, a, out=target)
-        _round(target, a, s, levels, noise, clip)
+    for part, noise, a, s in parts_of(x, key, low, scale):
+        torch.sub(x[part], a, out=y[part])
+        _round(y[part], a, s, levels, noise, clip)
     return out
+
+
+def parts_of(x: Tensor, key: Tensor | None, *of_ranges: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of one part after the other, with their noise and what belongs to their ranges.
+
+    Each part stays in the processor's cache over all the operations.
+    """
+    row, rows = x.numel() // len(x), rows_of_part(x)
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        noise = None if key is None else hash_noise(key, start * row, x[part].numel()).view(x[part].shape)
+        # one for every row, or shared by the first dimension
+        own = [v[part] if v is not None and v.dim() == x.dim() and len(v) == len(x) else v for v in of_ranges]
+        yield part, noise, *own
 
 
 def encode(

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import check_bits, whole
-from cpt_core.formats.format import Format
+from cpt_core.formats.format import MOST_AFFINE, Format
 from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
 from cpt_core.kernels.grids import UNSCALED, check_blocks
 from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
-from cpt_core.quantization.quantizers import IDENTITY_BITS, quantizer_of
+from cpt_core.quantization.quantizers import quantizer_of
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 
@@ -74,7 +74,7 @@ def quantize(
         raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
     if format is None:
         quantizer = quantizer_of("conv_input" if quantizer is None else quantizer)
-        identity = check_bits("bits", bits) >= IDENTITY_BITS
+        identity = check_bits("bits", bits) > MOST_AFFINE
         grid, levels, key = quantizer.grid, levels_of(bits or 1), _key(seed, None)
     else:
         to = Quantizer.of(format)
@@ -155,10 +155,9 @@ def round_gradient(gradient: Tensor, levels: Tensor, quantizer: Quantizer, key: 
     if gradient.numel() == 0:
         return gradient
     if quantizer.rounding != "stochastic":
-        return fake_quantize(gradient, levels, quantizer.grid)[0]
-    assert key is not None
+        key = None
     rounded = fake_quantize(gradient, levels, quantizer.grid, key)[0]
-    if counts_in_backward():
+    if key is not None and counts_in_backward():
         key.add_(1)
     return rounded
 
@@ -174,7 +173,7 @@ def quantize_gradient(y: Tensor, levels: Tensor, quantizer: Quantizer, key: Tens
 
     Paper: figure 1. Weight gradients themselves and the update stay in full precision.
     """
-    stochastic = quantizer.rounding == "stochastic"
     if operators.has_gradient_node(y):
-        return torch.ops.cpt.quantize_gradient(y, levels, key if stochastic else None, quantizer.grid)
+        key = key if quantizer.rounding == "stochastic" else None
+        return torch.ops.cpt.quantize_gradient(y, levels, key, quantizer.grid)
     return _QuantizeGradient.apply(y, levels, quantizer, key)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cpt_core.checks import library
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import linear
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
@@ -141,23 +141,23 @@ def seen() -> bool:
 
 
 def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``products(*inputs)``, computed in float32 where ``x`` would be computed in half precision.
+    """Return ``products(*inputs)``, computed in float32 where a plain layer would answer ``x`` in half precision.
 
-    Modules around the layer do not see its products. The result is rounded to what the plain layer would return; the
-    gradient is quantised before it is rounded, too.
+    That is under autocast, or in a model of that type, where bfloat16 would leave 17 of the 256 values of an 8-bit grid
+    between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
+    is rounded, too. Modules around the layer do not see its products.
     """
     if seen():
         with unseen():
             return in_float32(precision, x, products, *inputs)
-    half = precision.half_dtype(x)
-    if half is None:
+    kind, half = x.device.type, x.dtype if x.dtype in HALF else None
+    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
+        half = torch.get_autocast_dtype(kind)
+    if half is None or not precision.now.active:
         return products(*inputs)
-    with torch.autocast(x.device.type, enabled=False):
-        return _rounded_to(half, products(*map(_float32, inputs)))
-
-
-def _rounded_to(half: torch.dtype, value: Any) -> Any:
-    return tuple(v.to(half) for v in value) if isinstance(value, tuple) else value.to(half)
+    with torch.autocast(kind, enabled=False):
+        found = products(*map(_float32, inputs))
+    return tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
 
 
 def _float32(value: Any) -> Any:

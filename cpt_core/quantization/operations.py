@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
-from cpt_core.quantization import multiplies, recurrences
+from cpt_core.quantization import coverage, recurrences
 from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, on_codes, unseen
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Products(TorchFunctionMode):
     def _multiplied(self, rule: Rule, function: Any, args: Any, kwargs: Any) -> Any:
         self.precision.require_bits()
         if not self.precision.now.active:
-            rule = _as_it_is
+            rule = lambda _, function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
         if torch.compiler.is_compiling():
             return rule(self, function, *args, **kwargs)
         before, self.multiplying = self.multiplying, True
@@ -128,10 +128,6 @@ def _has_a_grid(args: Any) -> bool:
     tensors = [x for x in listed if isinstance(x, Tensor)]
     plain = all(x.layout == torch.strided and not x.is_complex() for x in tensors)
     return plain and len(tensors) > 0 and tensors[0].is_floating_point()
-
-
-def _as_it_is(products: Products, function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def is_weight(x: Tensor) -> bool:
@@ -172,14 +168,6 @@ def _conv(c: Products, function: Any, input: Tensor, weight: Tensor, bias: Any =
 def _matmul(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
     weights = is_weight(a), is_weight(b)
     return in_float32(c.precision, a, lambda a, b: _pair(c, traced.matmul, weights, a, b), a, b)
-
-
-def _turned(c: Products, function: Any, b: Tensor, a: Tensor) -> Tensor:
-    return _matmul(c, torch.matmul, a, b)
-
-
-def _inner(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
-    return _tensordot(c, function, a, b, ([-1], [-1]))
 
 
 def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
@@ -391,8 +379,8 @@ def _table() -> dict[str, tuple[Rule, str]]:
         **dict.fromkeys(("mm", "bmm"), (_matmul, "input mat2")),
         "mv": (_matmul, "input vec"),
         "dot": (_matmul, "input tensor"),
-        "__rmatmul__": (_turned, "input other"),
-        "inner": (_inner, "input other"),
+        "__rmatmul__": (lambda c, function, b, a: _matmul(c, torch.matmul, a, b), "input other"),
+        "inner": (lambda c, function, a, b: _tensordot(c, function, a, b, ([-1], [-1])), "input other"),
         "addmm": (_added, "input mat1 mat2"),
         "baddbmm": (_added, "input batch1 batch2"),
         "addmv": (_added, "input mat vec"),
@@ -431,7 +419,7 @@ def _seen_inside(function: Any) -> FunctionType:
 
 RULES = {function: (rule, names.split()) for name, (rule, names) in _table().items() for function in _named(name)}
 OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
-UNRULED = frozenset(_named(*multiplies.UNRULED))  # products that no rule quantises
+UNRULED = frozenset(_named(*coverage.UNRULED))  # products that no rule quantises
 INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
 
 

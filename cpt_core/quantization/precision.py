@@ -197,19 +197,6 @@ class LayerPrecision(RunningState):
         if torch._C._functorch.peek_interpreter_stack() is not None and self.now.active:
             _check_transforms(self.training)
 
-    def half_dtype(self, x: Tensor) -> torch.dtype | None:
-        """Return the half precision in which a plain layer would answer ``x``, None for full precision.
-
-        Under autocast, or in a model of that type. Quantised products run in float32 there and only their results are
-        rounded: bfloat16 would leave 17 of the 256 values of an 8-bit grid between 10 and 11.
-        """
-        if not self.now.active:
-            return None
-        if x.dtype in HALF:
-            return x.dtype
-        autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        return torch.get_autocast_dtype(x.device.type) if autocast else None
-
     @property
     def keeps_by_bits(self) -> bool:
         """Whether what the layer computes of constant features is kept, and is another thing for every bit width."""
@@ -252,7 +239,7 @@ class LayerPrecision(RunningState):
     def _rounded(self, role: str, x: Tensor) -> Tensor:
         quantizer, levels = self.quantizers[role], self.levels_for(role)
         if quantizer.hadamard and role != "bias":
-            from cpt_core.kernels.rotation import rotate
+            from cpt_core.kernels.formats import rotate
 
             x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from cpt_core.checks import choose
 from cpt_core.formats.quantizer import GRANULARITIES, Quantizer
 
-IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
-
 # The roles of the authors' layers.
 # Differs: the paper speaks of clipping; like the authors' code this is an affine grid between minimum and maximum.
 QUANTIZERS: dict[str, Quantizer] = {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.operators import range_of, track_
+from cpt_core.kernels import operators
+from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
 
 RUNNING_STARTS = ("corrected", "zero")
@@ -122,7 +123,7 @@ class RunningState(nn.Module):
             return
         running = self.get_buffer(f"running_{role}")
         if minimum.dim() == 0:
-            track_(running, minimum, width)
+            operators.active.track_(running, minimum, width)
             return
         now = torch.stack([minimum, width, torch.ones_like(width)])
         counts = now.isfinite().all(0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -26,7 +27,6 @@ from torch.optim import Optimizer
 from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.following import follow, follows
 from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.in_force import NOTHING
 from cpt_core.quantization.precision import LayerPrecision
@@ -35,6 +35,8 @@ from cpt_core.schedules.schedule import Levels, Schedule
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
+KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
+_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.WeakKeyDictionary()
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
@@ -101,7 +103,7 @@ class PrecisionScheduler:
 
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
-        if follows(self):
+        if any(s is self for s in _followers.values()):
             raise RuntimeError("this scheduler follows its optimizer: every optimizer.step() calls step() already")
         self.advance()
 
@@ -181,6 +183,29 @@ class PrecisionScheduler:
             layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
+
+
+def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
+    """Let a scheduler follow an optimizer, or the one that accelerate or Lightning wrapped, alone."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer not in _followers:
+        try:
+            optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
+            optimizer.register_load_state_dict_pre_hook(_load)
+            optimizer.register_step_post_hook(lambda optimizer, *_: _followers[optimizer].advance())
+        except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
+            raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
+    _followers[optimizer] = scheduler
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if KEY not in state:
+        said = "the optimizer's state has no PrecisionScheduler: to start one there, make it after load_state_dict"
+        raise ValueError(f"{said}; with torch.distributed.checkpoint call step() and save its state_dict() yourself")
+    _followers[optimizer].load_state_dict(state[KEY])
+    return {name: value for name, value in state.items() if name != KEY}
 
 
 def assign_schedules(

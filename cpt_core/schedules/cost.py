@@ -133,10 +133,8 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None
             are no level of it.
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
-        if isinstance(ladder, tuple):
-            of_roles = _by_role(ladder)
-            return cache(lambda level: _price([level, level, q_grad, q_grad], cost, of_roles))
-        return ladder_of(ladder).cost("bitops" if cost is None else cost, gradients=q_grad)
+        of_roles = _by_role(ladder)
+        return cache(lambda level: _price([level, level, q_grad, q_grad], cost, of_roles))
     if cost is not None and not callable(cost):
         raise ValueError(
             "cost must be a function, bits -> cost of a step, such as measured.seconds, or a name of COSTS; "

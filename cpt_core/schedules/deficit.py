@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpt_core.checks import check_bits, declared, shown, whole
+from cpt_core.checks import declared, shown, whole
 from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, MOST_STEPS, CyclicSchedule, Levels, Schedule, set_integers, set_range
@@ -86,10 +86,6 @@ class AdjustedSchedule(Schedule):
             values[step] = bits
         return values
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "changes": [list(c) for c in self.changes]}
-
 
 @dataclass(frozen=True)
 class DelayedSchedule(Schedule):
@@ -127,23 +123,11 @@ class DelayedSchedule(Schedule):
         gradients = np.where(np.arange(self.total_steps) < self.hold, self.level, found.error)
         return found._replace(error=gradients, weight_gradient=gradients)
 
-    def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
-        """Return the levels of a step."""
-        if self.level is not None and self._check_step(step) < self.hold:
-            check_bits("q_grad", self.q_max if q_grad is None else q_grad)
-            return Levels(*[self.level] * 4)
-        return super().levels_at(step, q_grad)
-
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
             return super()._relative_cost(q_max, q_grad, *priced)
         spent, top = role_prices(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
         return float(spent.mean() / top)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        held = {} if self.level is None else {"level": self.level}
-        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold, **held}
 
 
 def window_of(window: Any) -> tuple[int, int]:

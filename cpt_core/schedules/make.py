@@ -113,16 +113,12 @@ def _made(d: dict[str, Any]) -> Schedule:
         return StaticSchedule(**d)
     if kind == "table":
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
-    if kind != "cyclic":
-        return _composed(kind, d)
-    parameters = dict(d.pop("profile"))
-    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
-        return CyclicSchedule(profile=profile, **d)
-
-
-def _composed(kind: str, d: dict[str, Any]) -> Schedule:
+    if kind == "cyclic":
+        parameters = dict(d.pop("profile"))
+        profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)
+            return CyclicSchedule(profile=profile, **d)
     from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
     from cpt_core.schedules.layered import LayeredSchedule
     from cpt_core.schedules.roles import RoleSchedules

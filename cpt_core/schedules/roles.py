@@ -88,23 +88,15 @@ class RoleSchedules(Schedule):
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role; ``q_grad`` must be None: gradients have schedules of their own."""
-        self._refuse(q_grad)
+        if q_grad is not None:
+            raise ValueError(f"gradients have schedules of their own here; leave q_grad out, got {q_grad}")
         return Levels(*(s.bits() for s in self.parts))
-
-    def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
-        """Return the levels of a step."""
-        self._refuse(q_grad)
-        return Levels(*(s(step) for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if q_grad is not None:
             check_bits("q_grad", q_grad)  # it says nothing: gradients have schedules of their own
         spent, top = role_prices(self.levels(), q_max, *priced)
         return float(spent.mean() / top)
-
-    def _refuse(self, q_grad: int | None) -> None:
-        if q_grad is not None:
-            raise ValueError(f"gradients have schedules of their own here; leave q_grad out, got {q_grad}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

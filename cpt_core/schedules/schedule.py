@@ -16,7 +16,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -82,13 +82,14 @@ class Schedule:
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
-        gradients = np.full(self.total_steps, self.q_max if q_grad is None else check_bits("q_grad", q_grad))
+        of_every_step = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
+        gradients = np.broadcast_to(np.int64(of_every_step), self.total_steps)
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
         """Return the levels of a 0-based optimizer step."""
-        bits, gradients = self(step), self.q_max if q_grad is None else check_bits("q_grad", q_grad)
-        return Levels(bits, bits, gradients, gradients)
+        step = self._check_step(step)
+        return Levels(*(int(levels[step]) for levels in self.levels(q_grad)))
 
     @property
     def highest(self) -> Levels:
@@ -131,7 +132,8 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+        given = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **{name: _plain(value) for name, value in given.items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -226,14 +228,6 @@ class CyclicSchedule(Schedule):
             return np.resize(two, total)
         return self._values_at(np.arange(total))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        kind = type(self.profile)
-        if kind not in PROFILES.values():
-            raise ValueError(f"{kind.__name__} is not in PROFILES; add it there, or use FunctionSchedule")
-        profile = {v: k for k, v in PROFILES.items()}[kind]
-        return {**super().to_dict(), "profile": {"name": profile, **asdict(self.profile)}}
-
 
 @dataclass(frozen=True)
 class TableSchedule(Schedule):
@@ -257,10 +251,6 @@ class TableSchedule(Schedule):
         """Return the bits of every step as floats."""
         bits, steps = zip(*self.runs, strict=True)
         return np.repeat(np.array(bits, dtype=np.float64), steps)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, "runs": [list(run) for run in self.runs]}  # asdict takes long for many runs
 
 
 @dataclass(frozen=True)
@@ -298,6 +288,18 @@ class FunctionSchedule(Schedule):
     def to_dict(self) -> dict[str, Any]:
         """Return the bits as a table: a function itself cannot be written to JSON."""
         return {"kind": "table", "runs": [[q, len(list(run))] for q, run in itertools.groupby(self._bits.tolist())]}
+
+
+def _plain(value: Any) -> Any:
+    """Return a field of a schedule as JSON holds it."""
+    if isinstance(value, Schedule):
+        return value.to_dict()
+    if isinstance(value, Profile):
+        names = {kind: name for name, kind in PROFILES.items()}
+        if type(value) not in names:
+            raise ValueError(f"{type(value).__name__} is not in PROFILES; add it there, or use FunctionSchedule")
+        return {"name": names[type(value)], **asdict(value)}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 
 def set_integers(schedule: Schedule, *names: str) -> None:

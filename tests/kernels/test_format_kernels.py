@@ -12,7 +12,7 @@ from helpers import INF, NAN, normal
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.kernels import grids, reference
-from cpt_core.kernels.elements import round_elements
+from cpt_core.kernels.formats import round_elements
 
 SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]
 SMALL += ["e2m2", "e3m3", "e3m0", "e4m0", "e5m1", "e4m3:specials=infinity", "e3m4", "e8m0", "e6m1", "e5m10"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.quantization import following
+from cpt_core.quantization.scheduler import KEY
 
 STEPS, EVERY = 24, 10
 SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)
@@ -95,7 +95,7 @@ def test_a_second_scheduler_takes_the_place_of_the_first():
     loss_of(model, 0).backward()
     optimizer.step()
     assert (first.last_step, second.last_step) == (0, 1)
-    assert optimizer.state_dict()[following.KEY]["last_step"] == 1
+    assert optimizer.state_dict()[KEY]["last_step"] == 1
 
 
 def test_wrapped_optimizers_are_followed():

@@ -8,8 +8,8 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.formats.ladder import AFFINE, LADDERS
 from cpt_core.formats.quantizer import Quantizer
+from cpt_core.kernels.formats import rotate
 from cpt_core.kernels.operators import fake_quantize
-from cpt_core.kernels.rotation import rotate
 from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})

@@ -15,11 +15,10 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
-from cpt_core.quantization import multiplies, operations
+from cpt_core.quantization import coverage, operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.coverage import QuantizationWarning, names_a_product
 from cpt_core.quantization.fake_quantize import quantize
-from cpt_core.quantization.multiplies import names_a_product
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.roles import RoleSchedules
@@ -400,5 +399,5 @@ def test_every_product_that_has_a_rule_is_looked_for():
     named = {f.__name__.partition(".")[0] for f in (*operations.RULES, *operations.INSIDE)}
     named |= {"_transformer_encoder_layer_fwd"}
     named |= {name.partition("::")[2] for name in operations.OPERATORS}
-    assert multiplies.NAMES == named
-    assert {f.__name__ for f in operations.UNRULED} == set(multiplies.UNRULED)
+    assert coverage.NAMES == named
+    assert {f.__name__ for f in operations.UNRULED} == set(coverage.UNRULED)

@@ -7,8 +7,7 @@ from helpers import INF, NAN, normal
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import grids
-from cpt_core.kernels.elements import round_elements
-from cpt_core.kernels.rotation import rotate
+from cpt_core.kernels.formats import rotate, round_elements
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.quantizers import QUANTIZERS
 
