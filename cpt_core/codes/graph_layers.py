@@ -155,12 +155,13 @@ class After:
             quantizer = p.quantizers["grad"]
             if further and self.rounding.encodes and quantizer.grid in WHOLE:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
-                codes, *ranges, of_bias = operators.active.round_scale_encode(gradient, self.scale, p.grad_levels, key)
+                found = operators.active.round_scale_encode(gradient, self.scale, p.grad_levels, key)
+                codes, low, width, of_bias = found
                 if p.observed:
                     self._observe_both(gradient, key)
                 if key is not None:
                     key.add_(2)
-                return QuantizedTensor.with_codes(codes, *ranges, p.grad_levels), of_bias
+                return QuantizedTensor.with_codes(codes, low, width, p.grad_levels), of_bias
             once = self.rounding(gradient)
             g, of_bias = values(once), sums(once)
         if not further:
