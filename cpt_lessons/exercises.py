@@ -13,11 +13,9 @@ from cpt_lab.analysis.effects import LEAST_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.paths import results_dir
-from cpt_lessons import checks_of_lessons, checks_of_results
 from cpt_lessons.answers import Exercise, Refused, Unanswered
+from cpt_lessons.checks_of_lessons import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS
-
-EXERCISES = dict(sorted((checks_of_lessons.EXERCISES | checks_of_results.EXERCISES).items()))
 
 OPTIONS = ("a", "b", "c")  # of every prediction
 

@@ -31,15 +31,12 @@ class _Renderer(IPythonRenderer):
     """Formulas as MathML, which browsers show by themselves; links that lead somewhere from where the page is."""
 
     def inline_math(self, body: str) -> str:
-        """Set a formula in a line of text."""
         return convert(body)
 
     def block_math(self, body: str) -> str:
-        """Set a formula on lines of its own."""
         return convert(body, display="block")
 
     def latex_environment(self, name: str, body: str) -> str:
-        """Set a formula that is written without dollars."""
         return convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
@@ -52,7 +49,6 @@ class _Renderer(IPythonRenderer):
 class _Exporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
-        """Render a cell of text."""
         return MarkdownWithMath(renderer=_Renderer(escape=False, anchor_link_text="¶")).render(source)
 
 

@@ -152,7 +152,6 @@ MADE = {
     "sensitivity": sensitivity,
     "source": lambda: torch.tensor([0, 1]),
     "weight": cyclic,
-    "writer": lambda: type("W", (), {"add_scalar": lambda *given: None})(),
     "x": lambda: torch.ones(2, 3),
 }
 SCHEDULES = {
@@ -172,7 +171,7 @@ METHODS = {
     "PrecisionScheduler": (scheduler, "load_state_dict"),
     "QuantConfig": (cpt.QuantConfig, "with_gradient_rounding"),
     "Quantizer": (lambda: cpt.quantization.Quantizer("per_row"), "of on"),
-    "Recording": (recording, "scalars write"),
+    "Recording": (recording, "scalars"),
     "SAGEConv": (lambda: cpt.SAGEConv(2, 3), "forward"),
     "Sensitivity": (
         sensitivity, "from_dict response estimates even agreement places weights product promised",

@@ -59,7 +59,6 @@ class AdaptiveScheduler(PrecisionScheduler):
         share: float = 0.05,
         decay: float = 0.3,
     ) -> None:
-        """Begin with the first level."""
         declared(type(self).__init__, locals())
         self.levels = tuple(check_bits("each of levels", level) for level in levels)
         if not self.levels or any(a >= b for a, b in itertools.pairwise(self.levels)):

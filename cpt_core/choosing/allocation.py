@@ -96,21 +96,21 @@ def allocate(
         steps = np.array([total])
     elif steps.min() < 1:
         raise ValueError(f"{total} steps are too few for {len(steps)} windows")
-    prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
     levels = np.arange(q_min, q_max + 1)
     noise: Array = np.power(4.0, -levels)
     if over in ("roles", "all"):
         if q_grad is not None:
             raise ValueError(f"over {over!r} gradients have bits of their own; leave q_grad out, got {q_grad!r}")
         levels, noise, prices = _worth_having(sensitivity.weights("roles", floor), levels, q_max, cost, ladder)
-    check_budget(budget, prices[0] / unit, prices[-1] / unit, q_min, q_max)
+    check_budget(budget, prices[0], prices[-1], q_min, q_max)
     time = np.ones(1) if over in ("layers", "roles") else sensitivity.weights("time", floor)
     alike = over in ("time", "roles")  # in all layers
     layers = np.ones(1) if alike else sensitivity.weights("layers", floor)
     macs = np.ones(1) if alike else np.array(sensitivity.macs, dtype=float)
     weights = time[:, None] / time.mean() * layers[None]
     work, length = (np.broadcast_to(x, weights.shape).ravel() for x in (macs[None], steps[:, None]))
-    counts = spread_bits(weights.ravel(), work, length, float(budget), prices / unit, noise)
+    counts = spread_bits(weights.ravel(), work, length, float(budget), prices, noise)
     schedules = [_schedule(levels[_order(places)]) for places in counts.reshape(*weights.shape, -1).transpose(1, 0, 2)]
     if alike:
         return schedules[0]
@@ -130,8 +130,7 @@ def static_of_cost(
 
     It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
     """
-    prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
-    prices = prices / unit
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
     total_steps = whole("total_steps", total_steps, 1)
     check_budget(budget, float(prices[0]), float(prices[-1]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
@@ -173,7 +172,7 @@ def _worth_having(
     """
     every = np.array(list(itertools.product(levels.tolist(), repeat=3)))
     weight, activation, gradient = every.T
-    prices, _ = role_prices((activation, weight, gradient, gradient), q_max, cost, ladder)
+    prices, unit = role_prices((activation, weight, gradient, gradient), q_max, cost, ladder)
     noise = 4.0**-every @ (weights / weights.mean())
     found: list[int] = []
     for i in np.lexsort((noise, prices)).tolist():
@@ -183,7 +182,7 @@ def _worth_having(
                 break
             found.pop()
         found.append(i)
-    return every[found], noise[found], prices[found].astype(float)
+    return every[found], noise[found], prices[found] / unit
 
 
 def spread_bits(
@@ -204,10 +203,8 @@ def spread_bits(
     return _exchanged(_given_out(cost, loss, steps, budget), cost, loss, budget)
 
 
-def _prices(
-    q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None
-) -> tuple[NDArray[Any], float]:
-    """Return what a step costs at every precision, and one of the baseline.
+def _prices(q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None) -> Array:
+    """Return what a step costs at every precision, relative to one of the baseline.
 
     ValueError unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
     """
@@ -218,7 +215,7 @@ def _prices(
     if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
         shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
         raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
-    return prices, static_cost(q_max, cost, ladder)
+    return prices / static_cost(q_max, cost, ladder)
 
 
 def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float) -> Counts:

@@ -106,18 +106,10 @@ def sensitivity(
 
 
 def measured(
-    start: Callable[..., Generator[tuple[Trial, int]]],
-    by_loss: bool,
-    base: int = 4,
-    q_max: int = 8,
-    windows: int = 8,
-    layers: int | Sequence[Sequence[str] | str] = 4,
-    steps: int = 100,
-    estimate: bool = True,
-    roles: bool = False,
-    seeds: Sequence[int] = (0, 1, 2, 3, 4),
-    progress: bool | None = None,
-) -> Sensitivity:
+    start: Callable[..., Generator[tuple[Trial, int]]], by_loss: bool, base: int = 4, q_max: int = 8, windows: int = 8,
+    layers: int | Sequence[Sequence[str] | str] = 4, steps: int = 100, estimate: bool = True, roles: bool = False,
+    seeds: Sequence[int] = (0, 1, 2, 3, 4), progress: bool | None = None,
+) -> Sensitivity:  # fmt: skip
     """Do what ``sensitivity`` does with the trials that ``start(q_max, seeds, batches)`` yields.
 
     With ``by_loss`` they have no judge: the mean loss of some further steps at q_max bits is measured.
@@ -201,7 +193,6 @@ def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
 
 
 def _patterns(layers: Any) -> list[tuple[str, ...]]:
-    """Return the patterns of every group; ValueError for what names none."""
     try:
         found = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
         if not found or any(not isinstance(p, str) for g in found for p in g):

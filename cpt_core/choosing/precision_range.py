@@ -53,7 +53,6 @@ class PrecisionRange:
         return nulled(asdict(self))
 
     def __str__(self) -> str:
-        """Return the answer and a line per precision."""
         seeds = f"{len(self.start)} seed{'s' * (len(self.start) > 1)}"
         what = "share of q_max's loss reduction" if self.mode == "reset" else "fall of the loss"
         lines = [f"q_min = {self.q_min}: {self.reason}" if self.q_min else f"no answer: {self.reason}"]

@@ -103,15 +103,10 @@ def precision_range_test(
 
 
 def range_tested(
-    start: Callable[..., Generator[tuple[Trial, int]]],
-    q_max: int = 8,
-    bits: Sequence[int] | None = None,
-    dwell: int = 100,
-    mode: str = "reset",
-    threshold: float | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
+    start: Callable[..., Generator[tuple[Trial, int]]], q_max: int = 8, bits: Sequence[int] | None = None,
+    dwell: int = 100, mode: str = "reset", threshold: float | None = None, seeds: Sequence[int] = (0, 1, 2),
     progress: bool | None = None,
-) -> PrecisionRange:
+) -> PrecisionRange:  # fmt: skip
     """Do what ``precision_range_test`` does with the trials that ``start(q_max, seeds, dwell)`` yields."""
     declared(range_tested, {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress})
     choose("mode", mode, tuple(MODES))

@@ -1,4 +1,4 @@
-"""What a bit less costs, and where: the answer of ``training.sensitivity``, with its evidence.  Beyond the paper.
+"""What a bit less costs, and where: the answer of ``choosing.sensitivity``, with its evidence.  Beyond the paper.
 
 The model behind it: the quality lost to low precision is a sum over steps t and layers l,
 
@@ -68,7 +68,6 @@ class Sensitivity:
     in_roles: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the values, and that they belong together."""
         declared(type(self), vars(self), parts=True)
         whole("base", self.base, 2, MOST_BITS)
         edges = [0, *(stop for _, stop in self.windows)]
@@ -212,7 +211,6 @@ class Sensitivity:
         return cls(**{f.name: _tupled(d[f.name], "in_" in f.name) for f in fields(cls)})
 
     def __str__(self) -> str:
-        """Return a line per window and group."""
         n = len(self.seeds)
         lines = [
             f"quality lost ({self.quality}) by {self.base - 1} instead of {self.base} bits in one place, "

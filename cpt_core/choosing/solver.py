@@ -124,7 +124,6 @@ def solve_schedule(
 
 
 def _check_cost(cost: StepCost, q_min: int, q_max: int) -> None:
-    """Raise ValueError unless a cost gives a positive number for all bits."""
     found: dict[int, Any] = {q: cost(q) for q in range(q_min, q_max + 1)}
     for q, value in found.items():
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's numbers

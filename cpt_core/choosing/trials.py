@@ -100,16 +100,9 @@ class Trial:
 
 
 def of_model(
-    model: nn.Module,
-    train_step: TrainStep,
-    optimizer: torch.optim.Optimizer,
-    q_max: int,
-    seeds: Sequence[int],
-    batches: int,
-    config: QuantConfig | str | None = None,
-    stateful: Sequence[Any] = (),
-    judge: Judge | None = None,
-) -> Generator[tuple[Trial, int]]:
+    model: nn.Module, train_step: TrainStep, optimizer: torch.optim.Optimizer, q_max: int, seeds: Sequence[int],
+    batches: int, config: QuantConfig | str | None = None, stateful: Sequence[Any] = (), judge: Judge | None = None,
+) -> Generator[tuple[Trial, int]]:  # fmt: skip
     """Yield for every seed what to train, and the number of its first batch, ``seed * batches``.
 
     The model is converted if it is not yet; closing the generator leaves it as it was.

@@ -274,7 +274,6 @@ class Tried:
         )
 
     def __str__(self) -> str:
-        """Return the answer, a line each."""
         counts = [len(of_arm) for of_arm in self.results.values()]
         runs, seeds, least = sum(counts), max(counts, default=0), min(counts, default=0)
         over = "; stopped before all was clear" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)

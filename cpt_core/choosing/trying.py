@@ -64,11 +64,12 @@ def try_precision(
     repeated. An interval is that of one comparison which is looked at once. Here some are looked at after every seed:
     "clear" is a good hint, not a test.
 
+    Other arguments are those of ``precision_range_test``.
+
     Args:
         model: converted for the trainings if it is not yet, and left as it was.
         train_step: ``train_step(step) -> loss`` does one whole optimizer step on batch number ``step``, the same batch
             whenever the number is the same. Numbers go on from one seed to the next.
-        optimizer: the one that ``train_step`` uses.
         evaluate: called after every training, at the bits with which it ended; what is larger when better. The model
             is in the mode in which the training left it: call ``model.eval()`` where that matters.
         steps: optimizer steps of a training.
@@ -79,9 +80,6 @@ def try_precision(
         cycles: of a schedule.
         store: a file of JSON lines; trainings that it holds are not repeated, so that what was stopped goes on. It
             knows weights, rates, steps and ``config``: take another file when the data or ``evaluate`` change.
-        stateful: what else ``train_step`` changes, as in ``precision_range_test``.
-        config: of ``quantize_``; None quantises all layers.
-        progress: show a bar; None shows it to people only, in a terminal or a notebook.
 
     Raises:
         ValueError: for wrong values, before anything is trained; when training diverges in float32; when two seeds are

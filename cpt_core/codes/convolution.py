@@ -203,7 +203,7 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
     """
     x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
     if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:
-        around = operators.active.padded_bytes(x, zero, geometry.padding)
+        around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
         return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
     return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero).flatten(0, 2), rows.t()), zero
@@ -273,11 +273,6 @@ def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: 
     return windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(3, dtype=torch.int32)
 
 
-def padded_bytes(codes: Tensor, zero: int, padding: Any) -> Tensor:
-    """Return codes (N, H, W, C) plus 128 as unsigned bytes, with rows and columns that stand for 0 around."""
-    return padded(codes.view(torch.uint8) ^ 128, padding, zero + 128)
-
-
 def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor) -> None:
     """Turn sums of products of codes into values.
 
@@ -318,7 +313,6 @@ def pixel_products(
 GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 SCHEMAS: dict[str, tuple[str, Any]] = {
     "window_sums": (f"(Tensor codes, Tensor zero, {GEOMETRY}) -> Tensor", window_sums),
-    "padded_bytes": ("(Tensor codes, int zero, int[] padding) -> Tensor", padded_bytes),
     "affine_windows": (
         "(Tensor product, Tensor sums, Tensor zeros, Tensor scales, Tensor shifts, Tensor(a!) out) -> ()",
         affine_windows,

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.codes.layers import GradientRounding, Operand, first_order, product, saved_operands, sums, values
-from cpt_core.codes.operands import encoded
+from cpt_core.codes.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, sums, values
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels import operators
@@ -54,15 +53,9 @@ def product_on_codes(
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        codes: Callable[[], QuantizedTensor],
-        scale: Tensor | None,
-        linear: bool,
-        after: After,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, codes: Callable[[], QuantizedTensor],
+        scale: Tensor | None, linear: bool, after: After,
+    ) -> Tensor:  # fmt: skip
         a, w = codes(), encoded(after.precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.scale, ctx.linear, ctx.after = scale, linear, after
@@ -140,7 +133,6 @@ class After:
     """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h."""
 
     def __init__(self, precision: GraphPrecision, tail: Tail | None) -> None:
-        """Note what is in force."""
         self.precision, self.rounding = precision, GradientRounding(precision)
         self.scale_of = (lambda h: None) if tail is None else tail.scale
         self.biased = tail is not None and tail.bias is not None
@@ -163,12 +155,13 @@ class After:
             quantizer = p.quantizers["grad"]
             if further and self.rounding.encodes and quantizer.grid in WHOLE:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
-                found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
+                found = operators.active.round_scale_encode(gradient, self.scale, p.grad_levels, key)
+                codes, low, width, of_bias = found
                 if p.observed:
                     self._observe_both(gradient, key)
                 if key is not None:
                     key.add_(2)
-                return found
+                return QuantizedTensor.with_codes(codes, low, width, p.grad_levels), of_bias
             once = self.rounding(gradient)
             g, of_bias = values(once), sums(once)
         if not further:
@@ -190,14 +183,6 @@ class After:
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def round_scale_encode(
-    gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
-) -> tuple[QuantizedTensor, Tensor]:
-    """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
-    codes, low, width, of_bias = operators.active.round_scale_encode(gradient, scale, levels, key)
-    return QuantizedTensor.with_codes(codes, low, width, levels), of_bias
-
-
 def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tensor:
     """Return the sums over in-neighbours, (D, F) float32: of the codes in int32, then made values of.
 
@@ -213,6 +198,7 @@ def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tenso
 def _round_scale_encode(
     ops: Any, gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
     low, width = ops.range(gradient, "per_tensor")
     codes = ops.encode(gradient, low, width, levels, key, key is not None)
     rounded, totals, rows = QuantizedTensor.with_codes(codes, low, width, levels), codes.sum(0), len(codes)

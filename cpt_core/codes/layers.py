@@ -21,8 +21,9 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
-from cpt_core.codes.operands import encoded, encoded_gradient
+from cpt_core.kernels.operators import check_floating, range_of
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
+from cpt_core.kernels.reference import clips
 from cpt_core.quantization.precision import LayerPrecision
 
 Operand = Tensor | QuantizedTensor
@@ -44,13 +45,9 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def linear_on_codes(
-    precision: LayerPrecision,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    codes: QuantizedTensor | None = None,
-    parts: Sequence[int] = (),
-) -> Tensor:
+    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None,
+    codes: QuantizedTensor | None = None, parts: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
     """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
 
     Args:
@@ -64,14 +61,9 @@ def linear_on_codes(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        precision: LayerPrecision,
-        codes: QuantizedTensor | None,
-        parts: Sequence[int],
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision,
+        codes: QuantizedTensor | None, parts: Sequence[int],
+    ) -> Tensor:  # fmt: skip
         a = (encoded(precision, "input", x) if codes is None else codes).matrix()
         w = encoded(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
@@ -121,33 +113,23 @@ class _Conv2d(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
-        g, geometry = ctx.gradient(gradient), ctx.geometry
-        of_x, of_w, of_b = ctx.needs_input_grad[:3]
-        return (
-            _conv2d_input(g, w, a.codes.shape, geometry, ctx.channels_last) if of_x else None,
-            _conv2d_weight(g, a, w.codes.shape, geometry) if of_w else None,
-            sums(_pixels(g) if isinstance(g, QuantizedTensor) else g.transpose(1, -1).flatten(0, -2)) if of_b else None,
-            None,
-            None,
-        )
-
-
-def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool) -> Tensor:
-    if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
-        return convolution.conv2d_input(g, w, shape, geometry, channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return conv2d_input(shape, values(w), values(g), *geometry).contiguous(memory_format=layout)
-
-
-def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    if isinstance(g, QuantizedTensor) and g.one_step:
-        return convolution.conv2d_weight(g, a, shape[2:], geometry)
-    return conv2d_weight(values(a), shape, values(g), *geometry)
-
-
-def _pixels(x: QuantizedTensor) -> QuantizedTensor:
-    """Return (N, C, H, W) with one range as a matrix (N * H * W, C)."""
-    return x.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
+        g, shape = ctx.gradient(gradient), a.codes.shape
+        codes = g if isinstance(g, QuantizedTensor) and g.one_step else None
+        dx = dw = db = None
+        if ctx.needs_input_grad[0] and codes is not None and w.one_step:
+            dx = convolution.conv2d_input(codes, w, shape, ctx.geometry, ctx.channels_last)
+        elif ctx.needs_input_grad[0]:
+            layout = torch.channels_last if ctx.channels_last else torch.contiguous_format
+            dx = conv2d_input(shape, values(w), values(g), *ctx.geometry).contiguous(memory_format=layout)
+        if ctx.needs_input_grad[1] and codes is not None:
+            dw = convolution.conv2d_weight(codes, a, w.codes.shape[2:], ctx.geometry)
+        elif ctx.needs_input_grad[1]:
+            dw = conv2d_weight(values(a), w.codes.shape, values(g), *ctx.geometry)
+        if ctx.needs_input_grad[2] and isinstance(g, QuantizedTensor):  # of pixels, (N * P * Q, O)
+            db = sums(g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1])))
+        elif ctx.needs_input_grad[2]:
+            db = sums(g.transpose(1, -1).flatten(0, -2))
+        return dx, dw, db, None, None
 
 
 @torch.compiler.disable
@@ -174,6 +156,44 @@ class _Product(torch.autograd.Function):
 
 
 # --- what all layers share --------------------------------------------------------------------------------------------
+
+
+def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
+    """Return what ``p.operand`` returns as codes; for at most ``CODE_BITS`` bits, and without a gradient.
+
+    Raises:
+        RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
+    """
+    p.require_bits()
+    check_floating(x)
+    if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
+        raise RuntimeError("torch.jit.trace cannot record products on codes; take execution 'simulated'")
+    if x.dtype == torch.float64:
+        raise RuntimeError(
+            f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
+        )
+    p.follow(x)
+    p.observe(role, x)
+    quantizer = p.quantizers[role]
+    if p.training or not quantizer.running:
+        low, width = range_of(x, quantizer.grid)
+        if quantizer.running:
+            p.track(role, low, width)
+    else:
+        low, width = p.evaluated(role, x)
+        low = p.marked(role, x, low)
+    return QuantizedTensor.on(x, low, width, p.levels_for(role), None, p.clips(role), channels_last)
+
+
+def encoded_gradient(p: LayerPrecision, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:
+    """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
+    p.observe(role, gradient)
+    grid, key = p.quantizers[role].grid, p.noise_key if p.quantizers[role].rounding == "stochastic" else None
+    ranges = range_of(gradient, grid)
+    codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, key, clips(grid, key is not None), channels_last)
+    if key is not None:
+        key.add_(1)
+    return codes
 
 
 def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:

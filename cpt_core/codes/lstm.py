@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.codes.integer import column_tables
-from cpt_core.codes.layers import GradientRounding, first_order, linear_on_codes
-from cpt_core.codes.operands import encoded
+from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
@@ -57,18 +56,9 @@ def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tup
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_gates: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        h: Tensor,
-        c: Tensor,
-        precision: LayerPrecision,
-        role: str,
-        steps: tuple[int, tuple[int, ...], bool],
-        save: bool,
-    ) -> tuple[Tensor, ...]:
-        p = precision
+        ctx: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, c: Tensor,
+        p: LayerPrecision, role: str, steps: tuple[int, tuple[int, ...], bool], save: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         u = encoded(p, "weight", weight)
         low, width, filled = p.stored_range(role)
         column_codes, column_values = column_tables(u.t(), bias)

@@ -96,7 +96,6 @@ class Check:
         return sum(p.macs for p in forward if p.quantized) / max(1, sum(p.macs for p in forward))
 
     def __str__(self) -> str:
-        """Return a table of the products, then what is wrong."""
         names = {
             p: (p.layer or "(model)") + (f" (reads {', '.join(p.reads)})" if p.reads else "") for p in self.products
         }
@@ -144,9 +143,13 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     plain = {p.layer: p.layer for p in products if not p.quantized}
     unexplained = any(not p.backward and p.layer not in layers for p in products if not p.quantized)
     read = {parameter: p.layer for p in products if not p.backward for parameter in p.reads}
-    bypassed, unused, holders = {}, [], _holders(model)
+    bypassed, unused = {}, []
+    holders: defaultdict[int, list[str]] = defaultdict(list)  # all names of a parameter, several where modules share it
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders[id(parameter)].append(name)
     for name in layers:
-        own = {names[0] for names in holders if all(within(n, [name]) for n in names)}  # nobody outside shares them
+        # of whose parameters nobody outside has a share
+        own = {names[0] for names in holders.values() if all(within(n, [name]) for n in names)}
         reader = plain.get(name, next((read[n] for n in own if n in read), None))
         if reader is not None:
             bypassed[name] = reader
@@ -184,14 +187,6 @@ def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Exe
     known = {part_of(layer, PRODUCTS) for layer in ran}
     more = {name: (0, macs) for name, macs in plan.items() if name.endswith(f"({PRODUCTS})") and name not in known}
     return {layer: (ran[layer], macs) for layer, macs in priced.items() if ran[layer] != macs} | more
-
-
-def _holders(model: nn.Module) -> list[list[str]]:
-    """Return all names of every parameter: of one that modules share there are several."""
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[id(parameter)].append(name)
-    return list(found.values())
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Grids) -> set[str]:
@@ -245,7 +240,6 @@ class _Grids(Watch):
         self.macs[layer, name, self.backward, quantized, reads] += sum(product.macs for product in found)
 
     def on_grid(self, operand: Tensor) -> bool:
-        """Whether an operand of a product is quantised."""
         return storage_of(operand) in self._rounded and operand.dtype not in HALF
 
     def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:

@@ -108,7 +108,11 @@ def measure_cost(
 
     ran = [name for name in names if name in parts[widths[0]][0]]
     by_layer = {name: {q: part(name, q) for q in widths} for name in ran}
-    return MeasuredCost(_said(step.device), q_grad, convention, steps, by_layer)
+    threads = torch.get_num_threads()
+    device = f"CPU, {threads} thread{'s' * (threads > 1)}"
+    if step.device.type == "cuda":
+        device = torch.cuda.get_device_name(step.device)
+    return MeasuredCost(device, q_grad, convention, steps, by_layer)
 
 
 def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | None) -> tuple[list[int], int]:
@@ -138,10 +142,3 @@ def _typical(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
 def _bitops(plan: BitOpsPlan, layer: str) -> float:
     """Return the BitOps of a layer with those of its parts, which a plan has as "layer (part)"."""
     return sum(v for name, v in plan.by_layer.items() if name == layer or name.startswith(f"{layer} (".lstrip()))
-
-
-def _said(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)}"

@@ -110,7 +110,7 @@ class MeasuredCost:
         for q in self.bits:
             s = self.steps[q]
             shares = [f"{part / whole:6.3f}" if whole else f"{'-':>6}" for part, whole in zip(s, top, strict=True)]
-            shown = f"{_ms(s):9.3f}", f"{_mib(s):9.3f}", f"{s.bitops:14.5g}"
+            shown = f"{1e3 * s.seconds:9.3f}", f"{s.saved_bytes / 2**20:9.3f}", f"{s.bitops:14.5g}"
             cells = (f"{value}  {share}" for value, share in zip(shown, shares, strict=True))
             lines.append("  ".join([f"{q:4}", *cells]))
         rows = {**self.layers, "(other)": {q: self.other(q) for q in self.bits}}
@@ -119,7 +119,8 @@ class MeasuredCost:
         heads = [f"{f'{unit} at {q}':>15}" for unit in ("ms", "saved MiB") for q in ends]
         lines += ["", "  ".join([f"{'layer':<{width}}", *heads])]
         for name, spent in rows.items():
-            cells = (f"{value:15.3f}" for part in (_ms, _mib) for value in (part(spent[q]) for q in ends))
+            values = *(1e3 * spent[q].seconds for q in ends), *(spent[q].saved_bytes / 2**20 for q in ends)
+            cells = (f"{value:15.3f}" for value in values)
             lines.append("  ".join([f"{name or '(model)':<{width}}", *cells]))
         return "\n".join(lines)
 
@@ -138,14 +139,6 @@ class MeasuredCost:
             return cls(d["device"], d["q_grad"], d["convention"], _spent(d["steps"]), layers)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"d must be what to_dict() returned, got {shown(d)}: {error!r}") from None
-
-
-def _ms(spent: Spent) -> float:
-    return 1e3 * spent.seconds
-
-
-def _mib(spent: Spent) -> float:
-    return spent.saved_bytes / 2**20
 
 
 def _plain(by_bits: Mapping[int, Spent]) -> list[list[Any]]:

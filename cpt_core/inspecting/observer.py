@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +55,8 @@ class Observer:
         of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.grid), [])
         of_key += [summed(part, levels, grid, key, format) for part in parts]
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a layer is not recorded."""
-
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Neither is one that was stored."""
+        """A copy of a layer is not recorded, and neither is one that was stored."""
         return type(None), ()
 
 

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cpt_core.bitops.trace import compiled_parts
 from cpt_core.bitops.watch import within
-from cpt_core.checks import declared, library, shown, whole
+from cpt_core.checks import declared, library, whole
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.in_force import ladder_role
@@ -47,13 +47,6 @@ MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
 NOT_SEEN = "no eager code rounded it in training at a recorded step"
 COMPILED = "it is compiled: such code says nothing"
 RECURRENCE = "rounded inside the recurrence: the gradient that the input's product has, with other noise"
-
-
-class ScalarWriter(Protocol):
-    """What takes scalars, as ``torch.utils.tensorboard.SummaryWriter`` does."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number of one step."""
 
 
 def record(model: nn.Module, every: int = 100, step: int = 0) -> Recording:
@@ -90,7 +83,6 @@ class Recording:
     """
 
     def __init__(self, model: nn.Module, every: int = 100, step: int = 0) -> None:
-        """Check the arguments; recording starts with the block."""
         declared(type(self).__init__, {"model": model})
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
         if "" in compiled_parts(model):
@@ -103,7 +95,6 @@ class Recording:
         self._sums: dict[Key, list[Tensor]] = {}  # of the step under way, on the device
         self._kept: dict[int, dict[Key, np.ndarray]] = {}
         self._seen: set[str] = set()
-        self._written = -1
         self._hooks = ExitStack()
         self.open = False
 
@@ -215,6 +206,8 @@ class Recording:
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".
 
+        TensorBoard takes them one by one: ``writer.add_scalar(name, number, step)``.
+
         Raises:
             ValueError: for a step that is not recorded, or when none is.
         """
@@ -227,16 +220,6 @@ class Recording:
             place = f"{row['layer'] or 'model'}/{row['role']}"
             found |= {f"{place}/{name}": row[name] for name in ("level", *STATISTICS)}
         return {name: float(value) for name, value in found.items() if value is not None}
-
-    def write(self, writer: ScalarWriter) -> None:
-        """Write the scalars of all steps that have been recorded since the last call; ``SummaryWriter`` takes them."""
-        if not callable(getattr(writer, "add_scalar", None)):
-            raise ValueError(f"writer must have a method add_scalar, as SummaryWriter has, got {shown(writer)}")
-        for step in self.steps:
-            if step > self._written:
-                self._written = step
-                for tag, value in self.scalars(step).items():
-                    writer.add_scalar(tag, value, step)
 
     def _rows(self, step: int) -> Iterator[dict[str, Any]]:
         for (layer, role, level, bits, grid), sums in self._kept[step].items():

@@ -37,10 +37,7 @@ class TrainingStep(Path):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        modules: Mapping[str, nn.Module] | None = None,
+        self, model: nn.Module, inputs: tuple[Any, ...], modules: Mapping[str, nn.Module] | None = None
     ) -> None:
         super().__init__()
         self.model, self.inputs, self.modules = model, inputs, modules or {}
@@ -158,5 +155,4 @@ class TrainingStep(Path):
 
 
 def _between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks."""
     return float(end - start) if isinstance(start, float) else start.elapsed_time(end) / 1e3

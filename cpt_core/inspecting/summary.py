@@ -59,7 +59,6 @@ class LayerSummary:
     share: float | None = None
 
     def __str__(self) -> str:
-        """Return how it is computed."""
         if not self.quantized:
             return f"float32 ({self.reason})"
         if self.simulated is None:
@@ -93,7 +92,6 @@ class Summary:
         return [r for r in self.rows if not r.quantized]
 
     def __str__(self) -> str:
-        """Return a table."""
         width = max([len(r.name) for r in self.rows] + [6])
         counted = self.float32_shares is not None
         lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"]

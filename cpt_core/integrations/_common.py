@@ -18,15 +18,7 @@ LOGGED = ("level", "snr_db", "underflow", "gradient_to_noise")  # of what a reco
 class TrainerPrecision(PrecisionScheduler):
     """A ``PrecisionScheduler`` that knows what a Trainer logs.
 
-    Args:
-        model: a model converted by ``quantize_``.
-        schedule: one schedule, or a mapping from patterns of layer names to schedules.
-        q_grad: gradient bits; None takes each schedule's ``q_max``.
-        total_steps: optimizer steps that the Trainer will take; None when it is not about to train.
-        eval_bits: as those of ``PrecisionScheduler``.
-
-    Raises:
-        ValueError: when the model is not converted, or the schedule has another number of steps.
+    ``total_steps``: optimizer steps that the Trainer will take; None when it is not about to train.
     """
 
     recording: Recording | None = None
@@ -35,7 +27,6 @@ class TrainerPrecision(PrecisionScheduler):
         self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None,
         eval_bits: EvalBits = "current",
     ) -> None:  # fmt: skip
-        """Assign layers to schedules and apply step 0."""
         if not any(isinstance(m, LayerPrecision) for m in model.modules()):
             raise ValueError("the model has no quantised layers; call quantize_(model) before the Trainer is made")
         super().__init__(model, schedule, q_grad, eval_bits=eval_bits)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cpt_core.checks import arguments, whole
-from cpt_core.codes.operands import encoded
+from cpt_core.codes.layers import encoded
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
@@ -52,7 +52,6 @@ class Codes(nn.Module):
     low: Tensor
 
     def __init__(self, x: QuantizedTensor) -> None:
-        """Keep the numbers."""
         super().__init__()
         self.offset, self.dtype = float(x.half), torch.float32  # which nn.LSTM compares with that of its input
         for name in ("codes", "scale", "low"):
@@ -116,9 +115,11 @@ def export(
                 module.config.use_cache = False  # type: ignore[union-attr]
         # a program that returns a class of transformers could not be loaded without it
         deployed.register_forward_hook(lambda module, args, y: dict(y) if isinstance(y, Mapping) else y)
-        shapes = tree_map(_first_free, inputs) if dynamic_shapes is None else dynamic_shapes
+        if dynamic_shapes is None:
+            first = {0: torch.export.Dim.AUTO}
+            dynamic_shapes = tree_map(lambda x: first if isinstance(x, Tensor) and x.dim() else None, inputs)
         with _in_torch_operations():
-            program = torch.export.export(deployed, inputs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(deployed, inputs, dynamic_shapes=dynamic_shapes, strict=False)
     for part in program.graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()  # torch 2.6 cannot read some of it
@@ -172,7 +173,6 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
 
 
 def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
-    """Put codes in the place of a layer's parameters."""
     layer.execution = "simulated"
     if isinstance(module, QuantOperations):  # whose forward would have to take codes
         return
@@ -182,15 +182,8 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
         delattr(module, name)
         setattr(module, name, codes)
     del layer.noise_key
-    vars(layer)["operand"] = partial(_operand, layer.operand)
-
-
-def _operand(of_data: Any, role: str, x: Tensor | Codes, *along: int) -> Tensor:
-    return x() if isinstance(x, Codes) else of_data(role, x, *along)
-
-
-def _first_free(x: Any) -> dict[int, Any] | None:
-    return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
+    of_data = layer.operand
+    vars(layer)["operand"] = lambda role, x, *along: x() if isinstance(x, Codes) else of_data(role, x, *along)
 
 
 @contextmanager

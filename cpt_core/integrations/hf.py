@@ -67,7 +67,6 @@ class PrecisionCallback(TrainerCallback):
         self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
         resume_from: str | os.PathLike[str] | None = None, record_every: int | None = None,
     ) -> None:  # fmt: skip
-        """Keep the settings; the model comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = eval_bits
         self.resume_from = resume_from

@@ -48,7 +48,6 @@ class PrecisionCallback(Callback):
         self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
         record_every: int | None = None,
     ) -> None:  # fmt: skip
-        """Keep the settings; the module comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
         self.record_every = None if record_every is None else whole("record_every", record_every, 1)

@@ -85,7 +85,6 @@ class _Agreed:
     def fake_quantize(
         self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Round on these ranges."""
         low, width = self.ops.range(x.detach(), granularity) if is_weight(x) else self.range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width

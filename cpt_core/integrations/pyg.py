@@ -102,7 +102,6 @@ class _QuantPyG(_QuantGraph):
 
     @classmethod
     def lengths(cls, module: Any) -> Levels:
-        """Features."""
         out, inside = getattr(module, cls.LINEAR[0]).weight.shape
         return Levels((inside, out), (inside,), (out,), (out,))
 

@@ -148,15 +148,6 @@ def test_codes_are_rounded_into_channels_last(name, key, granularity):
             assert torch.equal(codes, expected)
 
 
-@pytest.mark.parametrize("padding", [(0, 0), (1, 0), (2, 3)])
-@pytest.mark.parametrize("zero", [-128, 5, 127])
-def test_codes_are_padded_with_what_stands_for_0(padding, zero):
-    codes = bytes_of(3, 4, 5, 7)
-    expected = torch.nn.functional.pad(codes.int(), (0, 0, *[padding[1]] * 2, *[padding[0]] * 2), value=zero) + 128
-    for ops in (torch.ops.cpt, torch.ops.cpt_reference):
-        assert torch.equal(ops.padded_bytes(codes, zero, padding), expected.to(torch.uint8))
-
-
 @pytest.mark.parametrize(
     ("image", "kernel", "geometry"),
     [

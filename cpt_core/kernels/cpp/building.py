@@ -140,15 +140,11 @@ def _alone(name: str, flags: tuple[str, ...], why: str) -> str:
 def _verify(library: Path) -> None:
     """Raise NoKernelsError for a library that is not, byte for byte, what was built."""
     try:
-        written = _digest_of(library).read_text(encoding="ascii")
+        written = library.with_suffix(".sha256").read_text(encoding="ascii")
     except OSError:
         raise NoKernelsError(f"{library} has no digest") from None
     if written != hashlib.sha256(library.read_bytes()).hexdigest():
         raise NoKernelsError(f"{library} is not what was built: its digest differs")
-
-
-def _digest_of(library: Path) -> Path:
-    return library.with_suffix(".sha256")
 
 
 def _load(library: Path) -> None:
@@ -177,7 +173,7 @@ def _build(library: Path, flags: tuple[str, ...]) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise NoKernelsError(f"{found} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
         os.chmod(part, 0o644)
-        write_text(_digest_of(library), hashlib.sha256(Path(part).read_bytes()).hexdigest())
+        write_text(library.with_suffix(".sha256"), hashlib.sha256(Path(part).read_bytes()).hexdigest())
         os.replace(part, library)
     finally:
         Path(part).unlink(missing_ok=True)

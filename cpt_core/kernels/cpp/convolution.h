@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <vector>
 
 #include "grid.h"
@@ -94,41 +93,6 @@ Tensor window_sums(const Tensor& codes, const Tensor& zero, at::IntArrayRef kern
   return sums;
 }
 
-// codes + 128; by itself: bytes that are written might be anything to the compiler, the count among it
-inline void without_sign(const int8_t* x, uint8_t* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<uint8_t>(x[i]) ^ 128;
-}
-
-Tensor padded_bytes(const Tensor& codes, int64_t zero, at::IntArrayRef padding) {
-  check_codes(codes);
-  TORCH_CHECK(padding.size() == 2 && padding[0] >= 0 && padding[1] >= 0, "padding is that of height and width");
-  const int64_t N = codes.size(0), H = codes.size(1), line = codes.size(2) * codes.size(3), around = padding[1] * codes.size(3);
-  const int64_t high = H + 2 * padding[0], wide = line + 2 * around;
-  const Tensor bytes = at::empty({N, high, codes.size(2) + 2 * padding[1], codes.size(3)}, codes.options().dtype(at::kByte));
-  const int8_t* x = codes.const_data_ptr<int8_t>();
-  uint8_t* y = bytes.mutable_data_ptr<uint8_t>();
-  const int fill = static_cast<int>(zero) + 128;
-  at::parallel_for(0, N * high, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, wide)), [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t h = row % high - padding[0];
-      uint8_t* to = y + row * wide;
-      if (h < 0 || h >= H) {
-        std::memset(to, fill, wide);
-        continue;
-      }
-      const int8_t* from = x + (row / high * H + h) * line;
-      std::memset(to, fill, around);
-      to += around;
-      without_sign(from, to, line);
-      std::memset(to + line, fill, around);
-    }
-  });
-  return bytes;
-}
-
-inline int32_t whole(int32_t v) { return v; }
-inline int32_t whole(float v) { return static_cast<int32_t>(v); }
-
 // The tables of `affine_windows`, see convolution.py.
 struct Epilogue {
   int64_t columns, period;
@@ -143,7 +107,7 @@ struct Epilogue {
     const float f = static_cast<float>(s);
 #pragma GCC ivdep
     for (int64_t n = 0; n < columns; ++n) {
-      const int32_t v = whole(product[n]) - least[n] - zeros[n] * s;
+      const int32_t v = static_cast<int32_t>(product[n]) - least[n] - zeros[n] * s;
       y[n] = scales[n] * static_cast<float>(v) + rests[n] * f + shift[n];
     }
   }

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -68,18 +69,9 @@ struct Extremes {
 
 inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }  // its own inverse
 
-inline int32_t load(const float* x) {
-  int32_t bits;
-  std::memcpy(&bits, x, sizeof bits);
-  return ordered(bits);
-}
+inline int32_t load(const float* x) { return ordered(std::bit_cast<int32_t>(*x)); }
 
-inline float value(int32_t order) {
-  int32_t bits = ordered(order);
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
+inline float value(int32_t order) { return std::bit_cast<float>(ordered(order)); }
 
 inline void extend(Extremes& e, const float* x, int64_t n) {
   int32_t low = e.low, high = e.high;

@@ -376,7 +376,6 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("affine_", affine_);
   m.impl("track_", track_);
   m.impl("window_sums", window_sums);
-  m.impl("padded_bytes", padded_bytes);
   m.impl("affine_windows", affine_windows);
   m.impl("pixel_products", pixel_products);
   m.impl("scale_round", scale_round);

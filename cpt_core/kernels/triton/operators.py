@@ -60,7 +60,6 @@ def _indices(block, part, LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 
 @triton.jit
 def _rint(v):
-    """Round half to even."""
     if INTERPRETED:  # has no libdevice
         below = tl.floor(v)
         up = (v - below > 0.5) | ((v - below == 0.5) & (below != 2.0 * tl.floor(0.5 * below)))
