@@ -1,11 +1,16 @@
+"""The scheduler, its checkpoints, the context manager, and a model's bits of evaluation."""
+
+import copy
+
 import pytest
 import torch
 from helpers import pictures, small
+from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
+from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
 
 STEPS = 24
 
@@ -54,12 +59,6 @@ def test_steps_follow_the_schedule(schedule, device):
         now = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
         assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
         scheduler.step()
-
-
-def test_gradient_bits_can_be_given():
-    model = quantize_(small())
-    PrecisionScheduler(model, schedule_of(q_max=6), q_grad=8)
-    assert q_grads_of(model) == [8, 8, 8]
 
 
 def test_layers_can_have_schedules_of_their_own():
@@ -196,6 +195,50 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
     assert bits_of(model) == before
 
 
+def named(**parts):
+    return nn.ModuleDict(parts)
+
+
+# Names of layers as DDP and ``torch.compile`` make them; for themselves: test_processes, test_compiled.
+WRAPPED = {
+    "bare": lambda m: m,
+    "ddp": lambda m: named(module=m),
+    "compiled": lambda m: named(_orig_mod=m),
+    "ddp, compiled": lambda m: named(module=named(_orig_mod=m)),
+    "compiled average of ddp": lambda m: named(_orig_mod=named(module=named(module=m))),
+    "a part compiled": lambda m: named(**{name: named(_orig_mod=part) for name, part in m.named_children()}),
+}
+MODELS = {
+    "layers": small,
+    "a part named module": lambda: named(module=nn.Linear(2, 2), head=nn.Linear(2, 2)),
+    "one layer": lambda: nn.Linear(2, 2),  # without a name, and without parts
+}
+
+
+# What goes to the bare model and what comes from it: the names of the one are those of the other, so any fits any.
+PAIRS = [(way, "bare") for way in WRAPPED] + [("bare", way) for way in WRAPPED if way != "bare"]
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "target"),
+    [(m, *p) for m in MODELS for p in PAIRS if not (m == "one layer" and "a part compiled" in p)],
+)
+def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
+    schedulers = []
+    for wrapper in (source, target):
+        wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
+        first, *rest = layer_precisions(wrapped)
+        patterns = {first: schedule_of("CR")} | ({"*": schedule_of("LR")} if rest else {})
+        schedulers.append(PrecisionScheduler(wrapped, patterns))
+    theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
+    for number, layer in enumerate(theirs):
+        layer.running_input.fill_(number + 1)
+    schedulers[0].step()
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    assert schedulers[1].last_step == 1
+    assert [layer.running_input[0] for layer in mine] == list(range(1, len(theirs) + 1))
+
+
 # --- the context manager --------------------------------------------------------------------------
 
 
@@ -229,7 +272,7 @@ def test_without_a_scheduler_the_context_leaves_no_precision():
     model = quantize_(small())
     with precision(model, 6):
         assert (bits_of(model), q_grads_of(model)) == ([6] * 3, [6] * 3)
-    with pytest.raises(RuntimeError, match="no precision yet"):
+    with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
         model(pictures())
     with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
         precision(model, "q_max").__enter__()
@@ -261,3 +304,40 @@ def test_float_equals_the_unconverted_model(training, device):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
         model.zero_grad()
         plain.zero_grad()
+
+
+# --- bits of evaluation ---------------------------------------------------------------------------
+
+
+def levels_of(model):
+    return {layer.in_force for layer in layer_precisions(model).values()}
+
+
+def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))).eval()
+    schedule = TableSchedule(((3, 2), (6, 2)))
+    scheduler = PrecisionScheduler(model, schedule, q_grad=5, eval_bits="q_max")
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    model.train()
+    assert levels_of(model) == {(3, 3, 5, 5)}
+    scheduler.step()
+    with precision(model, 2):
+        model.eval()
+        assert levels_of(model) == {(2, 2, 5, 5)}
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    scheduler.eval_bits = 4
+    assert levels_of(model) == {(4, 4, 5, 5)}
+    scheduler.step()
+    assert levels_of(model) == {(4, 4, 5, 5)}
+    scheduler.eval_bits = "float"
+    assert levels_of(model) == {(None,) * 4}
+    model[1].train()  # a part by itself
+    assert [layer.in_force[0] for layer in layer_precisions(model).values()] == [None, 6]
+    with pytest.raises(ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer"):
+        scheduler.eval_bits = "max"
+    scheduler.eval_bits = "current"
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    both = copy.deepcopy((model, scheduler))
+    both[1].eval_bits = 7
+    both[0].eval()
+    assert (levels_of(both[0]), levels_of(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})
