@@ -29,6 +29,13 @@ def bert(implementation="eager", seed=0, **options):
     )
 
 
+def unknown_attention():
+    """A model that says of its attention what need not be installed."""
+    model = bert()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
 def batch():
     ids = torch.randint(1, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -137,7 +144,6 @@ def test_decoders_do_not_see_the_future(implementation):
 
 
 def test_fused_kinds_may_stay_in_float32():
-    model = bert()
-    model.config._attn_implementation_internal = "flash_attention_2"
+    model = unknown_attention()
     quantize_(model, QuantConfig(float32=("*.attention.self",)))
     assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {"left out"}

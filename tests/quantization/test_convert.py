@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from helpers import identical, pictures, small
 from torch import nn
 
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.backend import backend as kernels_in_force
@@ -80,10 +79,10 @@ def test_layer_equals_quantise_then_call(kind, device):
 
 
 def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_original_back():
+    """What else of a model stays as it was: test_refusals."""
     model, x, calls = small().eval(), pictures(), []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
-    expected, kinds = model(x), [type(m) for m in model.modules()]
-    parameters, buffers = dict(model.named_parameters()), list(model.buffers())
+    expected, parameters = model(x), dict(model.named_parameters())
     assert quantize_(model) is model
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
@@ -92,9 +91,6 @@ def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_origi
     with precision(model, 2):
         assert not torch.equal(model(x), expected)
     assert restore_(model) is model
-    assert [type(m) for m in model.modules()] == kinds
-    assert all(a is b for a, b in zip(model.parameters(), parameters.values(), strict=True))
-    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert torch.equal(model(x), expected)
     assert calls == ["hook"] * 3
     quantize_(model)  # and it can be converted again
@@ -215,16 +211,6 @@ def test_what_is_not_converted_is_listed_with_its_reason():
         "lazy: run the model once before it is converted",
     ]
     assert all(row.reason in str(table) for row in table.float32)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_roles_must_be_complete_and_known():
-    with pytest.raises(ValueError, match="unknown roles linear_inptu"):
-        QuantConfig(quantizers={**QUANTIZERS, "linear_inptu": Quantizer("per_row")})
-    with pytest.raises(ValueError, match="missing or unknown roles bias"):
-        QuantConfig(quantizers={k: q for k, q in QUANTIZERS.items() if k != "bias"})
 
 
 @pytest.mark.parametrize(

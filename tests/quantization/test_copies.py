@@ -138,25 +138,24 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
 
 
 def in_turn(model, scheduler):
-    """Return outputs and bits of a model at every step of its scheduler."""
+    """Return what a model computes at every step of its scheduler."""
     found = []
     for _ in range(4):
-        found.append((model(pictures()).detach(), [layer.bits for layer in layer_precisions(model).values()]))
+        found.append(model(pictures()).detach())
         scheduler.step()
     return found
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_what_is_copied_with_its_scheduler_stays_driven(way):
-    pair = quantize_(small(), NEAREST)
-    pair = pair, PrecisionScheduler(pair, RISING)
+    model = quantize_(small(), NEAREST)
+    pair = model, PrecisionScheduler(model, RISING)
     pair[1].step()
-    (twin, follower), before = WAYS[way](pair), pair[1].get_last_bits()
-    found = in_turn(twin, follower)
+    twins, before = WAYS[way](pair), pair[1].get_last_bits()
+    found = in_turn(*twins)
     assert pair[1].get_last_bits() == before  # only the copy moved
-    for (y, bits), (y_, bits_) in zip(found, in_turn(*pair), strict=True):
-        assert torch.equal(y, y_)
-        assert bits == bits_
+    assert all(map(torch.equal, found, in_turn(*pair)))
+    assert not torch.equal(found[0], found[-1])
 
 
 def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none():
@@ -195,15 +194,6 @@ def test_an_average_made_before_there_are_bits_says_so():
         average(pictures())
     with precision(average, 6), precision(model, 6):
         assert torch.equal(average(pictures()), model(pictures()))
-
-
-def test_buffers_of_other_bits_change_nothing():
-    model = quantize_(small())
-    with precision(model, 2):
-        held = {k: v.clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
-    with precision(model, 8):
-        expected = model(pictures())
-        assert torch.equal(torch.func.functional_call(model, held, pictures()), expected)
 
 
 def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():

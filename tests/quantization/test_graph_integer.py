@@ -8,9 +8,7 @@ import dgl.nn
 import pytest
 import torch
 from helpers import Ran, identical, losses_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantization.test_integer import SOME_KIND, drawn, kept_bytes, values64
+from quantization.test_integer import drawn, kept_bytes
 from torch import nn
 
 import cpt_core as cpt
@@ -18,13 +16,10 @@ from cpt_core.codes import graph_layers as graph_integer
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, Precision, SAGEConv
-from cpt_core.kernels.backend import reference
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.graph_layers import GraphPrecision
 
 SOURCES, NODES = 50, 40
-NEAR = 1e-6
 SHARED = cpt.QuantConfig(execution="integer", aggregation="quantized").with_shared_steps()
 AUTHORS = cpt.QuantConfig(execution="integer", aggregation="quantized")
 FP_AGG = replace(SHARED, aggregation="fp")
@@ -41,61 +36,6 @@ def graph(sources=NODES, backend="auto", seed=0):
 
 def features():
     return drawn("two-sided", NODES, 6)
-
-
-def dense(g):
-    """The sum as a matrix, float64."""
-    matrix = torch.zeros(g.num_dst, g.num_src, dtype=torch.float64)
-    nodes = torch.arange(g.num_dst).repeat_interleave(g.indptr.diff())
-    return matrix.index_put_((nodes, g.indices), torch.ones((), dtype=torch.float64), accumulate=True)
-
-
-def on_grid(x, bits, granularity):
-    """The same codes' values, float64."""
-    return values64(QuantizedTensor.of(x, bits, granularity))
-
-
-def near(y, exact, terms):
-    """Whether numbers are exact, relative to those that they add up: a sum may cancel."""
-    return float((y.detach().double() - exact).abs().max()) < NEAR * float(terms.max())
-
-
-def precision_of(config, bits, q_grad):
-    quantizers = config.with_gradient_rounding("nearest").quantizers
-    roles = {r.removeprefix("graph_"): q for r, q in quantizers.items() if r.startswith("graph_") or r == "bias"}
-    p = GraphPrecision(roles)
-    p.execution = "integer"
-    p.set_bits(bits, q_grad)
-    return p
-
-
-BITS = st.tuples(st.integers(1, 8), st.integers(1, 8))
-
-
-@settings(max_examples=40)
-@given(bits=BITS, kinds=st.tuples(SOME_KIND, SOME_KIND), shared=st.booleans(), scaled=st.booleans(),
-       reduce=st.sampled_from(["sum", "mean"]), plain=st.booleans(), width=st.integers(1, 70),
-       sources=st.sampled_from([NODES, SOURCES]), backend=st.sampled_from(["auto", "csr"]),
-       seed=st.integers(0, 9))  # fmt: skip
-def test_a_sum_of_codes_is_that_of_the_values_and_so_is_its_gradient(
-    bits, kinds, shared, scaled, reduce, plain, width, sources, backend, seed
-):
-    config = SHARED if shared else AUTHORS
-    p, edges = precision_of(config, *bits), graph(sources, backend, seed)
-    x, g = drawn(kinds[0], sources, width).requires_grad_(), drawn(kinds[1], NODES, width, seed=1)
-    scale = drawn("two-sided", sources, 1, seed=3).abs() if scaled else None
-    cpt.backend()
-    with reference() if plain else torch.enable_grad():
-        y = p.neighbour_sum(edges, x, scale, reduce)
-        (of_x,) = torch.autograd.grad(y, [x], g)
-    granularity = config.quantizers["graph_aggregation"].granularity
-    a = on_grid(x.detach() if scale is None else x.detach() * scale, bits[0], granularity)
-    g, matrix = on_grid(g, bits[1], "per_tensor"), dense(edges)
-    matrix = matrix / matrix.sum(1, keepdim=True).clamp_min(1) if reduce == "mean" else matrix
-    assert near(y, matrix @ a, matrix @ a.abs())
-    times = 1.0 if scale is None else scale.double()
-    assert near(of_x, matrix.t() @ g * times, matrix.t() @ g.abs() * times)
-    assert y[edges.in_degrees == 0].eq(0).all()  # nothing arrives
 
 
 # --- layers ------------------------------------------------------------------------------------------

@@ -32,6 +32,27 @@ def distance(y, exact):
     return float((y.double() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
+class Calls(nn.Module):
+    """A layer that is called in a way of one's own."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x):
+        return self.call(self.layer, x)
+
+
+def first(layer, x):
+    return layer(x)[0]
+
+
+def attention():
+    """Attention of three heads, for 12 features."""
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "attention_probs_dropout_prob": 0.0}
+    return BertSelfAttention(BertConfig(attn_implementation="eager", **sizes))
+
+
 def values64(x):
     return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
 
@@ -151,31 +172,31 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
         assert torch.equal(there.dequantize(), simulated)
 
 
-ATTENTION = BertSelfAttention(
-    BertConfig(hidden_size=12, num_attention_heads=3, attn_implementation="eager", attention_probs_dropout_prob=0.0)
-).requires_grad_(False)
 LAYERS = {
-    "linear": (nn.Linear(40, 24), (16, 40)),
-    "sequence": (nn.Linear(40, 24, bias=False), (4, 9, 40)),
-    "vector": (nn.Linear(40, 24), (40,)),
-    "convolution": (nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
-    "padded": (nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
-    "strided": (nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
-    "uneven": (nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
-    "dilated": (nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
-    "1x1": (nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
-    "1x1, padded": (nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
-    "one image": (nn.Conv2d(5, 7, 3, padding=1), (5, 9, 10)),
-    "attention": (ATTENTION, (3, 7, 12)),
-    "a step of an LSTM": (nn.LSTM(12, 12), (1, 4, 12), (1, 4, 12), (1, 4, 12)),
+    "linear": (lambda: nn.Linear(40, 24), (16, 40)),
+    "sequence": (lambda: nn.Linear(40, 24, bias=False), (4, 9, 40)),
+    "vector": (lambda: nn.Linear(40, 24), (40,)),
+    "convolution": (lambda: nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
+    "padded": (lambda: nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
+    "strided": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
+    "uneven": (lambda: nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
+    "dilated": (lambda: nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
+    "1x1": (lambda: nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
+    "1x1, padded": (lambda: nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
+    "one image": (lambda: nn.Conv2d(5, 7, 3, padding=1), (5, 9, 10)),
+    "attention": (lambda: attention().requires_grad_(False), (3, 7, 12)),
+    "a step of an LSTM": (lambda: nn.LSTM(12, 12), (1, 4, 12), (1, 4, 12), (1, 4, 12)),
 }
 
 
-NUMBERS = {
-    "two-sided": ((2, 8), (4, "float")),
-    "one-sided": ((3, 6), (4, 12), (8, 8)),
-    "far from 0": ((8, 8),),
-}  # their bits
+def made(table, name):
+    """A layer, the same in every call."""
+    torch.manual_seed(0)
+    return table[name][0]()
+
+
+# the bits of numbers
+NUMBERS = {"two-sided": ((2, 8), (4, "float")), "one-sided": ((3, 6), (4, 12), (8, 8)), "far from 0": ((8, 8),)}
 SCORES = ("attention", "a step of an LSTM")  # where large numbers meet an exponential, last digits count
 CASES = [
     (name, kind, (i + j) % 2 == 0)
@@ -187,39 +208,27 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kind", "shared"), CASES)
 def test_layers_compute_what_the_simulation_does(name, kind, shared):
-    layer, *shapes = LAYERS[name]
     for q, q_grad in NUMBERS[kind]:
-        inputs = [drawn(kind, *shape, seed=i) for i, shape in enumerate(shapes)]
-        compare(both(layer, shared), inputs, q=q, q_grad=q_grad)
-
-
-class Calls(nn.Module):
-    """A layer that is called in a way of one's own."""
-
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, x):
-        return self.call(self.layer, x)
+        inputs = [drawn(kind, *shape, seed=i) for i, shape in enumerate(LAYERS[name][1:])]
+        compare(both(made(LAYERS, name), shared), inputs, q=q, q_grad=q_grad)
 
 
 LENGTHS = torch.tensor([4, 7, 1, 7])
 LSTMS = {
-    "plain": (nn.LSTM(12, 12), (7, 4, 12)),
-    "no bias": (nn.LSTM(12, 12, bias=False), (7, 4, 12)),
-    "both directions, two layers": (nn.LSTM(12, 12, num_layers=2, bidirectional=True), (7, 4, 12)),
+    "plain": (lambda: nn.LSTM(12, 12), (7, 4, 12)),
+    "no bias": (lambda: nn.LSTM(12, 12, bias=False), (7, 4, 12)),
+    "two layers": (lambda: nn.LSTM(12, 12, num_layers=2, bidirectional=True), (7, 4, 12)),
     "packed": (
-        Calls(
+        lambda: Calls(
             nn.LSTM(12, 12, bidirectional=True),
             lambda lstm, x: lstm(pack_padded_sequence(x, LENGTHS, enforce_sorted=False)),
         ),
         (7, 4, 12),
     ),
-    "with a state": (nn.LSTM(12, 12), (7, 4, 12), (1, 4, 12), (1, 4, 12)),
-    "batch first": (nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
-    "one sequence": (nn.LSTM(12, 12), (7, 12)),
-    "used twice": (Calls(nn.LSTM(12, 12), lambda lstm, x: lstm(lstm(x)[0])), (7, 4, 12)),
+    "with a state": (lambda: nn.LSTM(12, 12), (7, 4, 12), (1, 4, 12), (1, 4, 12)),
+    "batch first": (lambda: nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
+    "one sequence": (lambda: nn.LSTM(12, 12), (7, 12)),
+    "used twice": (lambda: Calls(nn.LSTM(12, 12), lambda lstm, x: lstm(lstm(x)[0])), (7, 4, 12)),
 }
 BITS = [(4, 6, reference), (8, 8, nullcontext), (8, "float", reference), (6, 12, nullcontext)]
 STEPS = [(kind, (i + j // 2) % 2 == 0, *bits) for i, kind in enumerate(LSTMS) for j, bits in enumerate(BITS)]
@@ -227,15 +236,14 @@ STEPS = [(kind, (i + j // 2) % 2 == 0, *bits) for i, kind in enumerate(LSTMS) fo
 
 @pytest.mark.parametrize(("kind", "shared", "q", "q_grad", "backend"), STEPS)
 def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, backend):
-    layer, *shapes = LSTMS[kind]
-    inputs = [drawn("two-sided", *shape, seed=i) + 0.2 for i, shape in enumerate(shapes)]
-    with backend():
-        compare(both(layer, shared), inputs, 0.02, q=q, q_grad=q_grad)  # a code that flips is a step of a grid
+    inputs = [drawn("two-sided", *shape, seed=i) + 0.2 for i, shape in enumerate(LSTMS[kind][1:])]
+    with backend():  # a code that flips is a step of a grid
+        compare(both(made(LSTMS, kind), shared), inputs, 0.02, q=q, q_grad=q_grad)
 
 
-@pytest.mark.parametrize(("layer", "near"), [(LAYERS["padded"][0], 1e-5), (nn.LSTM(5, 5, num_layers=2), 0.03)])
-def test_evaluation_uses_running_ranges_and_clips(layer, near):
-    models, shape = both(layer), (4, 5, 9, 10) if isinstance(layer, nn.Conv2d) else (7, 4, 5)
+@pytest.mark.parametrize(("table", "name", "near"), [(LAYERS, "padded", 1e-5), (LSTMS, "two layers", 0.03)])
+def test_evaluation_uses_running_ranges_and_clips(table, name, near):
+    models, shape = both(made(table, name)), table[name][1]
     for seed in range(3):
         compare(models, [drawn("two-sided", *shape, seed=seed)], near)
     compare([model.eval() for model in models], [4 * drawn("two-sided", *shape, seed=9)], near)  # beyond these
@@ -249,7 +257,7 @@ LAYOUTS = torch.contiguous_format, torch.channels_last
 def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
     x = drawn("two-sided", 4, 5, 9, 10).to(memory_format=layout)
     for name in ("padded", "strided", "1x1") if of_weight is LAYOUTS[0] else ("padded", "strided"):
-        layer = copy.deepcopy(LAYERS[name][0]).to(memory_format=of_weight)
+        layer = made(LAYERS, name).to(memory_format=of_weight)
         gradient = torch.ones_like(layer(x)).contiguous()
         strides = []
         for model in both(layer, shared):
@@ -266,7 +274,7 @@ def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
 )
 def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
     """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
-    layer, shape = LAYERS[name]
+    layer, shape = made(LAYERS, name), LAYERS[name][1]
     x = torch.randn(shape).repeat(1 if name == "one image" else 4, *[1] * (len(shape) - 1))
     for shared in (True, False):
         model = convert(layer, "integer", shared)
@@ -284,7 +292,7 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
     [("integer", True, ()), ("integer", False, ("forward", "weight")), ("auto", True, ("forward", "error", "weight"))],
 )
 def test_products_of_attention_run_where_the_summary_says(execution, shared, left):
-    model = convert(ATTENTION, execution, shared)
+    model = convert(made(LAYERS, "attention"), execution, shared)
     with Ran() as ran:
         passes(model, torch.randn(3, 7, 12))
     assert ran.count("bmm") == 2 * len(left)  # of scores and of context
@@ -350,7 +358,9 @@ def test_codes_are_what_is_kept_between_the_passes():
     layer, x = nn.Conv2d(16, 16, 3, padding=1), torch.randn(8, 16, 12, 12, requires_grad=True)
     integer, simulated = (kept_bytes(model, x) for model in both(layer))
     assert integer < 0.3 * simulated
-    for model, codes in zip(both(ATTENTION), (4, 0), strict=True):  # queries, keys, probabilities, values
+    for model, codes in zip(
+        both(made(LAYERS, "attention")), (4, 0), strict=True
+    ):  # queries, keys, probabilities, values
         assert sum(t.dtype == torch.int8 for t in kept(model, torch.randn(3, 7, 12, requires_grad=True))) == codes
     of_lstm = kept(convert(nn.LSTM(12, 12), "integer"), torch.randn(7, 4, 12, requires_grad=True))
     shapes = [tuple(t.shape) for t in of_lstm if t.dtype == torch.int8]

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from helpers import OnRing, Ran, identical, losses_of, pictures, small
-from quantization.test_integer import ATTENTION, Calls
+from quantization.test_integer import Calls, attention, first
 from torch import nn
 
 import cpt_core as cpt
@@ -25,12 +25,11 @@ def converted(execution="integer", seed=0):
     return cpt.quantize_(small(seed), config(execution))
 
 
-def step(model, seed=0, call=None):
-    """Forward and backward: the output and all gradients."""
-    model.zero_grad()
-    y = (call or model)(pictures(seed))
-    y.square().mean().backward()
-    return [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+def passes(model, x, call=None):
+    """The output, and the gradients of the input and the parameters."""
+    x = x.detach().requires_grad_()
+    y = (model if call is None else call)(x)
+    return [y.detach().clone(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
 def trained(model, call=None):
@@ -55,9 +54,9 @@ def slow(monkeypatch):
 def test_where_integers_are_slow_it_is_said_once(slow):
     model, again = converted(), converted()
     with cpt.precision(model, 8), pytest.warns(UserWarning, match=r"slower .* \(cpu\): .*'auto' would simulate"):
-        found = step(model)
+        found = passes(model, pictures())
     with cpt.precision(again, 8), warnings.catch_warnings(action="error"):
-        assert identical(step(again), found)
+        assert identical(passes(again, pictures()), found)
         assert "execution=integer, " in repr(again)
     assert all(p.on_codes(torch.ones(1)) is False for p in layer_precisions(model).values())  # no bits, no codes
 
@@ -141,7 +140,7 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
     frames = set()
     for seed, bits in enumerate((3, 8, 4)):
         with cpt.precision(model, bits, q_grad=8), cpt.precision(eager, bits, q_grad=8):
-            assert identical(step(model, seed, compiled), step(eager, seed))
+            assert identical(passes(model, pictures(seed), compiled), passes(eager, pictures(seed)))
         frames.add(counter.frame_count)
     assert len(frames) == 1
     torch._dynamo.reset()
@@ -150,15 +149,11 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def first(layer, x):
-    return layer(x)[0]
-
-
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
     "conv": (lambda: nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
     "lstm": (lambda: Calls(nn.LSTM(6, 5), first), (4, 2, 6)),
-    "attention": (lambda: Calls(copy.deepcopy(ATTENTION), first), (2, 5, 12)),
+    "attention": (lambda: Calls(attention(), first), (2, 5, 12)),
     "gcn": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
     "sage": (lambda: OnRing(cpt.SAGEConv(6, 5)), (6, 6)),
 }
@@ -170,13 +165,6 @@ def layer_of(kind, execution="integer"):
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(make()), config(execution, aggregation="quantized"))
     return model, torch.randn(shape, requires_grad=True)
-
-
-def passes(model, x):
-    """The output, and the gradients of the input and the parameters."""
-    y = model(x)
-    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
 
 
 @pytest.mark.parametrize("kind", LAYERS)

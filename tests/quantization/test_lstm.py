@@ -66,7 +66,7 @@ def close(a, b, atol=2e-5):
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=atol), name
 
 
-@pytest.mark.parametrize("bits", [2, 5, 8, 32])
+@pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("bias", [True, False])
 def test_same_bits_as_the_plain_loop(bits, bias):
     module = lstm_of(12, 32, bias=bias)
@@ -192,6 +192,15 @@ def test_the_written_gradient_is_exact():
         )
 
 
+def test_only_gradients_quantised():
+    """q_grad alone: the forward pass is that of float32 and the gradient is on a grid."""
+    module, x, zero = lstm_of(5, 4), torch.randn(6, 3, 5), torch.zeros(3, 4)
+    module.precision.set_bits(None, 2)
+    y, expected = module(x)[0], plain(module, x, zero, zero, 32, 2)[0]
+    assert torch.allclose(y, expected, atol=1e-6)
+    close(gradients(module, y.square().sum()), gradients(module, expected.square().sum()))
+
+
 @pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
 def test_other_quantisers_work_per_step_too(granularity):
     changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
@@ -269,21 +278,6 @@ def test_dropout_between_layers():
         assert (a != 0).all()  # none behind the last layer
         module.eval()
         assert torch.equal(module(x)[0], module(x)[0])
-
-
-@pytest.mark.slow
-def test_stochastic_gradients_are_unbiased():
-    module = lstm_of(5, 4, config=QuantConfig())
-    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
-    module.precision.set_bits(8, None)
-    exact = gradients(module, module(x)[0].sum())["weight_hh_l0"]
-    module.precision.set_bits(8, 3)
-    draws = torch.stack([gradients(module, module(x)[0].sum())["weight_hh_l0"] for _ in range(200)])
-    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 200**0.5 + 1e-9)
-    assert draws.std(0).max() > 0
-    assert error.mean() < 1.5
-    nearest = gradients(module, plain(module, x, zero, zero, 8, 3)[0].sum())["weight_hh_l0"]
-    assert not torch.allclose(draws.mean(0), nearest, atol=1e-3)
 
 
 def test_bad_input():

@@ -1,6 +1,7 @@
 """Products are quantised where they happen, whatever function of torch computes them, and in whatever module."""
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -165,33 +166,34 @@ def test_gradients_are_rounded_stochastically_and_unbiased(name):
     assert layer_precisions(module)[""].noise_key % 2**20 >= 100
 
 
-@pytest.mark.parametrize("implementation", ["einsum", "matmul", "sdpa", "causal", "module"])
+MASK = torch.ones(7, 7).tril().bool()
+
+
+def shown(scores):
+    return scores.masked_fill(~MASK, -1e9).softmax(-1)
+
+
+CAUSAL = {
+    "einsum": lambda m, x: torch.einsum("bts,bsd->btd", shown(torch.einsum("btd,bsd->bts", x, x)), x),
+    "matmul": lambda m, x: shown(x @ x.mT) @ x,
+    "sdpa": lambda m, x: F.scaled_dot_product_attention(x, x, x, MASK),
+    "causal": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "module": lambda m, x: m(x, x, x, attn_mask=~MASK, need_weights=False)[0],
+}
+
+
+@pytest.mark.parametrize("implementation", CAUSAL)
 def test_what_comes_later_is_not_seen(implementation):
     """A later token changes no earlier output: no range spans tokens."""
     torch.manual_seed(0)
-    mask = torch.ones(7, 7).tril().bool()
-
-    def attend(m, x):
-        if implementation == "sdpa":
-            return F.scaled_dot_product_attention(x, x, x, mask)
-        if implementation == "causal":
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        scores = torch.einsum("btd,bsd->bts", x, x) if implementation == "einsum" else x @ x.mT
-        p = scores.masked_fill(~mask, -1e9).softmax(-1)
-        return torch.einsum("bts,bsd->btd", p, x) if implementation == "einsum" else p @ x
-
-    model, x = Does(attend, 1, 1), torch.randn(2, 7, 8)
+    model, x = Does(attend := CAUSAL[implementation], 1, 1), torch.randn(2, 7, 8)
+    run = model
     if implementation == "module":
         model = nn.MultiheadAttention(8, 2, batch_first=True)
+        run = functools.partial(attend, model)
     quantize_(model)
     later = x.clone()
     later[:, 5] = 30 * torch.randn(2, 8)
-
-    def run(x):
-        if implementation == "module":
-            return model(x, x, x, attn_mask=~mask, need_weights=False)[0]
-        return model(x)
-
     for mode in (True, False):
         model.train(mode)
         with precision(model, 3), torch.no_grad():

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from helpers import pictures, small
+from quantization.test_attention import bert, unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -34,19 +35,6 @@ def net():
         {"conv": nn.Conv2d(3, 4, 3), "mlp": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "own": Own(),
          "lstm": recurrent}
     )  # fmt: skip
-
-
-def bert(kind="eager"):
-    """A small encoder; attention of another kind is asked for afterwards, for it need not be installed."""
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
-    )
-    config._attn_implementation = "eager"
-    model = transformers.BertModel(config)
-    model.config._attn_implementation = kind
-    return model
 
 
 def everything(model):
@@ -93,7 +81,7 @@ REFUSED = {  # what -> model, arguments, and what is said
     "a forward of its own, inside": (lambda: hiding("mlp.2"), (), "layer 'mlp.2' has a forward of its own"),
     "an unknown config": (net, (3,), "config must be QuantConfig or a string or None, got 3"),
     "attention of another kind": (
-        lambda: bert("flash_attention_2"), (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
+        unknown_attention, (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
     ),
     "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), NOTHING),
 }  # fmt: skip

@@ -19,18 +19,13 @@ def schedule_of(name="CR", total_steps=STEPS, **changes):
     return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
 
 
-def bits_of(model):
-    """Return the bits of all layers, read from the numbers that the products use."""
-    layers = [m.precision for m in model.modules() if hasattr(m, "precision")]
-    assert layers
+def in_force(model):
+    """Return bits and gradient bits of all layers, which are those of the numbers that the products use."""
+    layers = list(layer_precisions(model).values())
     for p in layers:
         assert p.bits is None or p.levels == 2**p.bits - 1
         assert p.q_grad is None or p.grad_levels == 2**p.q_grad - 1
-    return [p.bits for p in layers]
-
-
-def q_grads_of(model):
-    return [m.precision.q_grad for m in model.modules() if hasattr(m, "precision")]
+    return [(p.bits, p.q_grad) for p in layers]
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -54,8 +49,7 @@ def test_steps_follow_the_schedule(schedule, device):
     places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
-        assert bits_of(model) == [bits] * 3
-        assert q_grads_of(model) == [schedule.q_max] * 3
+        assert in_force(model) == [(bits, schedule.q_max)] * 3
         now = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
         assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
         scheduler.step()
@@ -67,11 +61,10 @@ def test_layers_can_have_schedules_of_their_own():
     scheduler = PrecisionScheduler(model, {"0": first, "*": rest})
     for t in range(STEPS):
         assert scheduler.get_last_bits() == [first(t), rest(t)]
-        assert bits_of(model) == [first(t), rest(t), rest(t)]
+        assert in_force(model) == [(first(t), 6), (rest(t), 8), (rest(t), 8)]
         scheduler.step()
-    assert q_grads_of(model) == [6, 8, 8]
     with precision(model, "q_max", q_grad="q_max"):
-        assert bits_of(model) == q_grads_of(model) == [6, 8, 8]
+        assert in_force(model) == [(6, 6), (8, 8), (8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ def test_patterns_must_fit_the_layers(patterns, message):
     model = quantize_(small())
     with pytest.raises(ValueError, match=message):
         PrecisionScheduler(model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
-    assert bits_of(model) == [None] * 3
+    assert in_force(model) == [(None, None)] * 3
 
 
 @pytest.mark.parametrize("use", [lambda m: PrecisionScheduler(m, schedule_of()), lambda m: precision(m, 8).__enter__()])
@@ -102,11 +95,10 @@ def test_training_past_the_end_warns_once_and_keeps_the_bits():
     scheduler = PrecisionScheduler(model, schedule_of())
     for _ in range(STEPS):  # as many as there are steps: all is well
         scheduler.step()
-    assert bits_of(model) == [8] * 3
     with pytest.warns(UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"):
         scheduler.step()
     scheduler.step()
-    assert bits_of(model) == [8] * 3
+    assert in_force(model) == [(8, 8)] * 3
     assert scheduler.get_last_bits() == [8]
 
 
@@ -188,11 +180,11 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
     source.step()
     model = quantize_(small(), config)
     scheduler = PrecisionScheduler(model, schedule, q_grad)
-    before = bits_of(model)
+    before = in_force(model)
     with pytest.raises(ValueError, match=message):
         scheduler.load_state_dict(source.state_dict())
     assert scheduler.last_step == 0
-    assert bits_of(model) == before
+    assert in_force(model) == before
 
 
 def named(**parts):
@@ -250,28 +242,27 @@ def test_the_context_restores_the_precision(broken):
     try:
         with precision(model, 5, q_grad=2) as same:
             assert same is model
-            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+            assert in_force(model) == [(5, 2)] * 3
             assert not torch.equal(model(pictures()), expected)
             with precision(model, "float"):
-                assert (bits_of(model), q_grads_of(model)) == ([None] * 3, [None] * 3)
+                assert in_force(model) == [(None, None)] * 3
                 with precision(model, "q_max", q_grad="float"):
-                    assert (bits_of(model), q_grads_of(model)) == ([8] * 3, [None] * 3)
-                assert bits_of(model) == [None] * 3
-            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+                    assert in_force(model) == [(8, None)] * 3
+            assert in_force(model) == [(5, 2)] * 3
             if broken:
                 raise KeyError("an error in the block")
     except KeyError:
         assert broken
-    assert (bits_of(model), q_grads_of(model)) == ([3] * 3, [7] * 3)
+    assert in_force(model) == [(3, 7)] * 3
     assert torch.equal(model(pictures()), expected)
     scheduler.step()
-    assert scheduler.get_last_bits() == bits_of(model)[:1]
+    assert scheduler.get_last_bits() == [in_force(model)[0][0]]
 
 
 def test_without_a_scheduler_the_context_leaves_no_precision():
     model = quantize_(small())
     with precision(model, 6):
-        assert (bits_of(model), q_grads_of(model)) == ([6] * 3, [6] * 3)
+        assert in_force(model) == [(6, 6)] * 3
     with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
         model(pictures())
     with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
@@ -285,7 +276,7 @@ def test_bits_that_are_none(bits, more):
     for given in ({"bits": bits}, {"bits": 8, "q_grad": bits}):
         with pytest.raises(ValueError, match=f"an integer from 1 to 32{more}, got"):
             precision(model, **given).__enter__()
-    assert bits_of(model) == [3] * 3
+    assert in_force(model) == [(3, 8)] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])
