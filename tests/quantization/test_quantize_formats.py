@@ -24,7 +24,6 @@ def test_quantize_takes_bits_as_before():
     assert quantize(x, 24) is x
     assert quantize(x, format="float32") is x
     assert torch.equal(quantize(x, 4, "linear_weight"), grids.fake_quantize(x, N, "per_row", None)[0])
-    assert torch.equal(quantize(x, format="affine4", quantizer="linear_weight"), quantize(x, 4, "linear_weight"))
     assert torch.equal(quantize(x, format="affine12"), quantize(x, 12))
 
 
