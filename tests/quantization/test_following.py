@@ -167,22 +167,18 @@ def through_data(model):  # no version of a tensor moves, nor does it in a fused
 
 
 def forgetting(model, updates=9, update=by_hand, accumulated=1, run=None):
-    """Return a loop that calls no ``step()``."""
-
-    def loop():
-        for _ in range(updates):
-            for _ in range(accumulated):
-                loss(run or model).backward()
-            update(model)
-            model.zero_grad()
-
-    return loop
+    """Train in a loop that calls no ``step()``."""
+    for _ in range(updates):
+        for _ in range(accumulated):
+            loss(run or model).backward()
+        update(model)
+        model.zero_grad()
 
 
-def said_in(loop):
+def said_in(loop, *given):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        loop()
+        loop(*given)
     return [str(w.message) for w in seen]
 
 
@@ -206,8 +202,8 @@ def test_a_forgotten_step_is_said_once(way, accumulated, compiled, last, after):
     run = torch.compile(model, backend="eager") if compiled else model
     optimizer = OPTIMIZERS[way](model.parameters()) if isinstance(way, str) else None
     how = (lambda _: optimizer.step()) if optimizer else way, accumulated, run
-    assert said_in(forgetting(model, after, *how)) == []
-    said = said_in(forgetting(model, after + 6, *how))
+    assert said_in(forgetting, model, after, *how) == []
+    said = said_in(forgetting, model, after + 6, *how)
     assert len(said) == 1
     assert f"{after} updates of the weights at step {last} of the schedule: call step()" in said[0]
     torch._dynamo.reset()
@@ -254,30 +250,30 @@ def closures(model, _, scheduler):
 def adversarial(model, optimizer, scheduler):
     """A discriminator: two updates of its own, and gradients on the way to a generator, in one step."""
     for _ in range(12):
-        forgetting(model, 2, lambda model: optimizer.step())()
+        forgetting(model, 2, lambda model: optimizer.step())
         loss(model).backward()
         scheduler.step()
 
 
 def gradients_alone(model, optimizer, scheduler):
-    forgetting(model, 12, lambda model: None)()
+    forgetting(model, 12, lambda model: None)
 
 
 def inside_a_block(model, optimizer, scheduler):
     with cpt.precision(model, 6):
-        forgetting(model, 12)()
+        forgetting(model, 12)
 
 
 def after_the_last_step(model, optimizer, scheduler):
     while scheduler.last_step < scheduler.total_steps - 1:
         scheduler.step()
-    forgetting(model, 12)()
+    forgetting(model, 12)
 
 
 def by_another_scheduler(model, optimizer, scheduler):
     own = cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2))
     for _ in range(12):
-        forgetting(model, 1)()
+        forgetting(model, 1)
         own.step()
 
 
@@ -292,8 +288,8 @@ def test_loops_that_forget_nothing_hear_nothing(loop):
     model = net()
     scheduler = cpt.PrecisionScheduler(model, CR)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    assert said_in(lambda: loop(model, optimizer, scheduler)) == []
-    assert len(said_in(forgetting(model, 6))) == (loop is not after_the_last_step)  # it is still listening
+    assert said_in(loop, model, optimizer, scheduler) == []
+    assert len(said_in(forgetting, model, 6)) == (loop is not after_the_last_step)  # it is still listening
 
 
 @pytest.mark.parametrize("schedule", ["STATIC", "CR"])
@@ -301,7 +297,7 @@ def test_a_schedule_that_never_changes_has_nothing_to_miss(schedule):
     model = net()
     cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
     scheduler = cpt.PrecisionScheduler(model, cpt.make_schedule(schedule, q_max=8, total_steps=40, **cycle))
-    assert said_in(forgetting(model)) == []
+    assert said_in(forgetting, model) == []
     assert scheduler.last_step == 0
 
 
@@ -312,6 +308,6 @@ def test_frozen_layers_and_copies_are_no_obstacle():
     scheduler = cpt.PrecisionScheduler(model, CR)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with cpt.precision(twin, 4):  # the hook stays with the original
-            forgetting(twin)()
+            forgetting(twin)
     assert scheduler.last_step == 0
-    assert len(said_in(forgetting(model))) == 1
+    assert len(said_in(forgetting, model)) == 1

@@ -1,13 +1,13 @@
 """Products are quantised where they happen, whatever function of torch computes them, and in whatever module."""
 
 import copy
-import functools
 import inspect
 import pickle
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
+from quantization.test_integer import Calls
 from torch import nn
 from torch.nn import functional as F
 
@@ -178,7 +178,7 @@ CAUSAL = {
     "matmul": lambda m, x: shown(x @ x.mT) @ x,
     "sdpa": lambda m, x: F.scaled_dot_product_attention(x, x, x, MASK),
     "causal": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
-    "module": lambda m, x: m(x, x, x, attn_mask=~MASK, need_weights=False)[0],
+    "module": lambda layer, x: layer(x, x, x, attn_mask=~MASK, need_weights=False)[0],
 }
 
 
@@ -186,18 +186,16 @@ CAUSAL = {
 def test_what_comes_later_is_not_seen(implementation):
     """A later token changes no earlier output: no range spans tokens."""
     torch.manual_seed(0)
-    model, x = Does(attend := CAUSAL[implementation], 1, 1), torch.randn(2, 7, 8)
-    run = model
-    if implementation == "module":
-        model = nn.MultiheadAttention(8, 2, batch_first=True)
-        run = functools.partial(attend, model)
+    attend, x = CAUSAL[implementation], torch.randn(2, 7, 8)
+    module = implementation == "module"
+    model = Calls(nn.MultiheadAttention(8, 2, batch_first=True), attend) if module else Does(attend, 1, 1)
     quantize_(model)
     later = x.clone()
     later[:, 5] = 30 * torch.randn(2, 8)
     for mode in (True, False):
         model.train(mode)
         with precision(model, 3), torch.no_grad():
-            a, b = run(x), run(later)
+            a, b = model(x), model(later)
         assert torch.equal(a[:, :5], b[:, :5])
         assert not torch.equal(a[:, 5:], b[:, 5:])
 
