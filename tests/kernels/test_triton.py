@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import INF, NAN, WITH_CUDA, identical, normal
 from kernels.test_backends import layouts, numbers
-from quantization.test_quantizer_properties import splitmix_and_finaliser
+from quantization.test_quantizers import splitmix_and_finaliser
 
 from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.backend import backend

@@ -3,8 +3,14 @@ import pickle
 
 import pytest
 import torch
-import transformers
-from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+)
 
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
@@ -21,6 +27,13 @@ def bert(implementation="eager", seed=0, **options):
     return BertForSequenceClassification._from_config(
         BertConfig(**{**TINY, **options}), attn_implementation=implementation
     )
+
+
+def unknown_attention():
+    """A model that says of its attention what need not be installed."""
+    model = bert()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
 
 
 def batch():
@@ -63,18 +76,15 @@ CONFIGS = {
     "vit": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8,
                 patch_size=4, num_labels=3),
 }  # fmt: skip
-PREFIX = {
-    "bert": "Bert", "roberta": "Roberta", "xlm_roberta": "XLMRoberta", "camembert": "Camembert", "electra": "Electra",
-    "distilbert": "DistilBert", "albert": "Albert", "vit": "ViT",
-}  # fmt: skip
+NAMES = "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "vit"
 
 
-@pytest.mark.parametrize("name", PREFIX)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_model_that_is_listed(name):
-    config = getattr(transformers, f"{PREFIX[name]}Config")(**CONFIGS.get(name, TINY))
-    kind = "ForImageClassification" if name == "vit" else "ForSequenceClassification"
+    config = AutoConfig.for_model(name, **CONFIGS.get(name, TINY))
+    kind = AutoModelForImageClassification if name == "vit" else AutoModelForSequenceClassification
     torch.manual_seed(0)
-    model = getattr(transformers, f"{PREFIX[name]}{kind}")(config).eval()
+    model = kind.from_config(config).eval()
     inputs = (torch.randn(2, 3, 8, 8),) if name == "vit" else (torch.randint(3, 50, (3, 9)),)
     keys, expected = list(model.state_dict()), model(*inputs).logits
     quantize_(model)
@@ -134,7 +144,6 @@ def test_decoders_do_not_see_the_future(implementation):
 
 
 def test_fused_kinds_may_stay_in_float32():
-    model = bert()
-    model.config._attn_implementation_internal = "flash_attention_2"
+    model = unknown_attention()
     quantize_(model, QuantConfig(float32=("*.attention.self",)))
     assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {"left out"}

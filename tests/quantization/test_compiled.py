@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import RINGS, WITH_CUDA, OnRing, Ran, identical
+from quantization.test_integer import Calls, attention, first
 from torch import nn
 
 from cpt_core.graphs.layers import GraphConv, SAGEConv
@@ -31,32 +32,12 @@ def block():
     return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), last)
 
 
-class First(nn.Module):
-    """A module whose result is the first of another's."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
-def attention():
-    from transformers import BertConfig
-    from transformers.models.bert.modeling_bert import BertSelfAttention
-
-    config = BertConfig(hidden_size=16, num_attention_heads=2, attention_probs_dropout_prob=0.0)
-    config._attn_implementation = "eager"
-    return First(BertSelfAttention(config))
-
-
 KINDS = {
     "sequences": (lambda: nn.Linear(8, 6, bias=False), (2, 5, 8)),
     "rotated": (lambda: nn.Linear(8, 6), (5, 8)),
     "block": (block, (4, 3, 6, 6)),
-    "lstm": (lambda: First(nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
-    "attention": (attention, (2, 6, 16)),
+    "lstm": (lambda: Calls(nn.LSTM(5, 4, bidirectional=True), first), (3, 3, 5)),
+    "attention": (lambda: Calls(attention(), first), (2, 6, 12)),
     "gcn": (lambda: OnRing(GraphConv(3, 4), "csr"), (6, 3)),  # eager code counts its degrees: else torch compiles twice
     "sage": (lambda: OnRing(SAGEConv(4, 3), "csr"), (6, 4)),
     "called twice": (lambda: nn.Sequential(layer := nn.Linear(8, 8), nn.Tanh(), layer), (5, 8)),
@@ -147,19 +128,19 @@ def test_one_compiled_graph_serves_a_cycle_as_eager_code_does(kinds, half, devic
 def test_a_scheduler_of_compiled_code_takes_the_state_of_one_of_eager_code_and_the_other_way_round(compiled):
     eager = quantize_(nn.Sequential(nn.Linear(8, 8)))
     schedulers = [PrecisionScheduler(m, StaticSchedule(4, 4)) for m in (eager, compiled(copy.deepcopy(eager))[0])]
-    for first, second in (schedulers, schedulers[::-1]):
-        first.step()
-        second.load_state_dict(first.state_dict())
-        assert second.last_step == first.last_step
+    for one, other in (schedulers, schedulers[::-1]):
+        one.step()
+        other.load_state_dict(one.state_dict())
+        assert other.last_step == one.last_step
 
 
 def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(compiled):
-    first = quantize_(block(), Q_AGG)
-    (call, counter), x = compiled(second := copy.deepcopy(first)), torch.randn(KINDS["block"][1])
-    with precision(first, 5, 7):
-        first(x)
+    other = quantize_(block(), Q_AGG)
+    (call, counter), x = compiled(model := copy.deepcopy(other)), torch.randn(KINDS["block"][1])
+    with precision(other, 5, 7):
+        other(x)
     for bits in (3, 5, 7):
-        with precision(second, bits, 7):
+        with precision(model, bits, 7):
             call(x)
     assert counter.frame_count == 1
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from helpers import identical, pictures, small
 from torch import nn
 
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.backend import backend as kernels_in_force
@@ -44,6 +43,9 @@ LAYERS = {
     "linear without bias": (lambda: nn.Linear(4, 6, bias=False), (5, 4)),
     "linear 3d": (lambda: nn.Linear(4, 6), (2, 3, 4)),
     "linear 1d": (lambda: nn.Linear(4, 6), (4,)),
+    "no pictures": (lambda: nn.Conv2d(4, 6, 3), (0, 4, 7, 7)),
+    "no sequences": (lambda: nn.Conv1d(4, 6, 3), (0, 4, 9)),
+    "no rows": (lambda: nn.Linear(4, 6), (0, 4)),
 }
 
 
@@ -73,25 +75,14 @@ def test_layer_equals_quantise_then_call(kind, device):
     torch.testing.assert_close(x.grad, twin.grad)
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-    assert not torch.allclose(z, plain(x))
-
-
-@pytest.mark.parametrize("kind", ["bias", "1d", "3d", "linear"])
-def test_an_empty_batch_passes(kind):
-    make, shape = LAYERS[kind]
-    layer = quantize_(make())
-    with precision(layer, 4):
-        y = layer(torch.empty(0, *shape[1:], requires_grad=True))
-        y.sum().backward()
-    assert y.shape[0] == 0
-    assert layer.weight.grad.count_nonzero() == 0
+    assert x.numel() == 0 or not torch.allclose(z, plain(x))
 
 
 def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_original_back():
+    """What else of a model stays as it was: test_refusals."""
     model, x, calls = small().eval(), pictures(), []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
-    expected, kinds = model(x), [type(m) for m in model.modules()]
-    parameters, buffers = dict(model.named_parameters()), list(model.buffers())
+    expected, parameters = model(x), dict(model.named_parameters())
     assert quantize_(model) is model
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
@@ -100,9 +91,6 @@ def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_origi
     with precision(model, 2):
         assert not torch.equal(model(x), expected)
     assert restore_(model) is model
-    assert [type(m) for m in model.modules()] == kinds
-    assert all(a is b for a, b in zip(model.parameters(), parameters.values(), strict=True))
-    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert torch.equal(model(x), expected)
     assert calls == ["hook"] * 3
     quantize_(model)  # and it can be converted again
@@ -225,22 +213,6 @@ def test_what_is_not_converted_is_listed_with_its_reason():
     assert all(row.reason in str(table) for row in table.float32)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_roles_must_be_complete_and_known():
-    with pytest.raises(ValueError, match="unknown roles linear_inptu"):
-        QuantConfig(quantizers={**QUANTIZERS, "linear_inptu": Quantizer("per_row")})
-    with pytest.raises(ValueError, match="missing or unknown roles bias"):
-        QuantConfig(quantizers={k: q for k, q in QUANTIZERS.items() if k != "bias"})
-
-
-@pytest.mark.parametrize("make", [small, lambda: nn.Linear(6, 5)])
-def test_using_a_layer_before_a_precision_is_set(make):
-    with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
-        quantize_(make())(pictures())
-
-
 @pytest.mark.parametrize(
     ("execution", "bits", "q_grad", "said"),
     [
@@ -271,22 +243,6 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
             f"in force in {len(others)} layers: {said.format(kernels)}",
         ]
     assert str(summary(model)).splitlines()[-1] == before
-
-
-@pytest.mark.parametrize(
-    ("execution", "fast", "said"),
-    [
-        ("auto", True, "execution=auto, "),
-        ("auto", False, "execution=auto (simulated on this device), "),
-        ("integer", False, "execution=integer, "),
-    ],
-)
-def test_auto_says_where_a_device_is_too_slow_for_codes(execution, fast, said, monkeypatch):
-    model = quantize_(small(), QuantConfig(execution=execution))
-    monkeypatch.setattr("cpt_core.quantization.precision.multiplies_codes", lambda device: fast)
-    with precision(model, 4):
-        assert said in repr(model)
-        assert model[0].precision.on_codes(pictures()) is (fast or execution == "integer")
 
 
 # --- copies, casts and devices --------------------------------------------------------------------

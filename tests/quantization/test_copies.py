@@ -1,7 +1,8 @@
-"""Whatever copies, averages, saves or loads a converted model: its products use the bits that it reports."""
+"""Whatever copies, averages, saves, loads or writes a converted model: products use its bits and its weights."""
 
 import copy
 import io
+import itertools
 import pickle
 from contextlib import nullcontext
 
@@ -78,26 +79,33 @@ def train(model, scheduler, steps):
         scheduler.step()
 
 
-def results(model):
-    """Return output and gradients of a batch; the running ranges stay as they are."""
-    x = pictures(99).requires_grad_()
+def batch():
+    return pictures(99).requires_grad_()
+
+
+def results(model, x, run=None):
+    """Return the output, and the gradients where there are any; the running ranges stay as they are."""
+    model.zero_grad()
     running = [layer.get_running() for layer in layer_precisions(model).values()]
-    y = model(x)
-    y.square().sum().backward()
+    y = model(x) if run is None else run(x)
+    if y.requires_grad:
+        y.square().sum().backward()
     for layer, state in zip(layer_precisions(model).values(), running, strict=True):
         for name, value in state.items():
             getattr(layer, name).copy_(value)
-    return [y.detach(), x.grad]
+    return [y.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
 
 
-def converted_anew(model):
-    """Return a model converted anew, with the weights, the running ranges and the reported bits of another."""
-    twin, inner = quantize_(small(seed=8), NEAREST), model.module if isinstance(model, AveragedModel) else model
-    twin.load_state_dict(inner.state_dict())
+def compare(model, plain, x, run=None):
+    """Compare with a plain model converted anew, with the weights, running ranges and reported bits of another."""
+    twin, inner = quantize_(plain, NEAREST), model.module if isinstance(model, AveragedModel) else model
+    twin.load_state_dict({name: value.clone() for name, value in inner.state_dict().items()})
     for own, layer in zip(layer_precisions(twin).values(), layer_precisions(model).values(), strict=True):
         own.set_bits(layer.bits, layer.q_grad)
         own.set_running(layer.get_running())
-    return twin.train(model.training)
+    of_twin, x.grad = results(twin.train(model.training), x), None
+    for found, wanted in zip(results(model, x, run), of_twin, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -118,46 +126,36 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
             twin(pictures())
     expected = (6, 6) if another else (2 if inside else RISING.q_max, RISING.q_max)
     with nullcontext() if inside or another else precision(twin, "q_max"):
-        compare_with_one_converted_anew(model, twin, expected)
-
-
-def compare_with_one_converted_anew(model, twin, expected):
-    assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
-
-    def compare():
-        for found, wanted in zip(results(twin), results(converted_anew(twin)), strict=True):
-            assert torch.equal(found, wanted)
-
-    compare()  # as it is, then in both modes, then at other bits
-    for mode in (True, False):
-        twin.train(mode)
-        compare()
-        with precision(twin, 4, q_grad=5):
-            compare()
-    with precision(model.train(mode), *expected):
-        assert not torch.equal(results(model)[0], results(twin)[0])  # a copy, not the same
+        assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
+        compare(twin, small(seed=8), batch())  # as it is, then in both modes, then at other bits
+        for mode in (True, False):
+            twin.train(mode)
+            compare(twin, small(seed=8), batch())
+            with precision(twin, 4, q_grad=5):
+                compare(twin, small(seed=8), batch())
+        with precision(model.train(mode), *expected):
+            assert not torch.equal(results(model, batch())[0], results(twin, batch())[0])  # a copy, not the same
 
 
 def in_turn(model, scheduler):
-    """Return outputs and bits of a model at every step of its scheduler."""
+    """Return what a model computes at every step of its scheduler."""
     found = []
     for _ in range(4):
-        found.append((model(pictures()).detach(), [layer.bits for layer in layer_precisions(model).values()]))
+        found.append(model(pictures()).detach())
         scheduler.step()
     return found
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_what_is_copied_with_its_scheduler_stays_driven(way):
-    pair = quantize_(small(), NEAREST)
-    pair = pair, PrecisionScheduler(pair, RISING)
+    model = quantize_(small(), NEAREST)
+    pair = model, PrecisionScheduler(model, RISING)
     pair[1].step()
-    (twin, follower), before = WAYS[way](pair), pair[1].get_last_bits()
-    found = in_turn(twin, follower)
+    twins, before = WAYS[way](pair), pair[1].get_last_bits()
+    found = in_turn(*twins)
     assert pair[1].get_last_bits() == before  # only the copy moved
-    for (y, bits), (y_, bits_) in zip(found, in_turn(*pair), strict=True):
-        assert torch.equal(y, y_)
-        assert bits == bits_
+    assert all(map(torch.equal, found, in_turn(*pair)))
+    assert not torch.equal(found[0], found[-1])
 
 
 def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none():
@@ -198,15 +196,6 @@ def test_an_average_made_before_there_are_bits_says_so():
         assert torch.equal(average(pictures()), model(pictures()))
 
 
-def test_buffers_of_other_bits_change_nothing():
-    model = quantize_(small())
-    with precision(model, 2):
-        held = {k: v.clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
-    with precision(model, 8):
-        expected = model(pictures())
-        assert torch.equal(torch.func.functional_call(model, held, pictures()), expected)
-
-
 def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():
     model = quantize_(nn.LSTM(4, 3, bidirectional=True))
     average = AveragedModel(model).eval()
@@ -242,3 +231,88 @@ def test_a_model_from_meta_starts_anew():
         assert torch.equal(first(pictures()), model(pictures()))
         keys = [[layer.noise_key for layer in layer_precisions(m).values()] for m in (first, model)]
         assert keys[0] == keys[1]
+
+
+# --- written weights -------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A convolution, a linear layer that is used three times, with a call of ``between`` after each, and an LSTM."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.shared = nn.Conv1d(2, 6, 3), nn.Linear(6, 6)
+        self.last = nn.LSTM(6, 6) if recurrent else nn.Linear(6, 6)
+        self.between = lambda: None
+
+    def forward(self, x):
+        x = self.conv(x).transpose(1, 2)
+        for _ in range(3):
+            x = self.shared(x).tanh()
+            self.between()
+        x = self.last(x)
+        return x[0] if isinstance(x, tuple) else x
+
+
+def sequences():
+    return torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1))
+
+
+def each(write):
+    """Return what writes every parameter of a model, one by one."""
+    return lambda model: [write(parameter) for parameter in model.parameters()]
+
+
+def replaced(model):
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(-2 * p.detach()))
+
+
+def stepped(model):
+    grads = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = 3 * p.detach()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+
+
+WRITES = {
+    "no_grad": torch.no_grad()(each(lambda p: p.mul_(-2))),
+    "inference_mode": torch.inference_mode()(each(lambda p: p.mul_(-2))),
+    ".data in place": each(lambda p: p.data.mul_(-2)),
+    ".data assigned": each(lambda p: setattr(p, "data", p.data * -2)),
+    "a view of detach()": each(lambda p: p.detach().view(-1).mul_(-2)),
+    "numpy": each(lambda p: p.detach().numpy().__imul__(-2)),
+    "a new Parameter": replaced,
+    "an optimizer": stepped,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [*itertools.product(["train", "eval", "no_grad"], WRITES), ("compile", ".data in place")],
+)
+def test_a_weight_is_rounded_as_it_is(when, way):
+    model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(when not in ("eval", "no_grad"))
+    run = torch.compile(model, backend="eager") if when == "compile" else model
+    with precision(model, 3), torch.set_grad_enabled(when != "no_grad"):
+        before = results(model, sequences(), run)[0]
+        WRITES[way](model)
+        compare(model, Net(recurrent=when != "compile"), sequences(), run)
+        assert not torch.equal(run(sequences()).detach(), before)
+    if when == "compile":
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", [".data in place", "numpy"])
+def test_a_weight_that_is_written_inside_a_forward_pass_counts_from_then_on(way):
+    model, plain = quantize_(Net(recurrent=False), NEAREST), Net(recurrent=False)
+    for m in (model, plain):
+        m.between = lambda m=m: WRITES[way](m.shared)
+    with precision(model, 16), torch.no_grad():  # fine enough to be the float32 model's
+        torch.testing.assert_close(model(sequences()), plain(sequences()), rtol=0, atol=1e-3)
+    assert not torch.allclose(plain(sequences()), Net(recurrent=False)(sequences()), atol=0.1)

@@ -11,9 +11,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import INF, NAN, normal
+from quantization.test_integer import attention
 from torch import nn
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
@@ -21,7 +20,6 @@ from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import layer_precisions
 
-BERT = BertConfig(hidden_size=12, num_attention_heads=3, attn_implementation="eager", attention_probs_dropout_prob=0.0)
 GRAPH = Graph.from_edges(torch.arange(30) * 7 % 10, torch.arange(30) * 3 % 10, 10)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(12, 8), (10, 12)),
@@ -29,7 +27,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution": (lambda: nn.Conv2d(3, 5, 3, padding=1), (2, 3, 6, 7)),
     "strided": (lambda: nn.Conv2d(3, 5, 3, padding=1, stride=2), (2, 3, 7, 7)),
     "LSTM": (lambda: nn.LSTM(6, 5), (4, 3, 6)),
-    "attention": (lambda: BertSelfAttention(BERT), (2, 5, 12)),
+    "attention": (attention, (2, 5, 12)),
     "GCN": (lambda: GraphConv(6, 9), (10, 6)),
     "SAGE": (lambda: SAGEConv(9, 6), (10, 9)),
 }

@@ -1,31 +1,25 @@
-"""Graph convolutions on codes: as exact as the simulation, and the same in every other respect."""
+"""Graph convolutions on codes are as exact as the simulation; what is fused, kept or compiled changes no bit."""
 
 import copy
-import pickle
 from dataclasses import replace
 from functools import partial
 
 import dgl.nn
 import pytest
 import torch
-from helpers import Ran, losses_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantization.test_integer import SOME_KIND, drawn, kept_bytes, values64
+from helpers import Ran, identical, losses_of
+from quantization.test_integer import drawn, kept_bytes
 from torch import nn
 
 import cpt_core as cpt
 from cpt_core.codes import graph_layers as graph_integer
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.backend import reference
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
+from cpt_core.graphs.layers import GraphConv, Precision, SAGEConv
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.graph_layers import GraphPrecision
 
 SOURCES, NODES = 50, 40
-NEAR = 1e-6
 SHARED = cpt.QuantConfig(execution="integer", aggregation="quantized").with_shared_steps()
 AUTHORS = cpt.QuantConfig(execution="integer", aggregation="quantized")
 FP_AGG = replace(SHARED, aggregation="fp")
@@ -40,87 +34,8 @@ def graph(sources=NODES, backend="auto", seed=0):
     return Graph(indptr, torch.randint(sources, (150,), generator=drawn), sources, backend)
 
 
-def dense(g):
-    """The sum as a matrix, float64."""
-    matrix = torch.zeros(g.num_dst, g.num_src, dtype=torch.float64)
-    nodes = torch.arange(g.num_dst).repeat_interleave(g.indptr.diff())
-    return matrix.index_put_((nodes, g.indices), torch.ones((), dtype=torch.float64), accumulate=True)
-
-
-def on_grid(x, bits, granularity):
-    """The same codes' values, float64."""
-    return values64(QuantizedTensor.of(x, bits, granularity))
-
-
-def near(y, exact, terms):
-    """Whether numbers are exact, relative to those that they add up: a sum may cancel."""
-    return float((y.detach().double() - exact).abs().max()) < NEAR * float(terms.max())
-
-
-def precision_of(config, bits, q_grad):
-    quantizers = config.with_gradient_rounding("nearest").quantizers
-    roles = {r.removeprefix("graph_"): q for r, q in quantizers.items() if r.startswith("graph_") or r == "bias"}
-    p = GraphPrecision(roles)
-    p.execution = "integer"
-    p.set_bits(bits, q_grad)
-    return p
-
-
-BITS = st.tuples(st.integers(1, 8), st.integers(1, 8))
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(bits=BITS, kinds=st.tuples(SOME_KIND, SOME_KIND), shared=st.booleans(), linear=st.booleans(),
-       scaled=st.booleans(), plain=st.booleans(), sizes=st.tuples(st.integers(2, 30), st.integers(1, 40)))  # fmt: skip
-def test_a_product_of_codes_is_that_of_the_values_and_so_are_its_gradients(
-    bits, kinds, shared, linear, scaled, plain, sizes
-):
-    config = SHARED if shared else AUTHORS
-    (inputs, outputs), p = sizes, precision_of(config, *bits)
-    x, g = drawn(kinds[0], NODES, inputs).requires_grad_(), drawn(kinds[1], NODES, outputs, seed=1)
-    weight = drawn("two-sided", *((outputs, inputs) if linear else (inputs, outputs)), seed=2).requires_grad_()
-    scale = drawn("two-sided", NODES, 1, seed=3).abs() if scaled else None
-    cpt.backend()
-    context = reference if plain else torch.enable_grad
-    with context():
-        y = p.product(x, scale, weight, lambda key, compute: compute(), linear)
-        of_x, of_weight = torch.autograd.grad(y, [x, weight], g)
-    granularity = config.quantizers["graph_input"].granularity
-    a = on_grid(x.detach() if scale is None else x.detach() * scale, bits[0], granularity)
-    w, g = on_grid(weight.detach(), bits[0], granularity), on_grid(g, bits[1], "per_tensor")
-    w = w.t() if linear else w
-    assert near(y, a @ w, a.abs() @ w.abs())
-    back, times = g @ w.t(), 1.0 if scale is None else scale.double()
-    assert near(of_x, back * times, g.abs() @ w.t().abs() * times)
-    exact, terms = a.t() @ g, a.t().abs() @ g.abs()
-    assert near(of_weight, exact.t() if linear else exact, terms)
-
-
-@settings(max_examples=40)
-@given(bits=BITS, kinds=st.tuples(SOME_KIND, SOME_KIND), shared=st.booleans(), scaled=st.booleans(),
-       reduce=st.sampled_from(["sum", "mean"]), plain=st.booleans(), width=st.integers(1, 70),
-       sources=st.sampled_from([NODES, SOURCES]), backend=st.sampled_from(["auto", "csr"]),
-       seed=st.integers(0, 9))  # fmt: skip
-def test_a_sum_of_codes_is_that_of_the_values_and_so_is_its_gradient(
-    bits, kinds, shared, scaled, reduce, plain, width, sources, backend, seed
-):
-    config = SHARED if shared else AUTHORS
-    p, edges = precision_of(config, *bits), graph(sources, backend, seed)
-    x, g = drawn(kinds[0], sources, width).requires_grad_(), drawn(kinds[1], NODES, width, seed=1)
-    scale = drawn("two-sided", sources, 1, seed=3).abs() if scaled else None
-    cpt.backend()
-    with reference() if plain else torch.enable_grad():
-        y = p.neighbour_sum(edges, x, scale, reduce)
-        (of_x,) = torch.autograd.grad(y, [x], g)
-    granularity = config.quantizers["graph_aggregation"].granularity
-    a = on_grid(x.detach() if scale is None else x.detach() * scale, bits[0], granularity)
-    g, matrix = on_grid(g, bits[1], "per_tensor"), dense(edges)
-    matrix = matrix / matrix.sum(1, keepdim=True).clamp_min(1) if reduce == "mean" else matrix
-    assert near(y, matrix @ a, matrix @ a.abs())
-    times = 1.0 if scale is None else scale.double()
-    assert near(of_x, matrix.t() @ g * times, matrix.t() @ g.abs() * times)
-    assert y[edges.in_degrees == 0].eq(0).all()  # nothing arrives
+def features():
+    return drawn("two-sided", NODES, 6)
 
 
 # --- layers ------------------------------------------------------------------------------------------
@@ -240,7 +155,7 @@ def test_what_summary_says_on_codes_runs_on_codes(layer, config, products, sums,
 
 def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
     monkeypatch.setattr(graph_integer, "LARGEST_DEGREE", 6)
-    model, g, x = cpt.quantize_(GraphConv(6, 9), SHARED), graph(), drawn("two-sided", NODES, 6)
+    model, g, x = cpt.quantize_(GraphConv(6, 9), SHARED), graph(), features()
     most = int(g.in_degrees.max())
     with cpt.precision(model, 8), pytest.raises(ValueError, match=rf"at most 6 terms, {most} edges lead to a node"):
         model(g, x)
@@ -276,7 +191,7 @@ def test_codes_of_constant_features_are_made_once_per_bit_width(monkeypatch, kin
 
 
 def test_kept_codes_follow_features_that_change_after_all_and_training_may_use_those_of_evaluation():
-    g, x = graph(), drawn("two-sided", NODES, 6)
+    g, x = graph(), features()
     model = cpt.quantize_(GraphNet("gcn", 6, 3, hidden=8, layers=2, dropout=0.0), SHARED)
     for change in (lambda: None, lambda: x.mul_(-2), lambda: x.add_(1)):
         change()
@@ -316,7 +231,7 @@ SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
 
 def train(model, checkpoint=False):
     """Return the losses of eight steps on constant features."""
-    g, x = graph(), drawn("two-sided", NODES, 6)
+    g, x = graph(), features()
     g.set_constant(x)
     target = torch.randint(3, (NODES,), generator=torch.Generator().manual_seed(3))
     run = partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False) if checkpoint else model
@@ -332,38 +247,92 @@ def test_training_is_that_of_the_simulation_and_repeats(kind, config):
     assert losses == pytest.approx(simulated, rel=0.1)
 
 
+# --- few passes over the nodes -----------------------------------------------------------------------
+
+FP, Q = cpt.QuantConfig(), cpt.QuantConfig(aggregation="quantized")
+PASSES = {
+    **{name: (name, Q) for name in LAYERS},
+    **{name: ("GCN", replace(config, execution="simulated")) for name, config in CONFIGS.items()},
+    "FP-Agg, authors' steps": ("GCN", FP),
+    "FP-Agg, product first": ("GCN, product first", FP),
+    "gradients to the nearest": ("GCN", Q.with_gradient_rounding("nearest")),
+    **dict.fromkeys(("float64", "bfloat16", "CSR", "no nodes"), ("GCN", Q)),
+}
+GRAPHS = {
+    "CSR": graph(backend="csr"),
+    "no nodes": Graph(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_one_pass_over_the_rows_changes_no_bit(case, monkeypatch):
+    name, config = PASSES[case]
+    layer, g, x, bits = prepared(name)
+    g, x = GRAPHS.get(case, g), x[:0] if case == "no nodes" else x
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
+    model = cpt.quantize_(layer.to(dtype), config)
+    other = copy.deepcopy(model)
+    found, key = passes(model, g, x.to(dtype), **bits)
+    monkeypatch.setattr(GraphPrecision, "scaled_operand", Precision.scaled_operand)  # the plain chains
+    monkeypatch.setattr(GraphPrecision, "scaled_and_biased", Precision.scaled_and_biased)
+    expected, expected_key = passes(other, g, x.to(dtype), **bits)
+    assert key == expected_key
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "expected"),
+    [
+        ((6, 9), FP, {"scale_round": 0, "scale_round_add": 1, "round_scale_round": 1}),
+        ((6, 9), Q, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 1}),
+        ((6, 4), FP, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 0}),  # the sum between is float32
+        ((6, 4), Q, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 1}),
+    ],
+)
+def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
+    model, x = cpt.quantize_(GraphConv(*sizes), config), features().requires_grad_()
+    with cpt.precision(model, 3, q_grad=5), Ran() as ran:
+        model(graph(), x).square().sum().backward()
+    assert {name: ran.count(f"cpt::{name}") for name in expected} == expected
+
+
+@pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_what_is_rounded_in_passing_is_seen(backend, config):
+    found = cpt.check(cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(backend=backend), features()))
+    assert found.ok, str(found)
+    assert all(p.quantized for p in found.products), str(found)
+    assert {p.layer for p in found.products if p.backward} == {"convs.0", "convs.1", "convs.2"}
+
+
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_copies_storage_restoring_and_other_precisions(kind):
-    model, g, x = network(kind), graph(), drawn("two-sided", NODES, 6)
-    plain = cpt.restore_(copy.deepcopy(model))
-    with cpt.precision(model, 4, q_grad=8):
-        expected = model(g, x)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(g, x), expected)
-    for bits in (12, 32):  # too wide for codes: simulated
-        with cpt.precision(model, bits), Ran() as ran:
-            y = model(g, x)
-        assert not ran.count("_int_mm", "cpt::sum_neighbours")
-    assert torch.equal(y, plain(g, x))
-    layer = model.convs[0]
-    with cpt.precision(layer, 4):
-        expected = layer(g, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(layer(g, x), expected.bfloat16())
-    with cpt.precision(model, 4), Ran() as ran:
-        model.double()(g, x.double())  # float64 has no codes
-    assert not ran.count("_int_mm", "cpt::sum_neighbours")
+@pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_training_and_evaluation_share_what_is_kept_of_constant_features(monkeypatch, kind, config, first):
+    g, x, calls = graph(), features(), []
+    model, original = GraphNet(kind, 6, 4, hidden=8, layers=2, dropout=0.0), Graph.aggregate
+    cpt.quantize_(model, config.with_gradient_rounding("nearest"))
+    monkeypatch.setattr(Graph, "aggregate", lambda self, h, r="sum": calls.append(h.shape[1]) or original(self, h, r))
+    expected, counts = {}, []
+    for constant in (None, x):
+        g.set_constant(constant)
+        calls.clear()
+        for evaluates in (first == "evaluation", first == "training"):
+            for bits in (3, 5, 3):
+                with cpt.precision(model.train(not evaluates), bits, q_grad=8), torch.inference_mode(evaluates):
+                    found = [model(g, x)]
+                    found += [] if evaluates else torch.autograd.grad(found[0].square().sum(), model.parameters())
+                assert identical(found, expected.setdefault((evaluates, bits), found))
+        counts.append(calls.count(6))
+    assert counts == [6, 1 if config is FP else 2]  # of a constant: once, or once for every number of bits
 
 
-def test_bitops_are_those_of_the_simulation():
-    g, x = graph(), drawn("two-sided", NODES, 6)
+def test_a_sum_behind_its_product_is_not_kept():
+    g, x = graph(), features()
     g.set_constant(x)
-    totals = []
-    for how in ("integer", "simulated"):
-        model = network(config=replace(SHARED, execution=how))
-        totals.append(cpt.count_bitops(model, (g, x), SCHEDULE, convention="per_op").by_layer)
-        with cpt.BitOpsLedger(model) as ledger:
-            train(model)
-        totals.append(ledger.by_layer("per_op"))
-    assert totals[0] == totals[2]
-    assert totals[1] == totals[3]
+    model = cpt.quantize_(GraphConv(6, 4), Q)
+    with cpt.precision(model, 3, q_grad=5):
+        before = model(g, x).detach()
+        nn.init.constant_(model.weight, 1.0)
+        assert not torch.equal(model(g, x), before)

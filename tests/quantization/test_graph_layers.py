@@ -234,12 +234,15 @@ def test_operations_of_the_papers_sage(reference_macs):
     assert plan.forward_macs == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
+@pytest.mark.parametrize(
+    ("aggregation", "execution"), [("fp", "simulated"), ("quantized", "simulated"), ("quantized", "integer")]
+)
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_plan_and_ledger_agree_by_hand(kind, aggregation):
+def test_plan_and_ledger_agree_by_hand(kind, aggregation, execution):
     g, x = graph(), features()
     g.set_constant(x)
-    model = quantize_(GraphNet(kind, 6, 3, hidden=8, layers=2), QuantConfig(aggregation=aggregation))
+    config = QuantConfig(aggregation=aggregation, execution=execution).with_shared_steps()
+    model = quantize_(GraphNet(kind, 6, 3, hidden=8, layers=2), config)
     schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=12, n_cycles=2)
     scheduler = PrecisionScheduler(model, schedule)
     with BitOpsLedger(model) as ledger:

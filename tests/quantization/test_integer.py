@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +10,19 @@ from helpers import Ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import tree_leaves
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import cpt_core as cpt
 from cpt_core.codes import integer
 from cpt_core.codes.integer import matmul
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
 from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.quantization.convert import layer_precisions
 
 NEAR = 1e-6
 
@@ -25,23 +32,63 @@ def distance(y, exact):
     return float((y.double() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
+class Calls(nn.Module):
+    """A layer that is called in a way of one's own."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x):
+        return self.call(self.layer, x)
+
+
+def first(layer, x):
+    return layer(x)[0]
+
+
+def attention():
+    """Attention of three heads, for 12 features."""
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "attention_probs_dropout_prob": 0.0}
+    return BertSelfAttention(BertConfig(attn_implementation="eager", **sizes))
+
+
 def values64(x):
     return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
 
 
 def convert(layer, execution, shared=True, **kwargs):
+    """A model of one layer; the projections of attention stay in float32."""
     config = cpt.QuantConfig(execution=execution, **kwargs)
-    return cpt.quantize_(nn.Sequential(copy.deepcopy(layer)), config.with_shared_steps() if shared else config)
+    config = config.with_shared_steps() if shared else config
+    whole = lambda module, name: name == "0" or not isinstance(module, nn.Linear)  # noqa: E731
+    return cpt.quantize_(nn.Sequential(copy.deepcopy(layer)), config, filter_fn=whole)
 
 
-def passes(model, x, gradient, q=8, q_grad=8):
-    """Output, and the gradients of input and parameters."""
-    x = x.clone().requires_grad_()
+def both(layer, shared=True):
+    return [convert(layer, execution, shared) for execution in ("integer", "simulated")]
+
+
+def passes(model, x, *state, q=8, q_grad=8):
+    """Outputs, the gradients of inputs and parameters, and running ranges; and the keys of the noise."""
+    leaves = [t.clone().requires_grad_() for t in (x, *state)]
     model.zero_grad()
     with cpt.precision(model, q, q_grad=q_grad):
-        y = model(x)
-        y.backward(gradient)
-    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        outputs = model[0](leaves[0], tuple(leaves[1:])) if state else model[0](*leaves)
+        outputs = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+        torch.autograd.backward(outputs, [torch.arange(y.numel()).cos().view_as(y) for y in outputs])
+    found = [*(y.detach() for y in outputs), *(t.grad for t in (*leaves, *model.parameters()) if t.grad is not None)]
+    running = [p.get_running() for p in layer_precisions(model).values()]
+    return found + [v for r in running for n, v in r.items() if n != "noise_key"], [r["noise_key"] for r in running]
+
+
+def compare(models, inputs, near=1e-5, **bits):
+    """Codes compute what the simulation does, up to float32 sums, and draw as much noise."""
+    (found, keys), (expected, expected_keys) = (passes(model, *inputs, **bits) for model in models)
+    assert keys == expected_keys
+    for y, z in zip(found, expected, strict=True):
+        assert y.shape == z.shape
+        assert distance(y, z.double()) < near
 
 
 KINDS = {
@@ -126,36 +173,80 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
 
 
 LAYERS = {
-    "linear": (nn.Linear(40, 24), (16, 40)),
-    "sequence": (nn.Linear(40, 24, bias=False), (4, 9, 40)),
-    "vector": (nn.Linear(40, 24), (40,)),
-    "convolution": (nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
-    "padded": (nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
-    "strided": (nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
-    "uneven": (nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
-    "dilated": (nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
-    "1x1": (nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
-    "1x1, padded": (nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
-    "one image": (nn.Conv2d(5, 7, 3, padding=1), (5, 9, 10)),
+    "linear": (lambda: nn.Linear(40, 24), (16, 40)),
+    "sequence": (lambda: nn.Linear(40, 24, bias=False), (4, 9, 40)),
+    "vector": (lambda: nn.Linear(40, 24), (40,)),
+    "convolution": (lambda: nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
+    "padded": (lambda: nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
+    "strided": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
+    "uneven": (lambda: nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
+    "dilated": (lambda: nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
+    "1x1": (lambda: nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
+    "1x1, padded": (lambda: nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
+    "one image": (lambda: nn.Conv2d(5, 7, 3, padding=1), (5, 9, 10)),
+    "attention": (lambda: attention().requires_grad_(False), (3, 7, 12)),
+    "a step of an LSTM": (lambda: nn.LSTM(12, 12), (1, 4, 12), (1, 4, 12), (1, 4, 12)),
 }
 
 
-NUMBERS = {"two-sided": ((2, 8), (4, "float")), "one-sided": ((3, 6), (4, 12)), "far from 0": ((8, 8),)}  # their bits
-CASES = [(name, kind, (i + j) % 2 == 0) for i, name in enumerate(LAYERS) for j, kind in enumerate(NUMBERS)]
+def made(table, name):
+    """A layer, the same in every call."""
+    torch.manual_seed(0)
+    return table[name][0]()
+
+
+# the bits of numbers
+NUMBERS = {"two-sided": ((2, 8), (4, "float")), "one-sided": ((3, 6), (4, 12), (8, 8)), "far from 0": ((8, 8),)}
+SCORES = ("attention", "a step of an LSTM")  # where large numbers meet an exponential, last digits count
+CASES = [
+    (name, kind, (i + j) % 2 == 0)
+    for i, name in enumerate(LAYERS)
+    for j, kind in enumerate(NUMBERS)
+    if kind != "far from 0" or name not in SCORES
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "shared"), CASES)
 def test_layers_compute_what_the_simulation_does(name, kind, shared):
-    layer, shape = LAYERS[name]
-    x = drawn(kind, *shape)
-    gradient = torch.randn_like(layer(x))
     for q, q_grad in NUMBERS[kind]:
-        on_codes, simulated = (
-            passes(convert(layer, e, shared), x, gradient, q, q_grad) for e in ("integer", "simulated")
-        )
-        for y, z in zip(on_codes, simulated, strict=True):
-            assert y.shape == z.shape
-            assert distance(y, z.double()) < 1e-5  # of float32 sums, whose own error is about as large
+        inputs = [drawn(kind, *shape, seed=i) for i, shape in enumerate(LAYERS[name][1:])]
+        compare(both(made(LAYERS, name), shared), inputs, q=q, q_grad=q_grad)
+
+
+LENGTHS = torch.tensor([4, 7, 1, 7])
+LSTMS = {
+    "plain": (lambda: nn.LSTM(12, 12), (7, 4, 12)),
+    "no bias": (lambda: nn.LSTM(12, 12, bias=False), (7, 4, 12)),
+    "two layers": (lambda: nn.LSTM(12, 12, num_layers=2, bidirectional=True), (7, 4, 12)),
+    "packed": (
+        lambda: Calls(
+            nn.LSTM(12, 12, bidirectional=True),
+            lambda lstm, x: lstm(pack_padded_sequence(x, LENGTHS, enforce_sorted=False)),
+        ),
+        (7, 4, 12),
+    ),
+    "with a state": (lambda: nn.LSTM(12, 12), (7, 4, 12), (1, 4, 12), (1, 4, 12)),
+    "batch first": (lambda: nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
+    "one sequence": (lambda: nn.LSTM(12, 12), (7, 12)),
+    "used twice": (lambda: Calls(nn.LSTM(12, 12), lambda lstm, x: lstm(lstm(x)[0])), (7, 4, 12)),
+}
+BITS = [(4, 6, reference), (8, 8, nullcontext), (8, "float", reference), (6, 12, nullcontext)]
+STEPS = [(kind, (i + j // 2) % 2 == 0, *bits) for i, kind in enumerate(LSTMS) for j, bits in enumerate(BITS)]
+
+
+@pytest.mark.parametrize(("kind", "shared", "q", "q_grad", "backend"), STEPS)
+def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, backend):
+    inputs = [drawn("two-sided", *shape, seed=i) + 0.2 for i, shape in enumerate(LSTMS[kind][1:])]
+    with backend():  # a code that flips is a step of a grid
+        compare(both(made(LSTMS, kind), shared), inputs, 0.02, q=q, q_grad=q_grad)
+
+
+@pytest.mark.parametrize(("table", "name", "near"), [(LAYERS, "padded", 1e-5), (LSTMS, "two layers", 0.03)])
+def test_evaluation_uses_running_ranges_and_clips(table, name, near):
+    models, shape = both(made(table, name)), table[name][1]
+    for seed in range(3):
+        compare(models, [drawn("two-sided", *shape, seed=seed)], near)
+    compare([model.eval() for model in models], [4 * drawn("two-sided", *shape, seed=9)], near)  # beyond these
 
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
@@ -166,12 +257,12 @@ LAYOUTS = torch.contiguous_format, torch.channels_last
 def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
     x = drawn("two-sided", 4, 5, 9, 10).to(memory_format=layout)
     for name in ("padded", "strided", "1x1") if of_weight is LAYOUTS[0] else ("padded", "strided"):
-        layer = copy.deepcopy(LAYERS[name][0]).to(memory_format=of_weight)
+        layer = made(LAYERS, name).to(memory_format=of_weight)
         gradient = torch.ones_like(layer(x)).contiguous()
         strides = []
-        for how in ("integer", "simulated"):
+        for model in both(layer, shared):
             given = x.clone().requires_grad_()
-            with cpt.precision(convert(layer, how, shared), 8, q_grad=8) as model:
+            with cpt.precision(model, 8, q_grad=8):
                 y = model(given)
             (dx,) = torch.autograd.grad(y, given, gradient)  # ``given.grad`` would lie as ``given`` does
             strides.append((y.stride(), dx.stride()))
@@ -183,18 +274,58 @@ def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
 )
 def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
     """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
-    layer, shape = LAYERS[name]
+    layer, shape = made(LAYERS, name), LAYERS[name][1]
     x = torch.randn(shape).repeat(1 if name == "one image" else 4, *[1] * (len(shape) - 1))
-    gradient = torch.randn_like(layer(x))
     for shared in (True, False):
         model = convert(layer, "integer", shared)
         with Ran() as ran:
-            passes(model, x, gradient)
+            passes(model, x)
         large = lambda *operands: sum(t.numel() >= layer.weight.numel() for t in operands) > 1  # noqa: E731
         products = ran.count("mm", "addmm", "convolution", "convolution_backward", where=large)
         assert products == (0 if shared else left)
         row = next(r for r in cpt.summary(model).rows if r.name == "0")
         assert len(row.simulated) == (0 if shared else named)  # whether there are sequences is not known
+
+
+@pytest.mark.parametrize(
+    ("execution", "shared", "left"),
+    [("integer", True, ()), ("integer", False, ("forward", "weight")), ("auto", True, ("forward", "error", "weight"))],
+)
+def test_products_of_attention_run_where_the_summary_says(execution, shared, left):
+    model = convert(made(LAYERS, "attention"), execution, shared)
+    with Ran() as ran:
+        passes(model, torch.randn(3, 7, 12))
+    assert ran.count("bmm") == 2 * len(left)  # of scores and of context
+    no_sums = ran.count("_int_mm", where=lambda a, b, *_: b.shape[1] > 1)
+    assert no_sums == 3 * 3 * 2 * (3 - len(left))  # for every sample and head
+    row = next(r for r in cpt.summary(model).rows if r.name == "0")
+    assert set(row.simulated) == set(left)
+
+
+@pytest.mark.parametrize(("shared", "left"), [(True, 2), (False, 2 + 1 + 7)])
+def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
+    """Left are the gradients of both weights; with ranges per row also those of the input and every hidden state."""
+    model = convert(nn.LSTM(12, 12), "integer", shared)
+    with torch.autograd.profiler.profile() as profile:
+        passes(model, torch.randn(7, 4, 12))
+    assert sum(event.name in ("aten::mm", "aten::addmm") for event in profile.function_events) == left
+    (row,) = (r for r in cpt.summary(model).rows if r.quantized)
+    assert set(row.simulated) == ({"weight"} if shared else {"error", "weight"})
+
+
+@pytest.mark.parametrize(
+    ("granularity", "longest", "why"),
+    [("per_row", 1 << 15, "hidden states have several ranges"), ("per_tensor", 4 * 12 - 1, "sums over the gates")],
+)
+def test_an_lstm_without_an_integer_form_stays_simulated(granularity, longest, why, monkeypatch):
+    monkeypatch.setattr("cpt_core.quantization.lstm.LONGEST", longest)
+    config = cpt.QuantConfig(execution="integer")
+    config = replace(config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)})
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(12, 12)), config)
+    with torch.autograd.profiler.profile() as profile:
+        passes(model, torch.randn(7, 4, 12))
+    assert not any(event.name == "aten::_int_mm" for event in profile.function_events)
+    assert f"on codes: none (forward simulated: {why}" in str(cpt.summary(model))
 
 
 def test_summary_says_what_stays_simulated():
@@ -210,23 +341,31 @@ def test_summary_says_what_stays_simulated():
     assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
 
 
-def kept(call, *args):
+def kept(model, *inputs):
     """Return the tensors that are kept between the passes."""
     held = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.setdefault(t.data_ptr(), t), lambda t: t):
-        call(*args)
+    keep = lambda t: held.setdefault(t.data_ptr(), t)  # noqa: E731
+    with cpt.precision(model, 8, q_grad=8), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        _ = model(*inputs)
     return list(held.values())
 
 
 def kept_bytes(model, *inputs):
-    with cpt.precision(model, 8, q_grad=8):
-        return sum(t.numel() * t.element_size() for t in kept(model, *inputs))
+    return sum(t.numel() * t.element_size() for t in kept(model, *inputs))
 
 
 def test_codes_are_what_is_kept_between_the_passes():
     layer, x = nn.Conv2d(16, 16, 3, padding=1), torch.randn(8, 16, 12, 12, requires_grad=True)
-    integer, simulated = (kept_bytes(convert(layer, e), x) for e in ("integer", "simulated"))
+    integer, simulated = (kept_bytes(model, x) for model in both(layer))
     assert integer < 0.3 * simulated
+    for model, codes in zip(
+        both(made(LAYERS, "attention")), (4, 0), strict=True
+    ):  # queries, keys, probabilities, values
+        assert sum(t.dtype == torch.int8 for t in kept(model, torch.randn(3, 7, 12, requires_grad=True))) == codes
+    of_lstm = kept(convert(nn.LSTM(12, 12), "integer"), torch.randn(7, 4, 12, requires_grad=True))
+    shapes = [tuple(t.shape) for t in of_lstm if t.dtype == torch.int8]
+    assert shapes.count((7 * 4, 12)) == 2  # of inputs and hidden states
+    assert shapes.count((4 * 12, 12)) == 2  # both weights
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # deprecated, some day

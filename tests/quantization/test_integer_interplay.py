@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from helpers import OnRing, identical, losses_of, pictures, small
+from helpers import OnRing, Ran, identical, losses_of, pictures, small
+from quantization.test_integer import Calls, attention, first
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from cpt_core.quantization import precision as precisions
@@ -25,12 +25,11 @@ def converted(execution="integer", seed=0):
     return cpt.quantize_(small(seed), config(execution))
 
 
-def step(model, seed=0, call=None):
-    """Forward and backward: the output and all gradients."""
-    model.zero_grad()
-    y = (call or model)(pictures(seed))
-    y.square().mean().backward()
-    return [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+def passes(model, x, call=None):
+    """The output, and the gradients of the input and the parameters."""
+    x = x.detach().requires_grad_()
+    y = (model if call is None else call)(x)
+    return [y.detach().clone(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
 def trained(model, call=None):
@@ -55,9 +54,10 @@ def slow(monkeypatch):
 def test_where_integers_are_slow_it_is_said_once(slow):
     model, again = converted(), converted()
     with cpt.precision(model, 8), pytest.warns(UserWarning, match=r"slower .* \(cpu\): .*'auto' would simulate"):
-        found = step(model)
+        found = passes(model, pictures())
     with cpt.precision(again, 8), warnings.catch_warnings(action="error"):
-        assert identical(step(again), found)
+        assert identical(passes(again, pictures()), found)
+        assert "execution=integer, " in repr(again)
     assert all(p.on_codes(torch.ones(1)) is False for p in layer_precisions(model).values())  # no bits, no codes
 
 
@@ -69,8 +69,11 @@ def test_where_integers_are_slow_compiled_code_says_so_too(slow):
         torch.compile(model, backend="eager")(torch.ones(2, 4))
 
 
-def test_auto_simulates_where_integers_are_slow(slow):
+def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     model, simulated = converted("auto"), converted("simulated")
+    with cpt.precision(model, 4):
+        assert "execution=auto (simulated on this device), " in repr(model)
+        assert not model[0].precision.on_codes(pictures())
     with warnings.catch_warnings(action="error"):
         assert identical(trained(model), trained(simulated))
     rows = [row for row in cpt.summary(model).rows if row.quantized]
@@ -79,6 +82,10 @@ def test_auto_simulates_where_integers_are_slow(slow):
     assert reasons == {"auto: this device does not multiply codes"}
     assert all(len(row.simulated) == 3 for row in rows)
     assert "forward simulated: auto: this device does not multiply codes" in str(cpt.summary(model))
+    monkeypatch.setattr(precisions, "multiplies_codes", lambda device: True)
+    with cpt.precision(model, 4):
+        assert "execution=auto, " in repr(model)
+        assert model[0].precision.on_codes(pictures())
 
 
 # --- training and evaluation ------------------------------------------------------------------------------------------
@@ -88,32 +95,6 @@ def test_training_is_that_of_the_simulation():
     on_codes, simulated = (trained(converted(execution))[0].tolist() for execution in ("integer", "simulated"))
     assert on_codes == pytest.approx(simulated, rel=0.02)  # a code that flips is a step of a 3-bit grid
     assert on_codes[0] == pytest.approx(simulated[0], rel=1e-5)
-
-
-def test_evaluation_uses_running_ranges():
-    models = [converted(), converted("simulated")]
-    trained(models[0])
-    models[1].load_state_dict(models[0].state_dict())
-    for a, b in zip(*(layer_precisions(m).values() for m in models), strict=True):
-        b.set_running(a.get_running())
-    outputs = []
-    for model in models:
-        with cpt.precision(model.eval(), 8):
-            outputs.append(model(3 * pictures()))  # beyond what training has seen
-    assert torch.allclose(*outputs, rtol=1e-4, atol=1e-4)
-
-
-def test_storage_and_other_precisions():
-    model, x = converted(), pictures()
-    with cpt.precision(model, 4, q_grad=8):
-        assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-    for bits in (12, 32):  # too wide for codes: simulated
-        with cpt.precision(model, bits):
-            assert not layer_precisions(model)["0"].on_codes(x)
-            assert model(x).isfinite().all()
-
-
-# --- bits and modes ---------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_between_steps_leaves_no_trace():
@@ -145,51 +126,6 @@ def test_gradients_are_rounded_as_the_simulation_does_whatever_bits_were_set_bet
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * largest)
 
 
-def test_restoring_gives_the_plain_model_back_and_another_execution_can_follow():
-    model, plain = converted(), small()
-    trained(model)
-    plain.load_state_dict(model.state_dict())
-    cpt.restore_(model)
-    assert identical(step(model), step(plain))
-    model, plain = cpt.quantize_(model, config("simulated")), cpt.quantize_(plain, config("simulated"))
-    with cpt.precision(model, 5), cpt.precision(plain, 5):
-        assert identical(step(model), step(plain))
-
-
-def test_a_copy_made_in_the_middle_trains_on_as_the_model_does():
-    model = converted()
-    trained(model)
-    other = copy.deepcopy(model)
-    assert identical(trained(model), trained(other))
-
-
-# --- what torch does with a model -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_activation_checkpointing_changes_nothing(use_reentrant):
-    model = converted()
-    found = trained(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant))
-    assert identical(found, trained(converted()))
-
-
-def test_autocast_rounds_results_and_nothing_before():
-    model, x = cpt.quantize_(nn.Sequential(nn.Linear(8, 4)), config()), torch.randn(3, 8)
-    with cpt.precision(model, 8):
-        full = model(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            half = model(x)
-            assert layer_precisions(model)["0"].on_codes(x)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half, full.bfloat16())
-    found = []
-    for execution in ("integer", "simulated"):
-        model = converted(execution)
-        with cpt.precision(model, 8), torch.autocast("cpu", torch.bfloat16):
-            found.append(step(model)[0])
-    assert torch.allclose(*found, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch where a graph breaks
 def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_anew():
@@ -204,7 +140,7 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
     frames = set()
     for seed, bits in enumerate((3, 8, 4)):
         with cpt.precision(model, bits, q_grad=8), cpt.precision(eager, bits, q_grad=8):
-            assert identical(step(model, seed, compiled), step(eager, seed))
+            assert identical(passes(model, pictures(seed), compiled), passes(eager, pictures(seed)))
         frames.add(counter.frame_count)
     assert len(frames) == 1
     torch._dynamo.reset()
@@ -212,20 +148,68 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
+
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
     "conv": (lambda: nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
-    "lstm": (lambda: nn.LSTM(6, 5), (4, 2, 6)),
-    "graph": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
+    "lstm": (lambda: Calls(nn.LSTM(6, 5), first), (4, 2, 6)),
+    "attention": (lambda: Calls(attention(), first), (2, 5, 12)),
+    "gcn": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
+    "sage": (lambda: OnRing(cpt.SAGEConv(6, 5)), (6, 6)),
 }
+
+
+def layer_of(kind, execution="integer"):
+    """A model of one layer, and its input."""
+    make, shape = LAYERS[kind]
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(make()), config(execution, aggregation="quantized"))
+    return model, torch.randn(shape, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_copies_compute_the_same_and_what_is_too_wide_for_codes_is_simulated(kind):
+    model, x = layer_of(kind)
+    with cpt.precision(model, 4, q_grad=8):
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        with Ran() as ran:
+            expected = passes(model, x)
+        assert ran.count("cpt::encode")
+        for other in copies:
+            assert all(map(torch.equal, passes(other, x), expected))
+    for bits, dtype in ((12, torch.float32), (32, torch.float32), (4, torch.float64)):
+        with cpt.precision(model.to(dtype), bits), Ran() as ran:
+            assert model(x.to(dtype)).isfinite().all()
+        assert not ran.count("cpt::encode")
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_rounds_results_and_nothing_before(kind):
+    found = []
+    for execution in ("integer", "simulated"):
+        model, x = layer_of(kind, execution)
+        x = x.bfloat16() if kind == "lstm" else x  # the results of whose have the type of its input
+        with cpt.precision(model, 8):
+            full = model(x.float())
+            with torch.autocast("cpu", torch.bfloat16), Ran() as ran:
+                half = model(x)
+        assert half.dtype == torch.bfloat16
+        assert bool(ran.count("cpt::encode")) is (execution == "integer")
+        if kind != "attention":  # which has products after its first ones
+            assert torch.equal(half, full.bfloat16())
+        found.append(half)
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_bitops_are_those_of_the_simulation(kind):
-    make, shape = LAYERS[kind]
-    on_codes, simulated = (cpt.quantize_(nn.Sequential(make()), config(e)) for e in ("integer", "simulated"))
-    x = (torch.randn(shape),)
-    assert cpt.count_bitops(on_codes, x).bitops == cpt.count_bitops(simulated, x).bitops
+    found = []
+    for execution in ("integer", "simulated"):
+        model, x = layer_of(kind, execution)
+        with cpt.precision(model, 8), cpt.BitOpsLedger(model) as ledger:
+            passes(model, x)
+        found.append((cpt.count_bitops(model, (x,)).bitops, ledger.by_layer("per_op")))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("how", [config(), config("simulated"), cpt.QuantConfig(execution="integer")])
@@ -243,10 +227,9 @@ def test_the_output_may_be_changed_in_place(kind, how):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
-    make, shape = LAYERS[kind]
-    model, x = cpt.quantize_(nn.Sequential(make()), config()), torch.randn(shape, requires_grad=True)
+    model, x = layer_of(kind)
     with cpt.precision(model, 8):
-        y = model(x)[0] if kind == "lstm" else model(x)
+        y = model(x)
         with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
 

@@ -1,15 +1,18 @@
-"""Levels of schedules as number formats, and roles with schedules of their own, in layers that train."""
+"""Levels of schedules as number formats, and roles with schedules of their own, in layers and all around them."""
 
 import pytest
 import torch
+from choosing.test_trials import problem
 from helpers import OnRing, losses_of
 from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import AFFINE, LADDERS
 from cpt_core.formats.quantizer import Quantizer
+from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.kernels.formats import rotate
 from cpt_core.kernels.operators import fake_quantize
+from cpt_core.quantization.convert import layer_precisions
 from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
@@ -17,19 +20,20 @@ NINE = torch.tensor(9.0)
 CYCLE = TableSchedule(((3, 1), (4, 1), (6, 1), (8, 1)))
 
 
+KINDS = {
+    "linear": (lambda: nn.Linear(32, 64), (4, 32)),
+    "sequence": (lambda: nn.Linear(32, 64), (4, 3, 32)),
+    "convolution": (lambda: nn.Conv2d(32, 64, 3), (2, 32, 6, 6)),
+    "lstm": (lambda: nn.LSTM(32, 32), (5, 4, 32)),
+    "gcn": (lambda: OnRing(cpt.GraphConv(32, 64)), (6, 32)),
+    "sage": (lambda: OnRing(cpt.SAGEConv(32, 64)), (6, 32)),
+}
+
+
 def made(kind):
     torch.manual_seed(0)
-    return {
-        "linear": lambda: (nn.Linear(32, 64), torch.randn(4, 32)),
-        "sequence": lambda: (nn.Linear(32, 64), torch.randn(4, 3, 32)),
-        "convolution": lambda: (nn.Conv2d(32, 64, 3), torch.randn(2, 32, 6, 6)),
-        "lstm": lambda: (nn.LSTM(32, 32), torch.randn(5, 4, 32)),
-        "gcn": lambda: (OnRing(cpt.GraphConv(32, 64)), torch.randn(6, 32)),
-        "sage": lambda: (OnRing(cpt.SAGEConv(32, 64)), torch.randn(6, 32)),
-    }[kind]()
-
-
-KINDS = ("linear", "sequence", "convolution", "lstm", "gcn", "sage")
+    make, shape = KINDS[kind]
+    return make(), torch.randn(shape)
 
 
 def converted(kind, rounding="stochastic", **config):
@@ -60,12 +64,15 @@ def trained(model, x, schedule):
 )
 def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
     written = cpt.FormatLadder({q: f"affine{q}" for q in range(1, 9)})
-    results = []
-    for ladder in (None, written, {"activation": None, "weight": written, "gradient": AFFINE}):
-        results.append(trained(*converted(kind, ladder=ladder, aggregation=aggregation), CYCLE))
-    for losses, gradients in results[1:]:
-        assert losses == results[0][0]
-        assert all(map(torch.equal, gradients, results[0][1]))
+    roles = cpt.RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)
+    same = {"activation": None, "weight": written, "gradient": AFFINE}
+    runs = [(None, CYCLE), (None, roles), (written, CYCLE), (same, CYCLE)]
+    (expected, of_expected), *others = (
+        trained(*converted(kind, ladder=ladder, aggregation=aggregation), schedule) for ladder, schedule in runs
+    )
+    for losses, gradients in others:
+        assert losses == expected
+        assert all(map(torch.equal, gradients, of_expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,13 +205,6 @@ def test_roles_have_schedules_of_their_own():
     assert model(x).isfinite().all()
 
 
-def test_one_schedule_is_that_schedule_for_every_role():
-    results = []
-    for schedule in (CYCLE, cpt.RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)):
-        results.append(trained(*converted("convolution"), schedule))
-    assert results[0][0] == results[1][0]
-
-
 def test_the_bounds_of_roles_are_those_of_weights_and_activations_together():
     roles = cpt.RoleSchedules(weight=CYCLE, activation=4, error=2, weight_gradient=16)
     assert (roles.q_min, roles.q_max) == (3, 8)
@@ -222,79 +222,51 @@ LAYERED = cpt.LayeredSchedule(((("0",), StaticSchedule(3, 2), 1), (("*",), Stati
         (lambda: cpt.RoleSchedules(**ROLES).levels_at(0, 4), "schedules of their own here; leave q_grad out, got 4"),
         (lambda: cpt.RoleSchedules(**ROLES, error=8), "give gradient, or error and weight_gradient, not both"),
         (lambda: cpt.RoleSchedules(**ROLES, weight_gradient=8), "give gradient, or error and weight_gradient, not"),
-        (
-            lambda: cpt.RoleSchedules(**ROLES | {"weight": LAYERED}),
-            "weight has one schedule, the same in all layers; got",
-        ),
+        (lambda: cpt.RoleSchedules(**ROLES | {"weight": LAYERED}), "weight has one schedule, the same in all layers;"),
+        (lambda: cpt.QuantConfig(ladder={"weight": None}), "roles missing: activation, error, weight_gradient"),
+        (lambda: cpt.QuantConfig(ladder={"weights": None}), "unknown role 'weights'"),
+        (lambda: cpt.QuantConfig(ladder=dict.fromkeys(("weight", "activation", "gradient", "error"))), "not both"),
     ],
 )
-def test_a_role_has_one_schedule_given_once(ask, said):
+def test_a_role_has_one_schedule_and_one_ladder_given_once(ask, said):
     with pytest.raises(ValueError, match=said):
         ask()
 
 
-def test_a_float_phase_quantises_nothing():
-    (model, x), (plain, _) = converted("linear"), made("linear")
+@pytest.mark.parametrize("ladder", [None, LADDER.filled()])
+def test_a_float_phase_quantises_nothing(ladder):
+    (model, x), (plain, _) = converted("linear", ladder=ladder), made("linear")
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=1, delay=0.1, delay_at="float32")
     scheduler = cpt.PrecisionScheduler(nn.Sequential(model), schedule)
-    for own, weight in ((model, model.weight), (plain, plain.weight)):
-        own(x).square().sum().backward()
-        assert weight.grad is not None
+    outputs = model(x), plain(x)
+    for y in outputs:
+        y.square().sum().backward()
+    assert torch.equal(*outputs)
     assert torch.equal(model.weight.grad, plain.weight.grad)
     for _ in range(4):
         scheduler.step()
     assert model.precision.in_force == (3, 3, 8, 8)
+    assert not torch.equal(model(x), plain(x))
 
 
-def test_level_32_is_float32_on_every_ladder():
-    model, x = converted("linear", ladder=LADDER)
-    plain = nn.functional.linear(x, model.weight, model.bias)
-    scheduler = cpt.PrecisionScheduler(nn.Sequential(model), TableSchedule(((32, 1), (8, 1))))
-    assert torch.equal(model(x), plain)
-    scheduler.step()
-    assert not torch.equal(model(x), plain)
+ONCE = cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
 
 
 @pytest.mark.parametrize(
-    ("config", "schedule", "said"),
+    ("kind", "ladder", "schedule", "said"),
     [
-        ({"ladder": {3: "mxfp4", 8: "e4m3"}}, TableSchedule(((3, 1), (5, 1), (8, 1))), "hole at level 5"),
-        (
-            {"ladder": {8: cpt.Format.mx("e2m1", block=24)}},
-            StaticSchedule(8, 4),
-            "blocks of 24 .* '0'.* 32 features|'0'",
-        ),
-        ({"ladder": {8: "e4m3:rounding=stochastic"}}, StaticSchedule(8, 4), "operands are rounded to nearest"),
-        ({"ladder": {8: "affine8:hadamard=16"}}, StaticSchedule(8, 4), "one size; got 16 for activation"),
+        ("linear", {3: "mxfp4", 8: "e4m3"}, TableSchedule(((3, 1), (5, 1), (8, 1))), "hole at level 5"),
+        ("linear", {8: "mx(e2m1,24)"}, StaticSchedule(8, 4), "blocks of 24 .* '0'.* 32 features|'0'"),
+        ("linear", {8: "e4m3:rounding=stochastic"}, StaticSchedule(8, 4), "operands are rounded to nearest"),
+        ("linear", {8: "affine8:hadamard=16"}, StaticSchedule(8, 4), "one size; got 16 for activation"),
+        *((kind, None, ONCE, "once for both backward products") for kind in ("lstm", "gcn", "sage")),
     ],
 )
-def test_what_a_layer_cannot_take_is_refused_before_training(config, schedule, said):
-    model, _ = converted("linear", **config)
+def test_what_a_layer_cannot_take_is_refused_before_training(kind, ladder, schedule, said):
+    model, _ = converted(kind, ladder=ladder)
     with pytest.raises(ValueError, match=said):
         cpt.PrecisionScheduler(nn.Sequential(model), schedule)
-    assert model.precision.in_force is None
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gcn", "sage"])
-def test_layers_with_one_gradient_say_so(kind):
-    model, _ = converted(kind)
-    with pytest.raises(ValueError, match="once for both backward products"):
-        cpt.PrecisionScheduler(
-            nn.Sequential(model), cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
-        )
-
-
-@pytest.mark.parametrize(
-    ("ladder", "said"),
-    [
-        ({"weight": None}, "roles missing: activation, error, weight_gradient"),
-        ({"weights": None}, "unknown role 'weights'"),
-        ({"weight": None, "activation": None, "gradient": None, "error": None}, "not both"),
-    ],
-)
-def test_bad_ladders_of_a_configuration_are_refused(ladder, said):
-    with pytest.raises(ValueError, match=said):
-        cpt.QuantConfig(ladder=ladder)
+    assert all(p.in_force is None for p in layer_precisions(nn.Sequential(model)).values())
 
 
 @pytest.mark.slow
@@ -313,12 +285,229 @@ def test_products_on_codes_are_those_of_the_affine_levels_alone():
         assert model.precision.on_codes(x) is on_codes
 
 
-def test_two_affine_widths_multiply_on_codes_as_simulated():
+@pytest.mark.parametrize(
+    ("kind", "gradient", "levels"),
+    [("linear", AFFINE, (8, 3, 6, 6)), ("convolution", {8: "mx(e2m1,4)"}, (8, 8, 8, 8))],  # blocks along channels
+)
+def test_products_on_codes_are_the_simulated_ones(kind, gradient, levels):
     results = []
     for execution in ("simulated", "integer"):
-        model, x = converted("linear", "nearest", execution=execution)
-        model.precision.set_levels(Levels(8, 3, 6, 6))
-        x.requires_grad_()
-        results.append([model(x), *torch.autograd.grad(model(x).square().sum(), [x, model.weight])])
+        ladder = {"weight": None, "activation": None, "gradient": gradient}
+        model, x = converted(kind, "nearest", ladder=ladder, execution=execution)
+        model.precision.set_levels(Levels(*levels))
+        y = model(x.requires_grad_())
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+        results.append([y, *torch.autograd.grad(y, [x, model.weight], upstream)])
     for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# --- what else is done with a model whose levels are other formats: nothing may take them for bits ----
+
+MX = LADDERS["mx"]
+ROTATED = {
+    "weight": {3: "e2m1:hadamard=8"},
+    "activation": {3: "e2m1:hadamard=8"},
+    "gradient": {3: "e4m3", 4: "mxfp4"},
+}
+OF_MX = TableSchedule(((1, 1), (3, 1)))
+
+
+def net(ladder=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    return cpt.quantize_(model, cpt.QuantConfig(ladder=ladder, **options))
+
+
+def inputs():
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+OWN_LEVELS = {"weight": {1: "e2m1"}, "activation": {3: "e4m3"}, "gradient": None}
+RISING = cpt.RoleSchedules(weight=TableSchedule(((1, 1), (2, 1))), activation=6, gradient="float32")
+BY_ROLE = {"weight": {1: "e2m1", 2: "e3m2"}, "activation": {6: "e4m3"}, "gradient": None}
+
+
+@pytest.mark.parametrize(
+    ("ladder", "schedule"),
+    [
+        (MX, OF_MX),
+        (ROTATED, StaticSchedule(3, 2)),
+        (OWN_LEVELS, cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), gradient=3)),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
+    model = net(ladder)
+    cpt.PrecisionScheduler(model, schedule)
+    model(inputs())
+    before = layer_precisions(model)["0"].now.formats
+    expected = model.train(training)(inputs())
+    assert cpt.check(model, (inputs(),)).ok
+    assert layer_precisions(model)["0"].now.formats == before
+    assert torch.equal(model(inputs()), expected)
+
+
+def test_a_program_holds_no_weights_of_other_formats():
+    model = net({1: "affine4", 3: "e4m3"})
+    with cpt.precision(model, 3, 3):
+        model(inputs())
+    model.eval()
+    with pytest.raises(ValueError, match="layer '0' would have weights in e4m3, and a program holds codes of the"):
+        cpt.export(model, (inputs(),), bits=3)
+    program = cpt.export(model, (inputs(),), bits=1)
+    with cpt.precision(model, 1):
+        assert torch.equal(program.module()(inputs()), model(inputs()))
+
+
+def test_inputs_of_a_program_may_have_another_format():
+    model = net({"weight": None, "activation": {8: "e4m3"}, "gradient": None})
+    with cpt.precision(model, 8, 8):
+        model(inputs())
+    program = cpt.export(model.eval(), (inputs(),), bits=8)
+    with cpt.precision(model, 8):
+        assert torch.equal(program.module()(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize(
+    ("ladder", "said"),
+    [
+        (MX, "on codes: none (forward simulated: at level 1 the activation is in mxfp4:partial=1"),
+        ({1: "affine4", 3: "nvfp4"}, "on codes: none (forward simulated: at level 3 the activation is in nvfp4"),
+        ({"weight": None, "activation": None, "gradient": {8: "e4m3"}},
+         "on codes: forward (error simulated: at level 8 the error is in e4m3"),
+        ({1: "affine4", 2: "affine8"}, "on codes: forward, error, weight"),
+    ],
+)  # fmt: skip
+def test_summary_calls_products_in_other_formats_simulated(ladder, said):
+    torch.manual_seed(0)
+    config = cpt.QuantConfig(ladder=ladder, execution="integer").with_shared_steps()
+    assert said in str(cpt.summary(cpt.quantize_(nn.Sequential(nn.Linear(32, 32)), config)))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
+    config = cpt.QuantConfig(ladder={8: "mx(e2m1,8)"}).with_gradient_rounding("nearest")
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(kind(16, 8, 1)), config)
+    dims = int(kind.__name__[-2])
+    x = torch.randn(16, *[8] * dims, requires_grad=True)
+    with cpt.precision(model, 8, 8):
+        y, batched = model(x), model(x.unsqueeze(0)).squeeze(0)
+        weight = torch.randn_like(y)
+        of_y, of_batched = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, batched))
+    assert torch.equal(y, batched)
+    assert torch.equal(of_y, of_batched)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "affine4:clipping=rms", "nvfp4:partial=1"])
+def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
+    x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
+    with cpt.precision(model, 8, 8):
+        steps = model[0]._input("l0", x.flatten(0, 1), (3, ())).unflatten(0, (3, 2))
+    for step, rounded in zip(x, steps, strict=True):
+        assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
+
+
+def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format():
+    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 1), (None, 1)):
+        ladders = {"weight": None, "activation": None, "gradient": ladder}
+        model = cpt.quantize_(OnRing(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders))
+        with cpt.precision(model, 8, 8), torch.profiler.profile() as ran:
+            model(torch.randn(6, 4, requires_grad=True)).sum().backward()
+        assert [event.name for event in ran.events()].count("cpt::round_scale_round") == expected
+
+
+def test_a_recorded_step_serves_no_other_split_of_gradients():
+    layer = layer_precisions(net())["0"]
+    found = set()
+    for levels in (Levels(8, 8, 8, 8), Levels(8, 8, 8, 4), Levels(8, 8, None, 8), Levels(8, 8, 8, None)):
+        layer.set_levels(levels)
+        found.add(layer.now.constants())
+    assert len(found) == 4
+    layer.set_levels(Levels(6, 5, 7, 3))
+    assert layer.now.constants() in found  # only numbers differ from the second
+
+
+def test_a_checkpoint_of_another_ladder_is_refused():
+    state = cpt.PrecisionScheduler(net(MX), OF_MX).state_dict()
+    cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(state)
+    for other in (None, {1: "e2m1", 3: "e4m3"}, {"weight": MX, "activation": MX, "gradient": None}):
+        with pytest.raises(ValueError, match=r"the checkpoint has ladders .*mxfp4:partial=1.*, this scheduler"):
+            cpt.PrecisionScheduler(net(other), OF_MX).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the checkpoint has ladders \{\}, this scheduler"):
+        cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(cpt.PrecisionScheduler(net(), OF_MX).state_dict())
+    old = cpt.PrecisionScheduler(net(), OF_MX).state_dict()
+    del old["ladders"]  # as it was written before there were any
+    cpt.PrecisionScheduler(net(), OF_MX).load_state_dict(old)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+def test_ranges_of_rows_take_the_place_of_running_ones(kind):
+    torch.manual_seed(0)
+    config = cpt.QuantConfig(ladder={1: "e2m1", 2: "e4m3:granularity=per_row"})
+    model = cpt.quantize_(nn.Sequential(kind(8, 8)), config)
+    scheduler = cpt.PrecisionScheduler(model, TableSchedule(((2, 1), (1, 1), (2, 1))))
+    x = torch.randn(3, 2, 8) * torch.tensor([[1.0], [100.0]])
+    for _ in range(3):
+        y = model(x)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        y.sum().backward()
+        scheduler.step()
+    evaluated = model.eval()(x)
+    assert torch.equal(evaluated if isinstance(evaluated, torch.Tensor) else evaluated[0], y)
+    role = next(r for r in model[0].precision.quantizers if r.startswith("input"))
+    assert torch.equal(model[0].precision.operand(role, x), cpt.quantize(x, format="e4m3:granularity=per_row"))
+
+
+def test_q_max_is_that_of_every_role():
+    model = net(BY_ROLE)
+    cpt.PrecisionScheduler(model, RISING)
+    layer = layer_precisions(model)["0"]
+    with cpt.precision(model, "q_max"):
+        assert layer.in_force == (6, 2, 32, 32)
+        assert str(layer.now.formats.weight) == "e3m2"
+    with cpt.precision(model, "q_max", q_grad=8):
+        assert layer.in_force == (6, 2, 8, 8)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))])
+def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
+    model = net(BY_ROLE)
+    precision = TrainerPrecision(model, RISING, None, eval_bits=asked)
+    model.eval()
+    assert layer_precisions(model)["0"].in_force[:2] == expected
+    assert precision.eval_logs() == {"eval_bits": expected[0] or 32}
+    model.train()
+    assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
+
+
+@pytest.mark.parametrize("cost", cpt.formats.COSTS)
+def test_costs_take_the_ladders_of_a_configuration(cost):
+    ladders = cpt.QuantConfig(ladder=MX).ladder
+    assert OF_MX.relative_cost(cost=cost, ladder=ladders) == pytest.approx(OF_MX.relative_cost(cost=cost, ladder=MX))
+    schedule = cpt.solve_schedule(0.9, 1, 4, 400, cost=cost, ladder=ladders)
+    assert schedule.relative_cost(cost=cost, ladder=ladders) == pytest.approx(0.9, rel=2e-3)
+    both = {1: "e2m1", 3: "e4m3"}, {1: "e4m3", 3: "e4m3"}
+    apart = cpt.QuantConfig(ladder={"weight": both[0], "activation": both[1], "gradient": both[1]}).ladder
+    per_mac = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e2m1"], cpt.FORMATS["e4m3"])
+    if per_mac:  # else a price of elements
+        full = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e4m3"], cpt.FORMATS["e4m3"])
+        assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
+        roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
+        assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
+
+
+def test_measured_costs_are_of_one_level_for_all_roles():
+    with pytest.raises(ValueError, match="one schedule for all layers and roles, or bits=; got RoleSchedules"):
+        cpt.inspecting.measure_cost(net(BY_ROLE), (inputs(),), RISING)
+
+
+def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
+    model, step, optimizer, _ = problem()
+    config = cpt.QuantConfig(ladder=MX)
+    options = {"base": 2, "q_max": 4, "windows": 2, "steps": 8, "seeds": (0,), "estimate": False}
+    found = cpt.choosing.sensitivity(model, step, optimizer, config=config, **options)
+    assert (found.base, found.groups) == (2, (("0",), ("4",)))

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels import products
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_
@@ -80,23 +79,6 @@ def test_same_bits_as_the_plain_loop(bits, bias):
     for ours, theirs in ((y, y2), (h_n[0], h2), (c_n[0], c2)):
         assert torch.equal(ours, theirs)
     close(found, gradients(module, (y2 * y2.detach().sin()).sum() + 2 * h2.sum() - c2.cos().sum(), x, h, c))
-
-
-@pytest.fixture
-def products_of_torch():
-    """Multiply in the library of ``nn.functional.linear``, also where another one is faster and rounds differently."""
-    before = products.active
-    products.use("torch")
-    yield
-    products.use(before)
-
-
-@pytest.mark.usefixtures("products_of_torch")
-def test_the_paper_s_size_has_the_same_bits():
-    module = lstm_of(800, 800)
-    x, zero = torch.randn(4, 20, 800), torch.zeros(20, 800)
-    with precision(module, 5, q_grad=8), torch.no_grad():
-        assert torch.equal(module(x)[0], plain(module, x, zero, zero, 5, 8)[0])
 
 
 def test_layers_and_directions():
@@ -212,16 +194,11 @@ def test_the_written_gradient_is_exact():
 
 def test_only_gradients_quantised():
     """q_grad alone: the forward pass is that of float32 and the gradient is on a grid."""
-    module = lstm_of(5, 4)
-    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
+    module, x, zero = lstm_of(5, 4), torch.randn(6, 3, 5), torch.zeros(3, 4)
     module.precision.set_bits(None, 2)
-    y = module(x)[0]
-    found = gradients(module, y.square().sum())
-    y2 = plain(module, x, zero, zero, 32, 2)[0]
-    assert torch.allclose(y, y2, atol=1e-6)
-    close(found, gradients(module, y2.square().sum()))
-    module.precision.set_bits(None, 8)
-    assert not torch.allclose(found["weight_hh_l0"], gradients(module, module(x)[0].square().sum())["weight_hh_l0"])
+    y, expected = module(x)[0], plain(module, x, zero, zero, 32, 2)[0]
+    assert torch.allclose(y, expected, atol=1e-6)
+    close(gradients(module, y.square().sum()), gradients(module, expected.square().sum()))
 
 
 @pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
@@ -301,21 +278,6 @@ def test_dropout_between_layers():
         assert (a != 0).all()  # none behind the last layer
         module.eval()
         assert torch.equal(module(x)[0], module(x)[0])
-
-
-@pytest.mark.slow
-def test_stochastic_gradients_are_unbiased():
-    module = lstm_of(5, 4, config=QuantConfig())
-    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
-    module.precision.set_bits(8, None)
-    exact = gradients(module, module(x)[0].sum())["weight_hh_l0"]
-    module.precision.set_bits(8, 3)
-    draws = torch.stack([gradients(module, module(x)[0].sum())["weight_hh_l0"] for _ in range(200)])
-    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 200**0.5 + 1e-9)
-    assert draws.std(0).max() > 0
-    assert error.mean() < 1.5
-    nearest = gradients(module, plain(module, x, zero, zero, 8, 3)[0].sum())["weight_hh_l0"]
-    assert not torch.allclose(draws.mean(0), nearest, atol=1e-3)
 
 
 def test_bad_input():

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
+from quantization.test_integer import Calls
 from torch import nn
 from torch.nn import functional as F
 
@@ -164,37 +165,36 @@ def test_gradients_are_rounded_stochastically_and_unbiased(name):
     assert layer_precisions(module)[""].noise_key % 2**20 >= 100
 
 
-@pytest.mark.parametrize("implementation", ["einsum", "matmul", "sdpa", "causal", "module"])
+MASK = torch.ones(7, 7).tril().bool()
+
+
+def shown(scores):
+    return scores.masked_fill(~MASK, -1e9).softmax(-1)
+
+
+CAUSAL = {
+    "einsum": lambda m, x: torch.einsum("bts,bsd->btd", shown(torch.einsum("btd,bsd->bts", x, x)), x),
+    "matmul": lambda m, x: shown(x @ x.mT) @ x,
+    "sdpa": lambda m, x: F.scaled_dot_product_attention(x, x, x, MASK),
+    "causal": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "module": lambda layer, x: layer(x, x, x, attn_mask=~MASK, need_weights=False)[0],
+}
+
+
+@pytest.mark.parametrize("implementation", CAUSAL)
 def test_what_comes_later_is_not_seen(implementation):
     """A later token changes no earlier output: no range spans tokens."""
     torch.manual_seed(0)
-    mask = torch.ones(7, 7).tril().bool()
-
-    def attend(m, x):
-        if implementation == "sdpa":
-            return F.scaled_dot_product_attention(x, x, x, mask)
-        if implementation == "causal":
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        scores = torch.einsum("btd,bsd->bts", x, x) if implementation == "einsum" else x @ x.mT
-        p = scores.masked_fill(~mask, -1e9).softmax(-1)
-        return torch.einsum("bts,bsd->btd", p, x) if implementation == "einsum" else p @ x
-
-    model, x = Does(attend, 1, 1), torch.randn(2, 7, 8)
-    if implementation == "module":
-        model = nn.MultiheadAttention(8, 2, batch_first=True)
+    attend, x = CAUSAL[implementation], torch.randn(2, 7, 8)
+    module = implementation == "module"
+    model = Calls(nn.MultiheadAttention(8, 2, batch_first=True), attend) if module else Does(attend, 1, 1)
     quantize_(model)
     later = x.clone()
     later[:, 5] = 30 * torch.randn(2, 8)
-
-    def run(x):
-        if implementation == "module":
-            return model(x, x, x, attn_mask=~mask, need_weights=False)[0]
-        return model(x)
-
     for mode in (True, False):
         model.train(mode)
         with precision(model, 3), torch.no_grad():
-            a, b = run(x), run(later)
+            a, b = model(x), model(later)
         assert torch.equal(a[:, :5], b[:, :5])
         assert not torch.equal(a[:, 5:], b[:, 5:])
 
@@ -275,26 +275,20 @@ def test_signatures_stay_those_of_the_module_and_copies_compute_the_same():
         assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(model)))(x, x, x)[0], model(x, x, x)[0])
 
 
-@pytest.mark.parametrize("name", ["addmm", "transposed"])
+@pytest.mark.parametrize("name", ["addmm", "transposed", "ladder"])
 def test_roles_reach_products(name):
-    module, (x,), _ = made(name)
-    steps = {"activation": StaticSchedule(3, 4), "weight": StaticSchedule(6, 4), "gradient": StaticSchedule(5, 4)}
+    formats = {3: "e2m1", 6: "e4m3"}
+    module, (x,), _ = made("transposed", QuantConfig(ladder=FormatLadder(formats))) if name == "ladder" else made(name)
+    steps = {"activation": StaticSchedule(3, 4), "weight": StaticSchedule(6, 4), "gradient": StaticSchedule(6, 4)}
     PrecisionScheduler(module, RoleSchedules(**steps))
+
+    def rounded(x, bits, role):
+        how = {"format": formats[bits]} if name == "ladder" else {"bits": bits}
+        return quantize(x, quantizer=role, **how)
+
     outputs, bias = (module.w.mT.contiguous(), module.b) if name == "addmm" else (module.w, torch.zeros(4))
-    expected = quantize(x, 3, "attention_query") @ quantize(outputs, 6, "linear_weight").mT + quantize(bias, 6, "bias")
+    expected = rounded(x, 3, "attention_query") @ rounded(outputs, 6, "linear_weight").mT + rounded(bias, 6, "bias")
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_ladders_reach_products():
-    module, (x,), _ = made("transposed", QuantConfig(ladder=FormatLadder({4: "e2m1"})))
-    with precision(module, 4), torch.no_grad():
-        y = module(x)
-    grid = QuantConfig().quantizers
-    expected = (
-        quantize(x, format="e2m1", quantizer=grid["attention_query"])
-        @ quantize(module.w, format="e2m1", quantizer=grid["linear_weight"]).mT
-    )
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_that_differ_between_backward_products():

@@ -1,11 +1,16 @@
+"""The scheduler, its checkpoints, the context manager, and a model's bits of evaluation."""
+
+import copy
+
 import pytest
 import torch
 from helpers import pictures, small
+from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
+from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
 
 STEPS = 24
 
@@ -14,18 +19,13 @@ def schedule_of(name="CR", total_steps=STEPS, **changes):
     return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
 
 
-def bits_of(model):
-    """Return the bits of all layers, read from the numbers that the products use."""
-    layers = [m.precision for m in model.modules() if hasattr(m, "precision")]
-    assert layers
+def in_force(model):
+    """Return bits and gradient bits of all layers, which are those of the numbers that the products use."""
+    layers = list(layer_precisions(model).values())
     for p in layers:
         assert p.bits is None or p.levels == 2**p.bits - 1
         assert p.q_grad is None or p.grad_levels == 2**p.q_grad - 1
-    return [p.bits for p in layers]
-
-
-def q_grads_of(model):
-    return [m.precision.q_grad for m in model.modules() if hasattr(m, "precision")]
+    return [(p.bits, p.q_grad) for p in layers]
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -49,17 +49,10 @@ def test_steps_follow_the_schedule(schedule, device):
     places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
-        assert bits_of(model) == [bits] * 3
-        assert q_grads_of(model) == [schedule.q_max] * 3
+        assert in_force(model) == [(bits, schedule.q_max)] * 3
         now = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
         assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
         scheduler.step()
-
-
-def test_gradient_bits_can_be_given():
-    model = quantize_(small())
-    PrecisionScheduler(model, schedule_of(q_max=6), q_grad=8)
-    assert q_grads_of(model) == [8, 8, 8]
 
 
 def test_layers_can_have_schedules_of_their_own():
@@ -68,11 +61,10 @@ def test_layers_can_have_schedules_of_their_own():
     scheduler = PrecisionScheduler(model, {"0": first, "*": rest})
     for t in range(STEPS):
         assert scheduler.get_last_bits() == [first(t), rest(t)]
-        assert bits_of(model) == [first(t), rest(t), rest(t)]
+        assert in_force(model) == [(first(t), 6), (rest(t), 8), (rest(t), 8)]
         scheduler.step()
-    assert q_grads_of(model) == [6, 8, 8]
     with precision(model, "q_max", q_grad="q_max"):
-        assert bits_of(model) == q_grads_of(model) == [6, 8, 8]
+        assert in_force(model) == [(6, 6), (8, 8), (8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +81,7 @@ def test_patterns_must_fit_the_layers(patterns, message):
     model = quantize_(small())
     with pytest.raises(ValueError, match=message):
         PrecisionScheduler(model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
-    assert bits_of(model) == [None] * 3
+    assert in_force(model) == [(None, None)] * 3
 
 
 @pytest.mark.parametrize("use", [lambda m: PrecisionScheduler(m, schedule_of()), lambda m: precision(m, 8).__enter__()])
@@ -103,11 +95,10 @@ def test_training_past_the_end_warns_once_and_keeps_the_bits():
     scheduler = PrecisionScheduler(model, schedule_of())
     for _ in range(STEPS):  # as many as there are steps: all is well
         scheduler.step()
-    assert bits_of(model) == [8] * 3
     with pytest.warns(UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"):
         scheduler.step()
     scheduler.step()
-    assert bits_of(model) == [8] * 3
+    assert in_force(model) == [(8, 8)] * 3
     assert scheduler.get_last_bits() == [8]
 
 
@@ -136,34 +127,28 @@ def run_from(model, schedule, steps, state=None):
 
 @pytest.mark.parametrize(
     ("schedule", "start"),
-    [(schedule_of("ETH"), "zero"), ({"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}, "corrected")],
+    [
+        (lambda: schedule_of("ETH"), "zero"),
+        (lambda: {"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}, "corrected"),
+        (lambda: FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS), "corrected"),  # which continues by its table
+    ],
 )
 def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
     config = QuantConfig(running_start=start, seed=3)
     straight = quantize_(small(), config)
-    expected, _ = run_from(straight, schedule, range(STEPS))
+    expected, _ = run_from(straight, schedule(), range(STEPS))
 
     half = STEPS // 2
-    losses, state = run_from(quantize_(small(), config), schedule, range(half))
+    losses, state = run_from(quantize_(small(), config), schedule(), range(half))
     torch.save(state, tmp_path / "state.pt")
     resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
-    more, _ = run_from(resumed, schedule, range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
+    more, _ = run_from(resumed, schedule(), range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
 
     assert losses + more == expected
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(straight.buffers(), resumed.buffers(), strict=True))
     with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
         assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
-
-
-def test_a_function_schedule_continues_from_its_table(tmp_path):
-    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS)
-    scheduler = PrecisionScheduler(quantize_(small()), schedule)
-    scheduler.step()
-    torch.save(scheduler.state_dict(), tmp_path / "state.pt")
-    again = PrecisionScheduler(quantize_(small()), FunctionSchedule(lambda u: 3.0 + 5.0 * u, total_steps=STEPS))
-    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert again.last_step == 1
 
 
 def test_a_long_schedule_does_not_fill_the_error():
@@ -189,11 +174,55 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
     source.step()
     model = quantize_(small(), config)
     scheduler = PrecisionScheduler(model, schedule, q_grad)
-    before = bits_of(model)
+    before = in_force(model)
     with pytest.raises(ValueError, match=message):
         scheduler.load_state_dict(source.state_dict())
     assert scheduler.last_step == 0
-    assert bits_of(model) == before
+    assert in_force(model) == before
+
+
+def named(**parts):
+    return nn.ModuleDict(parts)
+
+
+# Names of layers as DDP and ``torch.compile`` make them; for themselves: test_processes, test_compiled.
+WRAPPED = {
+    "bare": lambda m: m,
+    "ddp": lambda m: named(module=m),
+    "compiled": lambda m: named(_orig_mod=m),
+    "ddp, compiled": lambda m: named(module=named(_orig_mod=m)),
+    "compiled average of ddp": lambda m: named(_orig_mod=named(module=named(module=m))),
+    "a part compiled": lambda m: named(**{name: named(_orig_mod=part) for name, part in m.named_children()}),
+}
+MODELS = {
+    "layers": small,
+    "a part named module": lambda: named(module=nn.Linear(2, 2), head=nn.Linear(2, 2)),
+    "one layer": lambda: nn.Linear(2, 2),  # without a name, and without parts
+}
+
+
+# What goes to the bare model and what comes from it: the names of the one are those of the other, so any fits any.
+PAIRS = [(way, "bare") for way in WRAPPED] + [("bare", way) for way in WRAPPED if way != "bare"]
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "target"),
+    [(m, *p) for m in MODELS for p in PAIRS if not (m == "one layer" and "a part compiled" in p)],
+)
+def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
+    schedulers = []
+    for wrapper in (source, target):
+        wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
+        first, *rest = layer_precisions(wrapped)
+        patterns = {first: schedule_of("CR")} | ({"*": schedule_of("LR")} if rest else {})
+        schedulers.append(PrecisionScheduler(wrapped, patterns))
+    theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
+    for number, layer in enumerate(theirs):
+        layer.running_input.fill_(number + 1)
+    schedulers[0].step()
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    assert schedulers[1].last_step == 1
+    assert [layer.running_input[0] for layer in mine] == list(range(1, len(theirs) + 1))
 
 
 # --- the context manager --------------------------------------------------------------------------
@@ -207,29 +236,28 @@ def test_the_context_restores_the_precision(broken):
     try:
         with precision(model, 5, q_grad=2) as same:
             assert same is model
-            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+            assert in_force(model) == [(5, 2)] * 3
             assert not torch.equal(model(pictures()), expected)
             with precision(model, "float"):
-                assert (bits_of(model), q_grads_of(model)) == ([None] * 3, [None] * 3)
+                assert in_force(model) == [(None, None)] * 3
                 with precision(model, "q_max", q_grad="float"):
-                    assert (bits_of(model), q_grads_of(model)) == ([8] * 3, [None] * 3)
-                assert bits_of(model) == [None] * 3
-            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+                    assert in_force(model) == [(8, None)] * 3
+            assert in_force(model) == [(5, 2)] * 3
             if broken:
                 raise KeyError("an error in the block")
     except KeyError:
         assert broken
-    assert (bits_of(model), q_grads_of(model)) == ([3] * 3, [7] * 3)
+    assert in_force(model) == [(3, 7)] * 3
     assert torch.equal(model(pictures()), expected)
     scheduler.step()
-    assert scheduler.get_last_bits() == bits_of(model)[:1]
+    assert scheduler.get_last_bits() == [in_force(model)[0][0]]
 
 
 def test_without_a_scheduler_the_context_leaves_no_precision():
     model = quantize_(small())
     with precision(model, 6):
-        assert (bits_of(model), q_grads_of(model)) == ([6] * 3, [6] * 3)
-    with pytest.raises(RuntimeError, match="no precision yet"):
+        assert in_force(model) == [(6, 6)] * 3
+    with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
         model(pictures())
     with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
         precision(model, "q_max").__enter__()
@@ -242,7 +270,7 @@ def test_bits_that_are_none(bits, more):
     for given in ({"bits": bits}, {"bits": 8, "q_grad": bits}):
         with pytest.raises(ValueError, match=f"an integer from 1 to 32{more}, got"):
             precision(model, **given).__enter__()
-    assert bits_of(model) == [3] * 3
+    assert in_force(model) == [(3, 8)] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -261,3 +289,40 @@ def test_float_equals_the_unconverted_model(training, device):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
         model.zero_grad()
         plain.zero_grad()
+
+
+# --- bits of evaluation ---------------------------------------------------------------------------
+
+
+def levels_of(model):
+    return {layer.in_force for layer in layer_precisions(model).values()}
+
+
+def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))).eval()
+    schedule = TableSchedule(((3, 2), (6, 2)))
+    scheduler = PrecisionScheduler(model, schedule, q_grad=5, eval_bits="q_max")
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    model.train()
+    assert levels_of(model) == {(3, 3, 5, 5)}
+    scheduler.step()
+    with precision(model, 2):
+        model.eval()
+        assert levels_of(model) == {(2, 2, 5, 5)}
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    scheduler.eval_bits = 4
+    assert levels_of(model) == {(4, 4, 5, 5)}
+    scheduler.step()
+    assert levels_of(model) == {(4, 4, 5, 5)}
+    scheduler.eval_bits = "float"
+    assert levels_of(model) == {(None,) * 4}
+    model[1].train()  # a part by itself
+    assert [layer.in_force[0] for layer in layer_precisions(model).values()] == [None, 6]
+    with pytest.raises(ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer"):
+        scheduler.eval_bits = "max"
+    scheduler.eval_bits = "current"
+    assert levels_of(model) == {(6, 6, 5, 5)}
+    both = copy.deepcopy((model, scheduler))
+    both[1].eval_bits = 7
+    both[0].eval()
+    assert (levels_of(both[0]), levels_of(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})

@@ -1,15 +1,153 @@
-"""What ``torch.func`` can do with quantised layers, and what it is told it cannot."""
+"""What autograd does beyond a backward pass: gradients of gradients, recomputation, ``torch.func``."""
 
 import pytest
 import torch
+from helpers import OnRing, pictures, small
 from torch import nn
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-import cpt_core as cpt
+from cpt_core.formats.quantizer import Quantizer
+from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.kernels.operators import round_in_range
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.schedule import Levels
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script. is deprecated", "ignore:There is a performance drop because"
-)
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (5, 4)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 3, 3)), (2, 2, 9)),
+    "conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)), (2, 2, 7, 7)),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 1, 2)), (2, 2, 4, 4, 4)),
+    "graph": (lambda: nn.Sequential(OnRing(GraphConv(4, 3)), nn.Tanh(), OnRing(SAGEConv(3, 2))), (6, 4)),
+}
+
+
+def penalty_gradients(model, x, *weights):
+    """Return the gradients of a penalty on the gradients of the input, and of weights."""
+    first = torch.autograd.grad((model(x) ** 3).sum(), [x, *weights], create_graph=True)
+    penalty = sum(g.square().sum() for g in first)
+    return torch.autograd.grad(penalty, [x, *model.parameters()], allow_unused=True)
+
+
+@pytest.mark.parametrize("config", [QuantConfig(aggregation="quantized"), NEAREST], ids=["stochastic", "nearest"])
+@pytest.mark.parametrize(("kind", "apart"), [*((kind, False) for kind in MODELS), ("linear", True), ("conv2d", True)])
+def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
+    """Also where both backward products have a gradient of their own."""
+    torch.manual_seed(0)
+    make, shape = MODELS[kind]
+    model, x = quantize_(make(), config), torch.randn(shape, requires_grad=True)
+    for p in layer_precisions(model).values():
+        p.set_levels(Levels(20, 20, 20, 21 if apart else 20))
+    weight = next(model.parameters())
+    found = penalty_gradients(model, x, weight)
+    expected = penalty_gradients(restore_(model), x, weight)
+    assert sum(g is not None for g in expected) > 2
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+
+
+def test_few_bits_take_every_rounding_as_the_identity():
+    torch.manual_seed(0)
+    layer, x = quantize_(nn.Linear(4, 6, bias=False), NEAREST), torch.randn(5, 4, requires_grad=True)
+
+    def rounded(gradient):
+        y = torch.zeros_like(gradient, requires_grad=True)
+        quantize_gradient(y, torch.tensor(levels_of(5)), NEAREST.quantizers["linear_grad"]).backward(gradient)
+        return y.grad
+
+    with precision(layer, 3, q_grad=5):
+        of_x, of_weight = penalty_gradients(layer, x)
+    x_q, w_q = quantize(x.detach(), 3, "linear_input"), quantize(layer.weight.detach(), 3, "linear_weight")
+    y = x_q @ w_q.T
+    g = rounded(3 * y**2)  # of the loss, sum of y**3
+    first = g @ w_q
+    back = rounded(2 * first @ w_q.T * 6 * y)  # of the penalty: first.square().sum(), through y
+    torch.testing.assert_close(of_weight, g.T @ (2 * first) + back.T @ x_q)
+    torch.testing.assert_close(of_x, back @ w_q)
+
+
+@pytest.mark.parametrize("call", ["quantize", "round_in_range"])
+def test_gradients_of_gradients_pass_straight_through(call):
+    x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
+    if call == "quantize":
+        y = quantize(x, 2, Quantizer("per_tensor"))
+    else:
+        y = round_in_range(x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), "per_tensor", clip=True)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 3 * y**2)
+    torch.testing.assert_close(second, 6 * y)
+
+
+# --- recomputation: nothing may notice that forward passes run a second time ----------------------
+
+
+class Language(nn.Module):
+    """An LSTM of two directions and attention, for what ``small`` takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.attention = nn.LSTM(6, 4, bidirectional=True), nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.lstm(x.flatten(0, 1))[0]
+        return self.head(self.attention(y, y, y)[0])
+
+
+def nested(model, x, **how):
+    return checkpoint(lambda x: checkpoint(model, x, **how).mul(1), x, **how)
+
+
+WAYS = {
+    "whole": checkpoint,
+    "nested": nested,
+    "segments": lambda model, x, **how: checkpoint_sequential(model, 3, x, **how),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("make", "way", "execution"),
+    [(small, "whole", "simulated"), (small, "nested", "simulated"), (small, "segments", "simulated"),
+     (small, "whole", "integer"), (Language, "whole", "simulated"), (Language, "nested", "integer")],
+)  # fmt: skip
+def test_recomputation_changes_nothing(make, way, execution, use_reentrant):
+    found = []
+    for call in (lambda model, x, **_: model(x), WAYS[way]):
+        torch.manual_seed(0)
+        model, seen = quantize_(make(), QuantConfig(execution=execution)), []
+        layers = layer_precisions(model)
+        first = model.get_submodule(next(iter(layers)))
+        first.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.precision.bits))
+        results = []
+        with precision(model, 3, q_grad=4):
+            for seed in range(3):  # the noise of later steps depends on how much was drawn before
+                model.zero_grad()
+                x = pictures(seed).requires_grad_()
+                y = call(model, x, use_reentrant=use_reentrant)
+                y.square().sum().backward()
+                results += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+        results += [getattr(layer, n) for layer in layers.values() for n in layer.get_running()]
+        found.append((results, seen))
+    (plain, once), (again, twice) = found
+    assert once == [3] * 3
+    assert len(twice) >= 6
+    assert set(twice) == {3}
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- torch.func -----------------------------------------------------------------------------------
+
+
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4)),
     "convolution": (lambda: nn.Conv2d(4, 3, 2), (5, 4, 3, 3)),
@@ -18,6 +156,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:There is a performance drop because")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
     ("what", "transform"),
@@ -31,20 +170,21 @@ LAYERS = {
 )
 def test_differentiating_is_refused_with_the_way_out(name, what, transform):
     make, shape = LAYERS[name]
-    model = cpt.quantize_(nn.ModuleDict({"layer": make()}))["layer"]
+    model = quantize_(nn.ModuleDict({"layer": make()}))["layer"]
     with (
-        cpt.precision(model, 4, 8),
+        precision(model, 4, 8),
         pytest.raises(RuntimeError, match=rf"torch.func \({what}\) cannot .*loss.backward"),
     ):
         transform(lambda x: (y[0] if isinstance(y := model(x), tuple) else y).sum(), torch.randn(shape))
     if name == "linear":
-        with cpt.precision(model, "float"):
+        with precision(model, "float"):
             transform(lambda x: model(x).sum(), torch.randn(shape))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")
 def test_vmap_runs_in_evaluation_alone():
-    model, x = cpt.quantize_(nn.Sequential(nn.Linear(4, 3))), torch.randn(6, 5, 4)
-    with cpt.precision(model, 4):
+    model, x = quantize_(nn.Sequential(nn.Linear(4, 3))), torch.randn(6, 5, 4)
+    with precision(model, 4):
         with pytest.raises(RuntimeError, match="vmap cannot train quantised layers"):
             vmap(model)(x)
         model(x)
