@@ -18,7 +18,7 @@ from cpt_core.quantization.convert import quantize_
 from cpt_lab.data.entailment import EntailmentData, Pairs
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
-from cpt_lab.experiments.recipes import recipe, task_of_dataset
+from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import entailment as entailment_task
 from cpt_lab.tasks.base import task_of
@@ -203,7 +203,7 @@ def test_checkpoints_that_cannot_be_used(data_folder):
             EntailmentTask(spec(checkpoint=name), CPU)
 
 
-# --- plans, recipes -------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------
 
 
 def test_operations_are_counted_and_all_linear_layers_quantised():
@@ -231,20 +231,3 @@ def test_stand_ins_need_no_data(monkeypatch, checkpoint):
     assert model.config.vocab_size == (119_547 if checkpoint else 500)
     assert model.config.num_hidden_layers == (12 if checkpoint else 1)
     assert count_bitops(model, task.inputs(batch)).forward_macs > 0
-
-
-def test_own_pairs_and_their_recipes():
-    assert recipe("demo", "mine/", task="entailment").model == "bert_small"
-    assert recipe("paper", "mine/", task="entailment").checkpoint
-    assert recipe("demo", "xnli").dataset == "xnli"  # below paper scale XNLI uses the recipe of own pairs
-    assert not recipe("demo", "xnli").checkpoint
-    assert task_of_dataset("xnli") == task_of_dataset("templates") == "entailment"
-    with pytest.raises(ValueError, match="no demo recipe for dataset 'own-pairs'; choose from cifar10"):
-        recipe("demo", "own-pairs")
-
-
-def test_wrong_choices_and_specs():
-    with pytest.raises(ValueError, match="unknown padding 'short'; choose from max, longest"):
-        spec(padding="short")
-    with pytest.raises(ValueError, match="test_languages must name at least one language"):
-        spec(test_languages=())

@@ -266,15 +266,6 @@ def test_the_rate_follows_the_evaluations_of_the_run(folder):
     assert len(set(history["lr"])) > 2  # it was cut
 
 
-def test_rules_need_what_they_read():
-    with pytest.raises(ValueError, match="lr_rule 'plateau' needs evaluations"):
-        toy(lr_rule="plateau", evaluate_every=0)
-    with pytest.raises(ValueError, match="unknown lr_rule 'steps'; choose from plateau, cosine, step"):
-        toy(lr_rule="steps")
-    with pytest.raises(ValueError, match="unknown unit 'bytes'; choose from words, characters"):
-        toy(unit="bytes")
-
-
 # --- runs -----------------------------------------------------------------------------------------
 
 
