@@ -19,9 +19,6 @@ from cpt_lab.experiments.recipes import deficits, recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.image import ImageTask
 
-# --- grids of deficits ----------------------------------------------------------------------------
-
-
 SHIFTED = [("paper", "cifar10", "resnet74"), ("demo", "digits", "mlp6"), ("smoke", "digits", "mlp6")]
 
 
@@ -41,33 +38,6 @@ def test_every_length_has_its_controls():
         (100, ((0, 20),)), (100, ((5, 25),)), (100, ((80, 100),)),
     }  # fmt: skip
     assert {s.seed for s in specs} == {4}
-
-
-@pytest.mark.parametrize("name", [name for name in grids.GRIDS if "deficit" in name])
-def test_controls_of_every_named_grid(name):
-    for scale in grids.GRIDS[name].scales:
-        specs = grids.grid_specs(name, scale)
-        assert len({s.key for s in specs}) == len(specs)
-        assert max(Counter((s.arm, s.seed) for s in specs).values()) == 1
-        for family in {s.recipe: None for s in specs}:
-            for seed in family.seeds:
-                runs = [s.schedule.bits() for s in specs if s.recipe == family and s.seed == seed]
-                counts = [int((bits == family.q_min).sum()) for bits in runs]
-                for bits, low in zip(runs, counts, strict=True):
-                    assert (bits == 8).sum() == family.steps - low
-                ends = [low for bits, low in zip(runs, counts, strict=True) if (bits[family.steps - low :] < 8).all()]
-                assert ends.count(0) == counts.count(0) == 1
-                assert sorted(ends) == sorted(set(counts))
-
-
-def test_lengths_and_windows_are_the_two_halves_of_a_scan():
-    lengths, windows, both = (
-        {s.key for s in design("demo", "digits-graph", task="graph")}
-        for design in (designs.deficit_length, designs.deficit_window, designs.deficit_scan)
-    )
-    assert lengths | windows == both
-    assert lengths - windows
-    assert windows - lengths
 
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
@@ -150,11 +120,6 @@ def test_units_may_be_epochs():
     assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
     arrays = designs.deficit_scan(lengths=np.arange(3), windows=np.array([(1, 3)]), steps_per_epoch=10, **given)
     assert arrays == designs.deficit_scan(lengths=[0, 10, 20], windows=[(10, 30)], **given)
-
-
-def test_steps_are_those_after_a_deficit_and_all_of_a_window():
-    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5])} == {400, 405}
-    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)])} == {600}
 
 
 def test_changes_reach_the_deficits():

@@ -316,6 +316,14 @@ def test_stand_ins_say_what_they_are_in_every_grid():
     assert scales == sorted(scales, key=lambda scale: scale != "paper")  # the paper's own come first
 
 
+@pytest.mark.parametrize("name", [name for name in grids.GRIDS if "deficit" in name or "equal_cost" in name])
+def test_arms_of_named_grids_are_told_apart_and_have_every_seed(name):
+    for scale in grids.GRIDS[name].scales:
+        specs = grids.grid_specs(name, scale)
+        assert len({s.key for s in specs}) == len(specs)
+        assert Counter((s.arm, s.seed) for s in specs) == {(s.arm, seed): 1 for s in specs for seed in s.recipe.seeds}
+
+
 def test_keep_takes_runs_that_meet_every_condition():
     specs = designs.quality_cost("demo", seeds=[0, 1])
     kept = grids.keep(specs, ["savings=small,static", "q_max=8"])
