@@ -275,7 +275,7 @@ def test_nothing_to_be_found_is_an_error():
 
 @pytest.mark.slow
 def test_training_learns_two_scenes_and_all_metrics_are_stored():
-    s = spec(steps=60, train_images=2, batch=2, valid_images=1, test_images=1, lr=3e-3)
+    s = spec(steps=30, train_images=2, batch=2, valid_images=1, test_images=1, lr=3e-3)
     task = DetectionTask(s, CPU)
     losses = []
     run = train(DetectionTask, s, on_step=lambda step, model, loss: losses.append(loss))
