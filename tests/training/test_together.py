@@ -28,25 +28,22 @@ STEPS = 12
 
 def arms_of(dataset, model=None, count=5, **changes):
     """Schedules of a seed: cycles, static bits, another q_max, gradients with bits of their own, float32."""
-    first = quietly(
-        smoke_spec, dataset, "CR", 0, model, **{"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
-    )
-    r = first.recipe
-    bits = [StaticSchedule(q, r.steps) for q in (3, 5, 8)]
-    roles = RoleSchedules(weight=bits[0], activation=bits[1], error=bits[2], weight_gradient=bits[2])
+    short = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
+    first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
+    steps = first.recipe.steps
+    low, middle, high = (StaticSchedule(q, steps) for q in (3, 5, 8))
+    roles = RoleSchedules(weight=low, activation=middle, error=high, weight_gradient=high)
+    to_six = quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2)
     several = [
         first,
-        replace(first, schedule=bits[2], arm="static 8"),
-        replace(
-            first, schedule=quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=r.steps, n_cycles=2), q_max=6
-        ),
-        replace(first, schedule=bits[1], q_grad=5),
-        replace(first, schedule=bits[0], q_grad=4),
-        replace(first, schedule=StaticSchedule(32, r.steps), q_max=32, q_grad=32),
+        replace(first, schedule=high, arm="static 8"),
+        replace(first, schedule=to_six, q_max=6),
+        replace(first, schedule=middle, q_grad=5),
+        replace(first, schedule=low, q_grad=4),
+        replace(first, schedule=StaticSchedule(32, steps), q_max=32, q_grad=32),
+        RunSpec(first.recipe, roles, 8, None, 0, "roles", "smoke"),
+        *(replace(first, schedule=StaticSchedule(q, steps)) for q in range(4, 8)),
     ]
-    if "execution" not in changes:
-        several.append(RunSpec(r, roles, 8, None, 0, "roles", "smoke"))
-    several += [replace(first, schedule=StaticSchedule(q, r.steps)) for q in range(4, 8)]
     return several[:count]
 
 
@@ -83,12 +80,14 @@ def replayed(monkeypatch):
 TASKS = {
     "mlp": ("digits", "mlp6", {}),
     "resnet": ("digits", "resnet8_w8", {"batch": 16}),
-    "lstm": ("pydoc", None, {"dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1}),
-    "bert": ("templates", None, {"padding": "max", "steps": 5}),
+    "lstm": ("pydoc", None, {
+        "dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1, "valid_tokens": 500, "test_tokens": 500,
+    }),
+    "bert": ("templates", None, {"padding": "max", "steps": 5, "layers": 1, "valid_pairs": 60, "test_pairs": 60}),
     "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
     "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
     "sage": ("digits-graph", "sage", {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -211,62 +210,57 @@ def test_seconds_of_a_run_are_its_own():
     assert max(rest) < 3 * first + 1
 
 
-class Unseen(ImageTask):
-    """Computes a part of its loss where torch does not see it."""
-
-    def loss(self, model, batch, carry):
-        loss, carry = super().loss(model, batch, carry)
-        scale = torch.ones(1)
-        scale.numpy()[0] = float(model.body[0].precision.levels)
-        return loss * scale[0], carry
+SEEN = torch.zeros(())
 
 
-class Counts(ImageTask):
-    """Writes to a tensor that is no run's own."""
-
-    seen = torch.zeros(())
-
-    def loss(self, model, batch, carry):
-        self.seen.add_(1)
-        return super().loss(model, batch, carry)
+def unseen(task, model):
+    """Compute a factor of the loss where torch does not see it."""
+    scale = torch.ones(1)
+    scale.numpy()[0] = float(model.body[0].precision.levels)
+    return scale[0]
 
 
-class Draws(ImageTask):
-    """Draws random numbers in an operation on what a run has computed."""
-
-    def loss(self, model, batch, carry):
-        loss, carry = super().loss(model, batch, carry)
-        return loss + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum(), carry
+def counts(task, model):
+    """Write to a tensor that is no run's own."""
+    SEEN.add_(1)
+    return 1
 
 
-class Keeps(ImageTask):
-    """Keeps a part of a weight."""
+def draws(task, model):
+    """Draw random numbers in an operation on what a run has computed."""
+    return 1 + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum()
 
-    def loss(self, model, batch, carry):
-        if not hasattr(self, "part"):
-            self.part = model.body[0].weight.detach()[1:]
-        loss, carry = super().loss(model, batch, carry)
-        return loss + 0 * self.part.sum(), carry
+
+def keeps(task, model):
+    """Keep a part of a weight."""
+    if not hasattr(task, "part"):
+        task.part = model.body[0].weight.detach()[1:]
+    return 1 + 0 * task.part.sum()
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("factor", "words"),
     [
-        (Unseen, "not all that the step does"),
-        (Counts, "add_.Tensor writes to"),
-        (Draws, "draws"),
-        (Keeps, "keeps a part"),
+        (unseen, "not all that the step does"),
+        (counts, "add_.Tensor writes to"),
+        (draws, "draws"),
+        (keeps, "keeps a part"),
     ],
 )
-def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(task, words, replayed, caplog):
+def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(factor, words, replayed, caplog):
+    class Spoilt(ImageTask):
+        def loss(self, model, batch, carry):
+            loss, carry = super().loss(model, batch, carry)
+            return loss * factor(self, model), carry
+
     specs = arms_of("digits", "mlp6", 2)
-    session = Session(task, specs[0])
+    session = Session(Spoilt, specs[0])
     batches = session.batches(0)
     session.step(next(batches), 0.01)
     with pytest.raises(CannotReplay, match=words):
         Replay(session, next(batches))
     with caplog.at_level("INFO"):
-        assert all(map(equal, *both_ways(specs, task=task)))
+        assert all(map(equal, *both_ways(specs, task=Spoilt)))
     assert words in caplog.text
     assert replayed == []
 
