@@ -19,9 +19,6 @@ from cpt_lab.experiments.recipes import deficits, recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.image import ImageTask
 
-# --- grids of deficits ----------------------------------------------------------------------------
-
-
 SHIFTED = [("paper", "cifar10", "resnet74"), ("demo", "digits", "mlp6"), ("smoke", "digits", "mlp6")]
 
 
@@ -43,54 +40,19 @@ def test_every_length_has_its_controls():
     assert {s.seed for s in specs} == {4}
 
 
-@pytest.mark.parametrize("name", [name for name in grids.GRIDS if "deficit" in name])
-def test_controls_of_every_named_grid(name):
-    for scale in grids.GRIDS[name].scales:
-        specs = grids.grid_specs(name, scale)
-        assert len({s.key for s in specs}) == len(specs)
-        assert max(Counter((s.arm, s.seed) for s in specs).values()) == 1
-        for family in {s.recipe: None for s in specs}:
-            for seed in family.seeds:
-                runs = [s.schedule.bits() for s in specs if s.recipe == family and s.seed == seed]
-                counts = [int((bits == family.q_min).sum()) for bits in runs]
-                for bits, low in zip(runs, counts, strict=True):
-                    assert (bits == 8).sum() == family.steps - low
-                ends = [low for bits, low in zip(runs, counts, strict=True) if (bits[family.steps - low :] < 8).all()]
-                assert ends.count(0) == counts.count(0) == 1
-                assert sorted(ends) == sorted(set(counts))
-
-
-def test_lengths_and_windows_are_the_two_halves_of_a_scan():
-    lengths, windows, both = (
-        {s.key for s in design("demo", "digits-graph", task="graph")}
-        for design in (designs.deficit_length, designs.deficit_window, designs.deficit_scan)
-    )
-    assert lengths | windows == both
-    assert lengths - windows
-    assert windows - lengths
-
-
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
-def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
-    after, lengths = deficits(scale, dataset, model)[1].changes["steps"], deficits(scale, dataset, model)[1].lengths
+def test_learning_rates_fall_after_the_deficit_and_are_not_moved_by_windows(scale, dataset, model):
+    settings = deficits(scale, dataset, model)[1]
+    lengths, after = settings.lengths, settings.changes["steps"]
     specs = designs.deficit_length(scale, dataset, model, seeds=[0])
-    assert {(s.recipe.steps, *drops_of(s.recipe)) for s in specs} == {
-        (n + after, n + after // 2, n + 3 * after // 4) for n in lengths
-    }
-
-
-@pytest.mark.parametrize("after", [4, 396, 256_000])
-def test_learning_rates_fall_after_any_deficit(after):
-    for spec in designs.deficit_length(lengths=(1, 7, 101, 16_000, 99_991), steps=after, seeds=[0]):
-        length = spec.recipe.steps - after
-        assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
-
-
-@pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
-def test_windows_do_not_move_the_learning_rate(scale, dataset, model):
-    total = deficits(scale, dataset, model)[1].window_steps
-    for spec in designs.deficit_window(scale, dataset, model, seeds=[0]):
-        assert drops_of(spec.recipe) == [total // 2, 3 * total // 4]
+    assert {s.recipe.steps for s in specs} == {n + after for n in lengths}
+    found = [(s, s.recipe.steps - after, after) for s in specs]
+    for odd in (4, 396, 256_000):
+        specs = designs.deficit_length(scale, dataset, model, lengths=(1, 7, 101, 16_000, 99_991), steps=odd, seeds=[0])
+        found += [(s, s.recipe.steps - odd, odd) for s in specs]
+    found += [(s, 0, settings.window_steps) for s in designs.deficit_window(scale, dataset, model, seeds=[0])]
+    for spec, start, steps in found:
+        assert drops_of(spec.recipe) == [start + steps // 2, start + 3 * steps // 4], spec.arm
 
 
 def drops_of(r):
@@ -104,61 +66,44 @@ def drops_of(r):
     return [t for t in steps if rate(t, ()) < 0.5 * rate(t - 1, ())]
 
 
-# epochs or steps of the paper's deficits at the start, with the training after them
-CIFAR = (256_000, [0, 16_000, 32_000, 64_000, 128_000, 256_000])
-IMAGENET = (150 * 5005, [0, 25 * 5005, 100 * 5005])
-ARXIV = (1_000, list(range(0, 1_001, 100)))
+# steps of the paper's deficits at the start, the training after them, bits, model, and the names of the first arms
+PAPER = {
+    "cifar10/deficit_length": (
+        [0, 16_000, 32_000, 64_000, 128_000, 256_000], 256_000, 3, "resnet74",
+        ["no deficit, 256K", "no deficit, 272K", "[0, 16K) of 272K", "[256K, 272K) of 272K"],
+    ),
+    "imagenet/deficit_length": (
+        [0, 25 * 5005, 100 * 5005], 150 * 5005, 4, "resnet18",
+        ["no deficit, 150", "no deficit, 175", "[0, 25) of 175", "[150, 175) of 175"],
+    ),
+    "ogbn-arxiv/deficit_length": (
+        list(range(0, 1_001, 100)), 1_000, 3, "gcn",
+        ["no deficit, 1000", "no deficit, 1100", "[0, 100) of 1100", "[1000, 1100) of 1100"],
+    ),
+    "cifar10/deficit_window": (
+        [0, 16_000, 32_000, 64_000, 128_000], 256_000, 3, "resnet74",
+        ["no deficit, 256K", "[0, 128K) of 256K", "[128K, 256K) of 256K"],
+    ),
+    "ogbn-arxiv/deficit_window": (
+        [0, 100, 200, 300, 400, 500], 1_000, 3, "gcn",
+        ["no deficit, 1000", "[0, 500) of 1000", "[500, 1000) of 1000"],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("grid", "of", "q_min", "model"),
-    [
-        ("cifar10/deficit_length", CIFAR, 3, "resnet74"),
-        ("imagenet/deficit_length", IMAGENET, 4, "resnet18"),
-        ("ogbn-arxiv/deficit_length", ARXIV, 3, "gcn"),
-    ],
-)
-def test_the_paper_s_deficits_at_the_start(grid, of, q_min, model):
-    specs, (after, lengths) = grids.grid_specs(grid), of
-    assert set(windows_of(specs)) == (
-        {(r + after, ()) for r in lengths}
-        | {(r + after, ((0, r),)) for r in lengths[1:]}
-        | {(r + after, ((after, after + r),)) for r in lengths[1:]}
-    )
-    assert Counter(s.seed for s in specs) == dict.fromkeys((0, 1, 2), 3 * len(lengths) - 2)
+@pytest.mark.parametrize("grid", PAPER)
+def test_the_paper_s_deficits_and_windows_of_half_the_training(grid):
+    specs, (at, after, q_min, model, arms) = grids.grid_specs(grid), PAPER[grid]
+    if grid.endswith("window"):
+        expected = {(after, ()), *((after, ((t, t + after // 2),)) for t in at)}
+    else:
+        expected = {(r + after, ()) for r in at}
+        expected |= {(r + after, window) for r in at[1:] for window in (((0, r),), ((after, after + r),))}
+    assert set(windows_of(specs)) == expected
+    assert Counter(s.seed for s in specs) == dict.fromkeys((0, 1, 2), len(expected))
     said = {(s.recipe.model, s.recipe.weight_decay, s.schedule.q_low, s.schedule.q_high, s.q_grad) for s in specs}
     assert said == {(model, 0, q_min, 8, 8)}
-
-
-@pytest.mark.parametrize(
-    ("grid", "total", "starts"),
-    [
-        ("cifar10/deficit_window", 256_000, (0, 16_000, 32_000, 64_000, 128_000)),
-        ("ogbn-arxiv/deficit_window", 1_000, (0, 100, 200, 300, 400, 500)),
-    ],
-)
-def test_the_paper_s_windows_are_half_the_training(grid, total, starts):
-    specs = grids.grid_specs(grid)
-    assert set(windows_of(specs)) == {(total, ()), *((total, ((t, t + total // 2),)) for t in starts)}
-    assert Counter(s.seed for s in specs) == dict.fromkeys((0, 1, 2), 1 + len(starts))
-    assert {(s.recipe.weight_decay, s.schedule.q_low, s.schedule.q_high) for s in specs} == {(0, 3, 8)}
-
-
-@pytest.mark.parametrize(
-    ("grid", "arms"),
-    [
-        (
-            "cifar10/deficit_length",
-            ["no deficit, 256K", "no deficit, 272K", "[0, 16K) of 272K", "[256K, 272K) of 272K"],
-        ),
-        ("cifar10/deficit_window", ["no deficit, 256K", "[0, 128K) of 256K", "[128K, 256K) of 256K"]),
-        ("imagenet/deficit_length", ["no deficit, 150", "no deficit, 175", "[0, 25) of 175", "[150, 175) of 175"]),
-        ("ogbn-arxiv/deficit_window", ["no deficit, 1000", "[0, 500) of 1000", "[500, 1000) of 1000"]),
-    ],
-)
-def test_arms_are_named_in_the_units_of_the_experiment(grid, arms):
-    found = [arm for arm, _ in groupby(s.arm for s in grids.grid_specs(grid))]
-    assert found[: len(arms)] == arms
+    assert [arm for arm, _ in groupby(s.arm for s in specs)][: len(arms)] == arms
 
 
 def test_arms_of_other_lengths_are_named_in_steps():
@@ -175,11 +120,6 @@ def test_units_may_be_epochs():
     assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
     arrays = designs.deficit_scan(lengths=np.arange(3), windows=np.array([(1, 3)]), steps_per_epoch=10, **given)
     assert arrays == designs.deficit_scan(lengths=[0, 10, 20], windows=[(10, 30)], **given)
-
-
-def test_steps_are_those_after_a_deficit_and_all_of_a_window():
-    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5])} == {400, 405}
-    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)])} == {600}
 
 
 def test_changes_reach_the_deficits():
@@ -233,8 +173,6 @@ def test_own_data_has_the_deficits_of_its_family():
     ("given", "message"),
     [
         ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, paper"),
-        ({"dataset": "mnist"}, "no demo recipe for dataset 'mnist'"),
-        ({"dataset": "digits-graph", "task": "image"}, "is for task 'graph', not 'image'"),
         ({"stepz": 3}, "a recipe has no stepz; it has task"),
         ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
         ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),

@@ -1,7 +1,6 @@
 """Runs that cost the same, spent in different ways."""
 
 import json
-from collections import Counter
 
 import pytest
 from helpers import NAN, make, price, quietly
@@ -11,8 +10,6 @@ from cpt_core.schedules.schedule import StaticSchedule
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec
-
-# --- grids of equal cost --------------------------------------------------------------------------
 
 
 def spent_by(spec):
@@ -94,20 +91,10 @@ def test_the_cost_of_a_static_precision_gives_it_in_full():
     assert [s.arm for s in specs if s.arm.startswith("static 5")] == ["static 5"]
 
 
-def test_every_arm_of_equal_cost_has_every_seed():
-    specs = designs.equal_cost("demo", "cifar10", "resnet20")
-    assert Counter(s.seed for s in specs) == {0: 6, 1: 6, 2: 6}
-    assert len({s.key for s in specs}) == len(specs) == 18
-    for spec in specs:
-        again = quietly(RunSpec.from_dict, json.loads(json.dumps(spec.to_dict())))
-        assert (again, again.key) == (spec, spec.key)
-
-
 def test_changes_reach_the_arms_of_equal_cost():
     specs = quietly(designs.equal_cost, q_max=6, q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
     assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.lr) for s in specs} == {(6, 6, 2, 0.5)}
     assert specs[0].schedule == make("RR", q_min=2, q_max=6, total_steps=2_000, n_cycles=4)
-    assert specs[1].arm == "RR delayed 10 %"
     assert specs[1].schedule.bits()[:200].tolist() == [6] * 200
     money = spent_by(specs[0])
     assert spent_by(specs[1]) == pytest.approx(money, rel=2e-3)
@@ -119,10 +106,10 @@ def test_changes_reach_the_arms_of_equal_cost():
 def test_named_grids_of_equal_cost(name):
     for scale in grids.GRIDS[name].scales:
         specs = quietly(grids.grid_specs, name, scale)
-        assert len({s.key for s in specs}) == len(specs)
-        assert max(Counter((s.arm, s.seed) for s in specs).values()) == 1
         money = spent_by(specs[0])
         for spec in specs:
+            again = quietly(RunSpec.from_dict, json.loads(json.dumps(spec.to_dict())))
+            assert (again, again.key) == (spec, spec.key)
             if spec.arm.startswith("RR"):
                 assert spent_by(spec) == pytest.approx(money, rel=2e-3)
             elif " of " in spec.arm:

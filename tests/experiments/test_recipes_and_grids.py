@@ -1,4 +1,6 @@
+import math
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,19 +10,66 @@ from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.recipe import SCALES, Recipe, is_own
+from cpt_lab.experiments.recipe import SCALES, is_own
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lessons.parameters import check_parameters
 
+SETTINGS = {  # data set, model and preset -> fields at paper scale
+    ("cifar10/mobilenetv2", "authors"): {
+        "lr": 0.03, "q_min": 4, "cycle_rule": "floor_plus_one", "eval_bits": "current", "running_start": "zero",
+    },
+    ("cifar10/resnet74", "authors"): {"lr": 0.1},
+    ("cifar100/mobilenetv2", "ours"): {
+        "steps": 64_000, "batch": 128, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "q_min": 3, "n_cycles": 8,
+        "crop": 4, "flip": True, "milestones": (0.5, 0.75),
+    },
+    ("imagenet/resnet34", "ours"): {
+        "steps": 450_450, "batch": 256, "lr": 0.1, "q_min": 4, "n_cycles": 8, "crop": "resized", "size": 224,
+        "weight_decay": 1e-4, "quantized": "imagenet",
+    },
+    ("ptb", "ours"): {  # 1,328 steps are an epoch, as the authors train; its last batch has 33 words
+        "steps": 40 * math.ceil((929_589 // 20 - 1) / 35), "evaluate_every": 1328, "batch": 20, "length": 35,
+        "hidden": 800, "dropout": 0.5, "clip": 0.25, "lr": 20.0, "lr_rule": "plateau", "lr_division": 5.0, "q_min": 5,
+        "n_cycles": 2, "eval_bits": "q_max",
+    },
+    ("ptb", "authors"): {"n_cycles": 8, "lr_division": 4.0, "eval_bits": "current"},
+    ("xnli", "ours"): {
+        "steps": 12_272, "batch": 64, "length": 128, "padding": "max", "language": "de", "quantized": "all",
+        "checkpoint": "bert-base-multilingual-cased", "lr": 1e-5, "final_lr": 0.1, "learning_rates": (5e-6, 1e-5, 5e-5),
+        "weight_decay": 0.0, "clip": 1.0, "q_min": 5, "n_cycles": 2, "seeds": (0, 1, 2),
+    },
+    ("xnli", "authors"): {
+        "lr": 1e-5, "final_lr": 0.0, "learning_rates": (), "eval_bits": "current", "cycle_rule": "floor_plus_one",
+        "running_start": "zero",
+    },
+    ("ogbn-arxiv", "ours"): {
+        "steps": 1000, "layers": 3, "hidden": 512, "lr": 1e-3, "weight_decay": 0, "q_min": 3, "loss": "cross_entropy",
+        "self_loops": True,
+    },
+    ("ogbn-arxiv", "authors"): {
+        "steps": 500, "loss": "nll_raw", "self_loops": False, "cycle_rule": "floor_plus_one",
+    },
+    ("ogbn-products", "ours"): {"steps": 15_440, "batch": 1024, "layers": 2, "fanout": 32, "lr": 3e-4},
+    ("ogbn-products", "authors"): {"q_min": 4},
+    ("voc2012", "ours"): {"q_min": 5, "lr": 1e-5},
+    ("voc2012", "authors"): {"batch": 8, "steps": 85_800, "flip": True},
+}  # fmt: skip
 
-def test_paper_settings_for_pictures():
-    r = recipe("paper", "cifar100", "mobilenetv2")
-    assert (r.steps, r.batch, r.lr, r.momentum, r.weight_decay) == (64_000, 128, 0.1, 0.9, 1e-4)
-    assert (r.q_min, r.n_cycles, r.crop, r.flip, r.milestones) == (3, 8, 4, True, (0.5, 0.75))
-    r = recipe("paper", "imagenet", "resnet34")
-    assert (r.steps, r.batch, r.lr, r.q_min, r.n_cycles) == (450_450, 256, 0.1, 4, 8)
-    assert (r.crop, r.size, r.weight_decay, r.quantized) == ("resized", 224, 1e-4, "imagenet")
+
+@pytest.mark.parametrize(("name", "preset"), SETTINGS)
+def test_settings_and_grids_of_the_paper(name, preset):
+    dataset, _, model = name.partition("/")
+    found, fields = recipe("paper", dataset, model or None, preset), SETTINGS[name, preset]
+    assert type(found) is EXPERIMENTS[found.task].recipe
+    assert {name: getattr(found, name) for name in fields} == fields
+    if preset == "ours" and dataset != "xnli":  # 3 seeds, 6 and 8 bits, 10 schedules and static
+        specs = grids.grid_specs(f"{dataset}/{found.model}")
+        assert len(specs) == len({s.key for s in specs}) == 66
+        assert {(s.arm, s.q_max, s.seed) for s in specs} == {
+            (arm, q_max, seed) for q_max in (6, 8) for arm in (*SUITE, f"static {q_max}") for seed in (0, 1, 2)
+        }
+        assert all(s.q_grad == s.q_max for s in specs)
 
 
 @pytest.mark.parametrize(
@@ -45,28 +94,18 @@ def test_q_agg_has_the_grid_of_fp_agg():
         assert {s.recipe.aggregation for s in q} == {"quantized"}
         back = [replace(s, recipe=replace(s.recipe, aggregation="fp")) for s in q]
         assert [s.key for s in back] == [s.key for s in fp]
-        assert len({s.key for s in q} & {s.key for s in grids.grid_specs(f"{dataset}/aggregation")}) == 3
+        both = grids.grid_specs(f"{dataset}/aggregation")
+        assert Counter((s.arm, s.q_max, s.recipe.aggregation) for s in both) == {
+            ("static 8", 8, "fp"): 3, ("static 8", 8, "quantized"): 3,
+        }  # fmt: skip
+        assert len({s.key for s in q} & {s.key for s in both}) == 3
 
 
-def test_authors_settings():
-    r = recipe("paper", "cifar10", "mobilenetv2", "authors")
-    assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
-    assert recipe("paper", "cifar10", "resnet74", "authors").lr == 0.1
-    spec = designs.quality_cost(
-        "paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"]
-    )[0]
+def test_gradients_and_milestones_of_the_authors():
+    spec, *_ = designs.quality_cost("paper", "cifar10", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])
     assert spec.q_grad == 8
     imagenet = recipe("paper", "imagenet", None, "authors")
     assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
-
-
-def test_grid_of_the_paper():
-    specs = designs.quality_cost("paper", "cifar100", "mobilenetv2")
-    assert len(specs) == len({s.key for s in specs}) == 66  # 3 seeds x 2 q_max x 11 arms
-    assert {(s.arm, s.q_max, s.seed) for s in specs} == {
-        (arm, q_max, seed) for q_max in (6, 8) for arm in (*SUITE, f"static {q_max}") for seed in (0, 1, 2)
-    }
-    assert all(s.q_grad == s.q_max for s in specs)
 
 
 @pytest.mark.parametrize("scale", RECIPES)
@@ -110,9 +149,8 @@ def test_a_field_that_came_later_is_in_specs_where_it_is_not_the_default(name):
 
 
 def test_every_task_refuses_an_arithmetic_that_there_is_not():
-    for task, experiment in EXPERIMENTS.items():
+    for experiment in EXPERIMENTS.values():
         some = next(r for d in experiment.datasets for recipes in d.recipes.values() for r in recipes)
-        assert some.task == task
         for name, wrong in (
             ("autocast", "float16"), ("autocast", None), ("tf32", 1), ("channels_last", "yes"),
             ("execution", "auto"), ("shared_steps", "no"),
@@ -138,11 +176,6 @@ def test_a_curve_of_ones_own_in_a_spec():
         RunSpec(r, FunctionSchedule(lambda u: 3, total_steps=3), q_max=8, q_grad=8, seed=0, arm="x", scale="demo")
 
 
-def test_changes_reach_the_recipe():
-    (spec,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)
-    assert (spec.recipe.steps, spec.schedule.total_steps, spec.schedule.n_cycles) == (700, 700, 2)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -164,6 +197,12 @@ def test_changes_reach_the_recipe():
         (lambda: check_parameters(scale="demo", dataset="digits", model="x"), r"unknown model 'x'"),
         (lambda: check_parameters(pairs="digits"), r"pairs must be one of templates, xnli, a folder of your own"),
         (lambda: check_parameters("language_model", dataset="digits"), r"'digits' is for another notebook: its task"),
+        (
+            lambda: recipe("paper", "own-graph"),
+            r"imagenet, ogbn-arxiv, ogbn-products, ptb, voc2012, xnli, or your own data",
+        ),
+        (lambda: recipe("demo", "own-pairs"), r"no demo recipe for dataset 'own-pairs'; choose from cifar10"),
+        (lambda: recipe("demo", "x/", task="text"), r"unknown task 'text'; choose from image, detection, graph"),
         (lambda: designs.quality_cost("demo", "xnli", task="image"), r"dataset 'xnli' is for task 'entailment'"),
         (lambda: check_parameters(seeds=[True]), r"seeds must be a list of whole numbers"),
     ],
@@ -178,10 +217,46 @@ def test_smoke_never_resumes():
     assert check_parameters(scale="demo").store == check_parameters(scale="demo").store
 
 
-def test_own_images_use_the_nearest_recipe():
-    assert recipe("paper", "photos/").size == 224
-    assert recipe("paper", "a.npz,b.npz").size == 32
-    assert isinstance(recipe("demo", "photos/"), Recipe)
+OWN = {  # scale, data set, model, task -> fields of the nearest recipe
+    ("paper", "photos/", None, "image"): {"size": 224},
+    ("paper", "a.npz,b.npz", None, "image"): {"size": 32},
+    ("demo", "photos/", None, "image"): {"dataset": "photos/"},
+    ("demo", "my.npz", None, "graph"): {"model": "gcn"},
+    ("demo", "ogbn-arxiv", None, "graph"): {"hidden": 32},  # below paper scale
+    ("paper", "my/", "sage", "graph"): {"batch": 1024},
+    ("demo", "mine/", None, "entailment"): {"model": "bert_small"},
+    ("paper", "mine/", None, "entailment"): {"checkpoint": "bert-base-multilingual-cased"},
+    ("demo", "xnli", None, "entailment"): {"dataset": "xnli", "checkpoint": ""},
+}
+
+
+@pytest.mark.parametrize("asked", OWN)
+def test_own_data_and_large_ones_below_paper_scale_use_the_nearest_recipe(asked):
+    scale, dataset, model, task = asked
+    found = recipe(scale, dataset, model, task=task)
+    assert {name: getattr(found, name) for name in OWN[asked]} == OWN[asked]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        *(
+            ("digits-graph", {field: "nonsense"}, f"unknown {field} 'nonsense'; choose from")
+            for field in ("norm", "loss", "aggregation", "inference", "lr_rule")
+        ),
+        ("digits-graph", {"degrees": (5, 2)}, "must rise"),
+        ("digits-graph", {"degrees": (2, 2)}, "must rise"),
+        ("digits-graph", {"degrees": (-1,)}, "at least 0"),
+        ("templates", {"padding": "short"}, "unknown padding 'short'; choose from max, longest"),
+        ("templates", {"test_languages": ()}, "test_languages must name at least one language"),
+        ("pydoc", {"lr_rule": "plateau", "evaluate_every": 0}, "lr_rule 'plateau' needs evaluations"),
+        ("pydoc", {"lr_rule": "steps"}, "unknown lr_rule 'steps'; choose from plateau, cosine, step"),
+        ("pydoc", {"unit": "bytes"}, "unknown unit 'bytes'; choose from words, characters"),
+    ],
+)
+def test_wrong_fields_of_a_recipe_are_named(dataset, changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(recipe("smoke", dataset), **changes)
 
 
 def test_every_arm_is_run_at_every_learning_rate():
@@ -239,6 +314,14 @@ def test_stand_ins_say_what_they_are_in_every_grid():
         assert bool(d.embedded) == ("paper" not in d.recipes), name
     scales = [grid.scales[0] for grid in grids.GRIDS.values()]
     assert scales == sorted(scales, key=lambda scale: scale != "paper")  # the paper's own come first
+
+
+@pytest.mark.parametrize("name", [name for name in grids.GRIDS if "deficit" in name or "equal_cost" in name])
+def test_arms_of_named_grids_are_told_apart_and_have_every_seed(name):
+    for scale in grids.GRIDS[name].scales:
+        specs = grids.grid_specs(name, scale)
+        assert len({s.key for s in specs}) == len(specs)
+        assert Counter((s.arm, s.seed) for s in specs) == {(s.arm, seed): 1 for s in specs for seed in s.recipe.seeds}
 
 
 def test_keep_takes_runs_that_meet_every_condition():

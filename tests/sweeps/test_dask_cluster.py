@@ -9,18 +9,15 @@ import threading
 import time
 import urllib.request
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import specs_of as short_specs
+from helpers import specs_of
 
 from bench.kill_sweep import claims, holder
 from cpt_lab.paths import ROOT
 from cpt_lab.sweeps import progress, stores
 from cpt_lab.sweeps.sweep import run_grid
-
-specs_of = partial(short_specs, steps=20)
 
 distributed = pytest.importorskip("distributed")
 psutil = pytest.importorskip("psutil")
@@ -131,11 +128,10 @@ def test_a_scheduler_that_goes_away_is_said_to_in_the_last_line(tmp_path):
     address = json.loads(file.read_text())["address"]
     worker = subprocess.Popen([*dask, "worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny"], **quiet)
     grid = ["run", "digits/mlp6", "--scale", "demo", "--executor", "dask", "--scheduler", address]
-    surroundings = surroundings | {"CPT_RUNS_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "cpt_lab", *grid]
+    command, surroundings = [sys.executable, "-m", "cpt_lab", *grid], surroundings | {"CPT_RUNS_DIR": str(tmp_path)}
     run = subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **here)
     try:
-        while not (tmp_path / "demo" / "image.jsonl").exists() and run.poll() is None:
+        while not any(map(holder, claims(tmp_path / "demo" / "image.jsonl"))) and run.poll() is None:
             time.sleep(0.1)
         scheduler.kill()
         said = run.communicate(timeout=120)[1]

@@ -18,7 +18,6 @@ from cpt_lab.commands import app
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.sweeps import lines, stores
 from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, integrity
-from cpt_lab.sweeps.sweep import run_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 SPECS = quietly(specs_of, "CR", "RR", "LR")
@@ -182,18 +181,6 @@ def test_rows_of_before_have_their_digests_beside_their_store(tmp_path):
     assert str(integrity([store])) == "2 of 2 rows intact"
     stores.append_row(store, third)
     assert str(integrity([store, store])) == "6 of 6 rows intact"
-
-
-def test_a_sweep_does_an_edited_run_again(tmp_path):
-    store, specs = tmp_path / "rows.jsonl", specs_of("CR")
-    (row,) = run_grid(specs, store, workers=0)
-    assert integrity([store]) == Integrity(1)
-    edited = store.read_bytes().replace(b'"status": "ok"', b'"status": "diverged"')
-    store.write_bytes(edited)
-    with pytest.warns(NotIntactWarning):
-        (again,) = run_grid(specs, store, workers=0)
-    assert (again["status"], again["metrics"]) == ("ok", row["metrics"])
-    assert store.read_bytes().startswith(edited)
 
 
 @pytest.mark.slow

@@ -235,25 +235,6 @@ def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_dive
     assert {**stored, "status": status, "error": ""} == {**expected, "error": ""}
 
 
-def write_many(store, worker):
-    for i in range(20):
-        stores.append_row(store, row(f"{worker}-{i}", "x" * 2000))
-        if i % 5 == 0:
-            stores.load_rows(store)  # a reader never sees a broken line
-
-
-def test_many_writers(tmp_path):
-    store = tmp_path / "rows.jsonl"
-    workers = [PROCESSES.Process(target=write_many, args=(store, w)) for w in range(6)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    assert [w.exitcode for w in workers] == [0] * 6
-    assert len(store.read_text().splitlines()) == 120
-    assert {r["key"] for r in stores.load_rows(store)} == {named(f"{w}-{i}") for w in range(6) for i in range(20)}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the size of files")
 def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
     """A limit on the size of files stands for the disk: the kernel writes a part of the row and then refuses."""
@@ -404,35 +385,6 @@ def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children
     os.kill(child, signal.SIGKILL)
 
 
-def compete(store, log, stop):
-    while not stop.is_set():
-        with stores.claim(store, "a") as mine:
-            if mine:
-                with open(log, "a") as f:
-                    f.write(f"{os.getpid()} in\n")
-                time.sleep(0.005)
-                with open(log, "a") as f:
-                    f.write(f"{os.getpid()} out\n")
-
-
-def test_nobody_comes_in_between(tmp_path):
-    stop, log = PROCESSES.Event(), tmp_path / "log"
-    crowd = [PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop)) for _ in range(4)]
-    for process in crowd:
-        process.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().splitlines()) < 100):
-        time.sleep(0.05)
-    stop.set()
-    for process in crowd:
-        process.join()
-    events = [line.split() for line in log.read_text().splitlines()]
-    assert len(events) >= 100
-    for (entered, what), (left, then) in zip(events[::2], events[1::2], strict=True):
-        assert (what, then) == ("in", "out")
-        assert entered == left
-
-
 # --- curves and keys ------------------------------------------------------------------------------
 
 
@@ -472,12 +424,8 @@ def test_keys_never_change():
         ("paper", "cifar10", "resnet74", "ETH"): "77ebfd94357d6854",
         ("paper", "imagenet", "resnet18", "LR"): "94b252cf7ef30638",
     }
-
-    def key(*where, arm):
-        return designs.quality_cost(*where, schedules=[arm], static=[], seeds=[0])[0].key
-
-    found = {(*where, arm): key(*where, arm=arm) for *where, arm in known}
-    assert found == known
+    for (*where, arm), key in known.items():
+        assert designs.quality_cost(*where, schedules=[arm], static=[], seeds=[0])[0].key == key
 
 
 @pytest.mark.parametrize("path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem)

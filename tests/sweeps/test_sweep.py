@@ -122,18 +122,18 @@ class TestStore:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 5])
-def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path, every):
+def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path):
     """The update that breaks a run is followed by an evaluation, or by the next loss: both are the same divergence."""
-    (spec,) = specs_of("CR", evaluate_every=every, clip=None)
-    specs = [replace(spec, recipe=replace(spec.recipe, lr=lr)) for lr in (1e20, 1e15, 0.01)]
+    settings = ((1, 1e20), (5, 1e20), (5, 1e15), (5, 0.01))
+    specs = [specs_of("CR", evaluate_every=every, clip=None, lr=lr)[0] for every, lr in settings]
     here, apart = (run_grid(specs, tmp_path / f"{n}.jsonl", workers=n, progress=False) for n in (0, 2))
-    assert [row["status"] for row in here] == ["diverged", "diverged", "ok"]
-    assert all(row["error"].startswith("diverged at step ") for row in here[:2])
-    assert ("in the evaluation" if every == 1 else "in the training loss") in here[0]["error"]
+    assert [row["status"] for row in here] == ["diverged", "diverged", "diverged", "ok"]
+    assert all(row["error"].startswith("diverged at step ") for row in here[:3])
+    assert "in the evaluation" in here[0]["error"]
+    assert "in the training loss" in here[1]["error"]
     lines = table(here)
-    assert lines["diverged"].tolist() == [True, True, False]
-    assert lines["accuracy"].tolist()[:2] == [0.1, 0.1]  # the worst value
+    assert lines["diverged"].tolist() == [True, True, True, False]
+    assert lines["accuracy"].tolist()[:3] == [0.1, 0.1, 0.1]  # the worst value
     for name in ("status", "error", "metrics", "evaluations", "steps"):
         assert [row.get(name) for row in apart] == [row.get(name) for row in here]
 
@@ -158,17 +158,31 @@ def test_rows_are_complete(tmp_path):
     assert len(stores.load_curve(store, row["key"])) == 20
 
 
-def test_processes_give_the_same_numbers_as_this_one_and_leave_only_results(tmp_path):
-    specs = specs_of("CR", "ER", steps=20)
-    here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
-    apart = run_grid(specs, tmp_path / "b.jsonl", workers=2)
-    assert [r["metrics"] for r in apart] == [r["metrics"] for r in here]
-    assert [r["key"] for r in apart] == [s.key for s in specs]
-    for kind, count in (("curves", 2), ("logs", 2), ("checkpoints", 0), ("locks", 2)):
-        folder = tmp_path / f"b.{kind}"
-        assert len(list(folder.glob("*"))) == count, kind
-    assert [p.stat().st_size for p in claims(tmp_path / "b.jsonl")] == [0, 0]
+OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
+
+
+def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave_only_results(tmp_path):
+    specs = specs_of("CR", "ER", "LR", steps=20)
+    stored, beside, curves = [], [], []
+    for name, workers, together in (("a", 0, 1), ("b", 2, 1), ("c", 2, 2)):
+        rows = run_grid(specs, tmp_path / f"{name}.jsonl", workers=workers, together=together)
+        stored.append([{k: v for k, v in row.items() if k not in OF_THE_PROCESS} for row in rows])
+        beside.append(sorted(row["provenance"].get("beside", 0) for row in rows))
+        curves.append([stores.load_curve(tmp_path / f"{name}.jsonl", spec.key).to_json() for spec in specs])
+    assert stored[0] == stored[1] == stored[2]
+    assert curves[0] == curves[1] == curves[2]
+    assert beside == [[0, 0, 0], [0, 0, 0], [0, 1, 1]]
+    assert [row["key"] for row in stored[0]] == [spec.key for spec in specs]
+    for kind, count in (("curves", 3), ("logs", 3), ("checkpoints", 0), ("locks", 3)):
+        assert len(list((tmp_path / f"b.{kind}").glob("*"))) == count, kind
+    assert [p.stat().st_size for p in claims(tmp_path / "b.jsonl")] == [0, 0, 0]
     assert "ok after" in stores.place(tmp_path / "b.jsonl", "logs", specs[0].key).read_text()
+    one, _, other = specs
+    first, third = (stores.place(tmp_path / "c.jsonl", "logs", spec.key).read_text() for spec in (one, other))
+    assert third == f"trains beside {one.key}, whose log is of both\n"
+    assert one.key in first
+    assert other.key in first
+    assert {path.suffix for path in (tmp_path / "c.logs").iterdir()} == {".log"}
 
 
 def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_the_cores(tmp_path, monkeypatch):
@@ -220,16 +234,12 @@ def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(tmp_pa
     assert list(folder.iterdir()) == []  # the damaged one too, now that the row is there
 
 
-def crash(job, stop, on_start):
-    os.kill(os.getpid(), signal.SIGSEGV)
+def end_by(number, job, stop, on_start):
+    os.kill(os.getpid(), number)
 
 
 def vanish(job, stop, on_start):
     os._exit(7)
-
-
-def out_of_memory(job, stop, on_start):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang(job, stop, on_start):
@@ -251,9 +261,9 @@ def append_and_die(job, stop, on_start):
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (crash, ["ended by SIGSEGV", "Fatal Python error", "in crash"]),
+        (partial(end_by, signal.SIGSEGV), ["ended by SIGSEGV", "Fatal Python error", "in end_by"]),
         (vanish, ["ended with status 7 and no result"]),
-        (out_of_memory, ["ended by SIGKILL (the system may have run out of memory)"]),
+        (partial(end_by, signal.SIGKILL), ["ended by SIGKILL (the system may have run out of memory)"]),
     ],
 )
 def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tmp_path):
@@ -292,23 +302,33 @@ def test_a_process_that_dies_after_its_row_has_not_failed(tmp_path):
     assert len(job.store.read_text().splitlines()) == 1
 
 
-def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monkeypatch):
-    specs = specs_of("CR", "ER", "LR", steps=20)
+@pytest.fixture
+def first_process(monkeypatch):
+    """What lets the first process of a sweep do other work, and returns the jobs that are tried from then on."""
+
+    def does(work):
+        tried = []
+
+        def once(job, **rest):
+            tried.append(job)
+            return supervise(job, work=work if job is tried[0] else run_all, **rest)
+
+        monkeypatch.setattr(sweep_module, "supervise", once)
+        return tried
+
+    return does
+
+
+def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monkeypatch, first_process):
     monkeypatch.setattr(stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True))  # fills up later
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
-    with pytest.raises(StoreError, match=r"only \d+ MB free"):
-        run_grid(specs, tmp_path / "rows.jsonl", workers=0)
-    ran = []
     specs = specs_of("CR", "ER", "LR", "LT", seeds=range(5), steps=20)
-
-    def first_has_no_room(job, **rest):
-        ran.append(job)
-        return supervise(job, work=no_room if job.spec == specs[0] else run_all, **rest)
-
-    monkeypatch.setattr(sweep_module, "supervise", first_has_no_room)
+    with pytest.raises(StoreError, match=r"only \d+ MB free"):
+        run_grid(specs[:3], tmp_path / "rows.jsonl", workers=0)
+    tried = first_process(no_room)
     with pytest.raises(StoreError, match="no room, said the process of the run"):
         run_grid(specs, tmp_path / "rows.jsonl", workers=2)
-    assert len(ran) < 10  # and nothing more was started
+    assert len(tried) < 10  # and nothing more was started
 
 
 def no_room(job, stop, on_start):
@@ -318,41 +338,19 @@ def no_room(job, stop, on_start):
 # --- side by side ---------------------------------------------------------------------------------
 
 
-def test_runs_of_a_seed_share_a_process_and_their_rows_are_those_of_runs_alone(tmp_path):
-    specs = specs_of("CR", "ER", "LR", seeds=(0, 1), steps=20)
-    stored, logs = {}, tmp_path / "2.logs"
-    for n in (1, 2):
-        rows = run_grid(specs, tmp_path / f"{n}.jsonl", workers=2, together=n)
-        stored[n] = [{k: v for k, v in row.items() if k not in OF_THE_PROCESS} for row in rows]
-        beside = [row["provenance"].get("beside", 0) for row in rows]
-        assert sorted(beside) == ([0] * 6 if n == 1 else [0, 0, 1, 1, 1, 1])
-    assert stored[1] == stored[2]
-    one, _, other = (spec for spec in specs if spec.seed == 0)
-    first, third = (stores.place(tmp_path / "2.jsonl", "logs", spec.key).read_text() for spec in (one, other))
-    assert third == f"trains beside {one.key}, whose log is of both\n"
-    assert one.key in first
-    assert other.key in first
-    assert {path.suffix for path in logs.iterdir()} == {".log"}
-    for spec in specs:
-        one, other = (stores.load_curve(tmp_path / f"{n}.jsonl", spec.key) for n in (1, 2))
-        assert one.equals(other)
-
-
-OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
-
-
-@pytest.mark.parametrize("work", [vanish, ended_by_somebody])
-def test_runs_whose_common_process_dies_start_again_alone(work, tmp_path, monkeypatch):
-    specs, tried = specs_of("CR", "ER", steps=20), []
-
-    def once(job, **rest):
-        tried.append(len(job.beside))
-        return supervise(job, work=work if len(tried) == 1 else run_all, **rest)
-
-    monkeypatch.setattr(sweep_module, "supervise", once)
-    rows = run_grid(specs, tmp_path / "rows.jsonl", workers=1, together=2)
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-    assert tried == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("work", "arms", "beside"),
+    [
+        (vanish, ["CR", "ER"], [1, 0, 0]),
+        (ended_by_somebody, ["CR", "ER"], [1, 0, 0]),
+        (ended_by_somebody, ["CR"], [0, 0]),
+    ],
+)
+def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(work, arms, beside, tmp_path, first_process):
+    tried = first_process(work)
+    rows = run_grid(specs_of(*arms, steps=20), tmp_path / "rows.jsonl", workers=1, together=2)
+    assert [row["status"] for row in rows] == ["ok"] * len(arms)
+    assert [len(job.beside) for job in tried] == beside
 
 
 @pytest.mark.parametrize(
@@ -410,31 +408,6 @@ def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a
     where = stores.place(store, "locks", spec.key)
     said = f"1 runs are another sweep's, or somebody ended their processes; waiting for {where}"
     assert capsys.readouterr().err.count(said) == 1
-
-
-@pytest.mark.slow
-def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatch):
-    (spec,) = specs_of("CR", steps=20)
-    tried = []
-
-    def once(job, **rest):
-        tried.append(job)
-        return supervise(job, work=ended_by_somebody if len(tried) == 1 else run_all, **rest)
-
-    monkeypatch.setattr(sweep_module, "supervise", once)
-    (row,) = run_grid([spec], tmp_path / "rows.jsonl", workers=1)
-    assert (row["status"], len(tried)) == ("ok", 2)
-
-
-@pytest.mark.slow
-def test_two_sweeps_on_one_store_share_the_work(tmp_path):
-    specs, store = specs_of("CR", "ER", "LR", steps=20), tmp_path / "rows.jsonl"
-    sweeps = [threading.Thread(target=run_grid, args=(specs, store), kwargs={"workers": 1}) for _ in range(2)]
-    for sweep in sweeps:
-        sweep.start()
-    for sweep in sweeps:
-        sweep.join()
-    assert sorted(json.loads(line)["key"] for line in store.read_text().splitlines()) == sorted(s.key for s in specs)
 
 
 @pytest.mark.slow
@@ -632,14 +605,6 @@ def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkey
     run_grid(specs_of("CR", "RR", steps=8, n_cycles=1), tmp_path / "x.jsonl", workers=0)
     steps = [(done, step, 8) for done in range(2) for step in range(1, 9)]
     assert [shown for shown in seen if shown[1]] == steps
-
-
-def test_nobody_is_shown_a_bar_where_nobody_looks(capsys):
-    for progress_wanted in (None, False):  # stderr is no terminal here
-        with Live(2, progress_wanted) as live:
-            live.ended(Outcome("a", "ran", {"status": "ok"}))
-        assert live.summary() == "1 of 2 missing runs done"
-    assert capsys.readouterr().err == ""
 
 
 def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):

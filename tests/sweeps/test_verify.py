@@ -79,28 +79,24 @@ def change(row, *path, by=last_bit):
     row[path[-1]] = by(row[path[-1]])
 
 
-TAMPERED = {
-    "loss 3 of 10 is ": ("loss", 2),
-    "valid accuracy final at q_max is ": ("metrics", 0, "value"),
-    "bitops per_op is ": ("bitops", "per_op"),
-    "test loss at q_max after step 10 is ": ("evaluations", -1, "test", "loss"),
-    "relative_cost is ": ("relative_cost",),
-    "noise_exposure is ": ("noise_exposure",),
-}
-OTHER = {
-    "steps is 10, stored 11": ("steps",),
-    "data_checksum is ": ("data_checksum",),
-    "key is ": ("key",),
-    "status is ok, stored okok": ("status",),
-}
-
-
 def more(x):
     return x + 1 if isinstance(x, int) else 2 * x
 
 
 @pytest.mark.parametrize(
-    ("said", "path", "by"), [(*t, last_bit) for t in TAMPERED.items()] + [(*o, more) for o in OTHER.items()]
+    ("said", "path", "by"),
+    [
+        ("loss 3 of 10 is ", ("loss", 2), last_bit),
+        ("valid accuracy final at q_max is ", ("metrics", 0, "value"), last_bit),
+        ("bitops per_op is ", ("bitops", "per_op"), last_bit),
+        ("test loss at q_max after step 10 is ", ("evaluations", -1, "test", "loss"), last_bit),
+        ("relative_cost is ", ("relative_cost",), last_bit),
+        ("noise_exposure is ", ("noise_exposure",), last_bit),
+        ("steps is 10, stored 11", ("steps",), more),
+        ("data_checksum is ", ("data_checksum",), more),
+        ("key is ", ("key",), more),
+        ("status is ok, stored okok", ("status",), more),
+    ],
 )
 def test_the_last_bit_of_any_number_counts_on_the_same_machine(said, path, by, row):
     found, whole = copy.deepcopy(row), verify.compare(row, copy.deepcopy(row), [])
@@ -128,19 +124,14 @@ def test_a_run_that_fails_now_is_not_reproduced(row):
 
 
 # --- other machines -------------------------------------------------------------------------------
-DIFFERENT = [
-    (("machine", "cpu"), "cpu"),
-    (("machine", "threads"), "threads"),
-    (("machine", "switches"), "switches"),
-    (("versions", "torch"), "torch"),
-    (("python",), "python"),
-    (("kernels",), "kernels"),
-    (("products",), "products"),
-]
+DIFFERENT = {
+    "cpu": ("machine", "cpu"), "threads": ("machine", "threads"), "switches": ("machine", "switches"),
+    "torch": ("versions", "torch"), "python": ("python",), "kernels": ("kernels",), "products": ("products",),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "name"), DIFFERENT)
-def test_what_computed_a_row_is_compared_and_named(path, name, row):
+@pytest.mark.parametrize(("name", "path"), DIFFERENT.items())
+def test_what_computed_a_row_is_compared_and_named(name, path, row):
     found = copy.deepcopy(row)
     change(row["provenance"], *path, by=lambda _: "another")
     finding = verify.compare(row, found, [])

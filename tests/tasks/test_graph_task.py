@@ -12,8 +12,6 @@ from helpers import smoke_spec
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
-from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.recipes import recipe, task_of_dataset
 from cpt_lab.tasks import graph as graph_task
 from cpt_lab.tasks.graph import GraphTask
 from cpt_lab.training.train import train
@@ -77,12 +75,6 @@ def test_accuracy_by_in_degree():
     assert without == {name: found[name] for name in ("accuracy", "loss")}
 
 
-@pytest.mark.parametrize(("degrees", "words"), [((5, 2), "must rise"), ((2, 2), "must rise"), ((-1,), "at least 0")])
-def test_strata_of_in_degree_rise(degrees, words):
-    with pytest.raises(ValueError, match=words):
-        spec(degrees=degrees)
-
-
 def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
     monkeypatch.setattr(graph_task, "EXACT_CHUNK", 300)  # many chunks
     task = GraphTask(spec(model="sage", inference="exact"), CPU)
@@ -138,35 +130,6 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
     run = train(GraphTask, spec(steps=1))
     assert run.metric("accuracy") == 0.25
     assert calls[0] == {"y_true": (200, 1), "y_pred": (200, 1)}
-
-
-# --- recipes and grids ----------------------------------------------------------------------------
-
-
-def test_own_graphs_and_their_recipes():
-    assert recipe("demo", "my.npz", task="graph").model == "gcn"
-    assert recipe("demo", "ogbn-arxiv").hidden == 32  # below paper scale, OGB's graphs use the recipe of own graphs
-    assert recipe("paper", "my/", "sage", task="graph").batch == 1024
-    assert task_of_dataset("my.npz") is None
-    assert task_of_dataset("digits-graph") == "graph"
-    with pytest.raises(ValueError, match="imagenet, ogbn-arxiv, ogbn-products, ptb, voc2012, xnli, or your own data"):
-        recipe("paper", "own-graph")
-    with pytest.raises(ValueError, match="unknown task 'text'; choose from image, detection, graph"):
-        recipe("demo", "x/", task="text")
-
-
-@pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference", "lr_rule"])
-def test_unknown_choices(field):
-    with pytest.raises(ValueError, match=f"unknown {field} 'nonsense'; choose from"):
-        designs.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
-
-
-def test_the_grid_of_aggregations():
-    pairs = grids.grid_specs("ogbn-arxiv/aggregation")
-    assert len(pairs) == 6
-    assert {(s.arm, s.q_max, s.recipe.aggregation) for s in pairs} == {
-        ("static 8", 8, "fp"), ("static 8", 8, "quantized"),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])

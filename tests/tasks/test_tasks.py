@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
-from cpt_lab.experiments.grids import grid_specs
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import base as learning_rates
 from cpt_lab.tasks.base import task_of
@@ -224,47 +223,6 @@ def test_purposes_are_the_numbers_that_rows_were_made_with():
     assert (set(second), set(third)) == ({2}, {3})
     assert order == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
     assert order != other
-
-
-SETTINGS = {  # data set and preset -> fields at paper scale
-    ("ptb", "ours"): {  # 1,328 steps are an epoch, as the authors train; its last batch has 33 words
-        "steps": 40 * math.ceil((929_589 // 20 - 1) / 35), "evaluate_every": 1328, "batch": 20, "length": 35,
-        "hidden": 800, "dropout": 0.5, "clip": 0.25, "lr": 20.0, "lr_rule": "plateau", "lr_division": 5.0, "q_min": 5,
-        "n_cycles": 2, "eval_bits": "q_max",
-    },
-    ("ptb", "authors"): {"n_cycles": 8, "lr_division": 4.0, "eval_bits": "current"},
-    ("xnli", "ours"): {
-        "steps": 12_272, "batch": 64, "length": 128, "padding": "max", "language": "de", "quantized": "all",
-        "checkpoint": "bert-base-multilingual-cased", "lr": 1e-5, "final_lr": 0.1, "learning_rates": (5e-6, 1e-5, 5e-5),
-        "weight_decay": 0.0, "clip": 1.0, "q_min": 5, "n_cycles": 2, "seeds": (0, 1, 2),
-    },
-    ("xnli", "authors"): {
-        "lr": 1e-5, "final_lr": 0.0, "learning_rates": (), "eval_bits": "current", "cycle_rule": "floor_plus_one",
-        "running_start": "zero",
-    },
-    ("ogbn-arxiv", "ours"): {
-        "steps": 1000, "layers": 3, "hidden": 512, "lr": 1e-3, "weight_decay": 0, "q_min": 3, "loss": "cross_entropy",
-        "self_loops": True,
-    },
-    ("ogbn-arxiv", "authors"): {
-        "steps": 500, "loss": "nll_raw", "self_loops": False, "cycle_rule": "floor_plus_one",
-    },
-    ("ogbn-products", "ours"): {"steps": 15_440, "batch": 1024, "layers": 2, "fanout": 32, "lr": 3e-4},
-    ("ogbn-products", "authors"): {"q_min": 4},
-    ("voc2012", "ours"): {"q_min": 5, "lr": 1e-5},
-    ("voc2012", "authors"): {"batch": 8, "steps": 85_800, "flip": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("dataset", "preset"), SETTINGS)
-def test_settings_and_grids_of_the_paper(dataset, preset):
-    found, fields = recipe("paper", dataset, preset=preset), SETTINGS[dataset, preset]
-    assert type(found) is EXPERIMENTS[found.task].recipe
-    assert {name: getattr(found, name) for name in fields} == fields
-    if preset == "ours" and dataset != "xnli":  # 3 seeds, 6 and 8 bits, 11 arms
-        specs = grid_specs(f"{dataset}/{found.model}")
-        assert len(specs) == 66
-        assert {(s.q_max, s.q_grad) for s in specs} == {(6, 6), (8, 8)}
 
 
 @pytest.mark.parametrize("dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name)

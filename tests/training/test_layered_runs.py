@@ -28,20 +28,22 @@ def spec(schedule=LAYERED):
     return RunSpec(RECIPE, schedule, 8, 8, 0, "by layer", "smoke")
 
 
+BY_LAYER = LayeredSchedule(((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("2",), StaticSchedule(7, 2), 6)))
+
+
 def net():
     return quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
 
 
 def test_the_scheduler_drives_every_layer_by_its_own():
     model = net()
-    schedule = LayeredSchedule(((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("*",), StaticSchedule(7, 2), 6)))
-    scheduler = PrecisionScheduler(model, schedule, q_grad=8)
+    scheduler = PrecisionScheduler(model, BY_LAYER, q_grad=8)
     layers = layer_precisions(model)
     assert (layers["0"].bits, layers["2"].bits) == (2, 7)
     scheduler.step()
     assert (layers["0"].bits, layers["2"].bits) == (4, 7)
     assert scheduler.get_last_bits() == [4, 7]
-    again = PrecisionScheduler(net(), schedule, q_grad=8)
+    again = PrecisionScheduler(net(), BY_LAYER, q_grad=8)
     again.load_state_dict(scheduler.state_dict())
     assert again.get_last_bits() == [4, 7]
 
@@ -65,12 +67,11 @@ def test_precision_takes_bits_by_pattern():
 
 def test_bitops_of_layers_by_hand():
     model = net()
-    schedule = LayeredSchedule(((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("2",), StaticSchedule(7, 2), 6)))
-    plan = count_bitops(model, (torch.ones(1, 4),), schedule, q_grad=8, convention="paper")
+    plan = count_bitops(model, (torch.ones(1, 4),), BY_LAYER, q_grad=8, convention="paper")
     first, second = 12 * (2 * 2 + 4 * 4 + 2 * 8 * (2 + 4)), 6 * 2 * (49 + 2 * 8 * 7)
     assert plan.total == (first + second) / 32**2
     static = count_bitops(model, (torch.ones(1, 4),), StaticSchedule(8, 2), convention="paper").total
-    assert schedule.relative_cost(8, q_max=8) == pytest.approx(plan.total / static)
+    assert BY_LAYER.relative_cost(8, q_max=8) == pytest.approx(plan.total / static)
 
 
 def test_one_schedule_for_all_layers_trains_bit_for_bit_as_the_schedule_itself():

@@ -28,25 +28,22 @@ STEPS = 12
 
 def arms_of(dataset, model=None, count=5, **changes):
     """Schedules of a seed: cycles, static bits, another q_max, gradients with bits of their own, float32."""
-    first = quietly(
-        smoke_spec, dataset, "CR", 0, model, **{"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
-    )
-    r = first.recipe
-    bits = [StaticSchedule(q, r.steps) for q in (3, 5, 8)]
-    roles = RoleSchedules(weight=bits[0], activation=bits[1], error=bits[2], weight_gradient=bits[2])
+    short = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
+    first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
+    steps = first.recipe.steps
+    low, middle, high = (StaticSchedule(q, steps) for q in (3, 5, 8))
+    roles = RoleSchedules(weight=low, activation=middle, error=high, weight_gradient=high)
+    to_six = quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2)
     several = [
         first,
-        replace(first, schedule=bits[2], arm="static 8"),
-        replace(
-            first, schedule=quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=r.steps, n_cycles=2), q_max=6
-        ),
-        replace(first, schedule=bits[1], q_grad=5),
-        replace(first, schedule=bits[0], q_grad=4),
-        replace(first, schedule=StaticSchedule(32, r.steps), q_max=32, q_grad=32),
+        replace(first, schedule=high, arm="static 8"),
+        replace(first, schedule=to_six, q_max=6),
+        replace(first, schedule=middle, q_grad=5),
+        replace(first, schedule=low, q_grad=4),
+        replace(first, schedule=StaticSchedule(32, steps), q_max=32, q_grad=32),
+        RunSpec(first.recipe, roles, 8, None, 0, "roles", "smoke"),
+        *(replace(first, schedule=StaticSchedule(q, steps)) for q in range(4, 8)),
     ]
-    if "execution" not in changes:
-        several.append(RunSpec(r, roles, 8, None, 0, "roles", "smoke"))
-    several += [replace(first, schedule=StaticSchedule(q, r.steps)) for q in range(4, 8)]
     return several[:count]
 
 
@@ -60,27 +57,37 @@ def equal(run, alone):
     return outcome(run) == outcome(alone) and all(a == b and torch.equal(x, y) for (a, x), (b, y) in weights)
 
 
+def both_ways(specs, hooks=(None,) * 11, task=None):
+    """Runs side by side, and each of them alone."""
+    given = [(task or task_of(spec), spec, hook) for spec, hook in zip(specs, hooks, strict=False)]
+    side_by_side = together([steps_of(task, spec, on_step=hook) for task, spec, hook in given])
+    return side_by_side, [train(task, spec, on_step=hook) for task, spec, hook in given]
+
+
 @pytest.fixture
 def replayed(monkeypatch):
     """How many steps of runs were replayed."""
     counted, do = [], module._SideBySide._replayed
-    monkeypatch.setattr(
-        module._SideBySide,
-        "_replayed",
-        lambda self, replay, arms, batch: counted.append(len(arms)) or do(self, replay, arms, batch),
-    )
+
+    def noted(self, replay, arms, batch):
+        counted.append(len(arms))
+        return do(self, replay, arms, batch)
+
+    monkeypatch.setattr(module._SideBySide, "_replayed", noted)
     return counted
 
 
 TASKS = {
     "mlp": ("digits", "mlp6", {}),
     "resnet": ("digits", "resnet8_w8", {"batch": 16}),
-    "lstm": ("pydoc", None, {"dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1}),
-    "bert": ("templates", None, {"padding": "max", "steps": 5}),
+    "lstm": ("pydoc", None, {
+        "dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1, "valid_tokens": 500, "test_tokens": 500,
+    }),
+    "bert": ("templates", None, {"padding": "max", "steps": 5, "layers": 1, "valid_pairs": 60, "test_pairs": 60}),
     "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
     "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
     "sage": ("digits-graph", "sage", {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -89,8 +96,8 @@ def test_runs_end_as_they_do_alone(name, replayed):
     dataset, model, changes = TASKS[name]
     count = {"mlp": 11, "resnet": 7, "bert": 3}.get(name, 5)
     specs = arms_of(dataset, model, count, **changes)
-    runs = together([steps_of(task_of(spec), spec) for spec in specs])
-    assert [spec.arm for spec, run in zip(specs, runs, strict=True) if not equal(run, train(task_of(spec), spec))] == []
+    runs, alone = both_ways(specs)
+    assert [run.spec.arm for run, other in zip(runs, alone, strict=True) if not equal(run, other)] == []
     rates = {tuple(run.history["lr"]) for run in runs}
     assert (len(rates) > 1) == (name == "lstm")  # that of a plateau is each run's own
     steps = sum(replayed)
@@ -108,9 +115,7 @@ def test_one_run_does_the_steps_that_several_have_in_common(replayed):
             with torch.no_grad():
                 next(model.parameters()).mul_(1.5)
 
-    hooks = [None, None, None, shaken]
-    runs = together([steps_of(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)])
-    assert all(equal(r, train(ImageTask, s, on_step=h)) for r, s, h in zip(runs, specs, hooks, strict=True))
+    assert all(map(equal, *both_ways(specs, [None, None, None, shaken])))
     assert replayed == [1] * 4 + [2] * 3 + [3] * 2 + [4]
 
 
@@ -122,31 +127,39 @@ def test_one_that_diverges_ends_alone(replayed):
             with torch.no_grad():
                 next(model.parameters()).fill_(math.inf)
 
-    hooks = [None, poisoned, None]
-    runs = together([steps_of(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)])
+    runs, alone = both_ways(specs, [None, poisoned, None])
     assert [run.status for run in runs] == ["ok", "diverged", "ok"]
-    alone = [train(ImageTask, spec, on_step=hook) for spec, hook in zip(specs, hooks, strict=True)]
-    assert [equal(run, other) for run, other in zip(runs, alone, strict=True)] == [True, False, True]  # NaN is not NaN
+    assert list(map(equal, runs, alone)) == [True, False, True]  # NaN is not NaN
     assert runs[1].error == alone[1].error
     assert identical(runs[1].model.parameters(), alone[1].model.parameters())
     assert sum(replayed) == 3 * (STEPS - 2) - (STEPS - 8)
 
 
-def test_one_that_raises_ends_alone():
-    specs = arms_of("digits", "mlp6", 3)
+@pytest.mark.parametrize("where", ["a probe", "a step"])
+def test_one_that_raises_ends_alone(where, monkeypatch):
+    specs, step = arms_of("digits", "mlp6", 3), Session.step
 
     def broken(step, model, loss):
         if step == 6:
             model.body[0].precision.in_force = None
             raise ArithmeticError("no luck")
 
-    def caught(spec, hook):
+    def failing(self, batch, lr):
+        if self.spec is specs[1]:
+            raise ArithmeticError("no luck")
+        return step(self, batch, lr)
+
+    def caught(spec):
         try:
-            return (yield from steps_of(ImageTask, spec, on_step=hook))
+            return (yield from steps_of(ImageTask, spec, on_step=broken if probed and spec is specs[1] else None))
         except ArithmeticError as error:
             return str(error)
 
-    runs = together([caught(spec, broken if i == 1 else None) for i, spec in enumerate(specs)])
+    probed = where == "a probe"
+    with monkeypatch.context() as patch:
+        if not probed:
+            patch.setattr(Session, "step", failing)
+        runs = together([caught(spec) for spec in specs])
     assert runs[1] == "no luck"
     assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
 
@@ -158,40 +171,15 @@ def test_what_one_draws_no_other_misses():
         if step == 4:
             torch.rand(3)
 
-    hooks = [draws, None, None]
-    runs = together([steps_of(task_of(s), s, on_step=hook) for s, hook in zip(specs, hooks, strict=True)])
-    assert all(equal(r, train(task_of(s), s, on_step=h)) for r, s, h in zip(runs, specs, hooks, strict=True))
+    assert all(map(equal, *both_ways(specs, [draws, None, None])))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gcn", "lstm"])
 def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
     monkeypatch.setattr("cpt_core.kernels.operators.active", torch.ops.cpt_reference)
     dataset, model, changes = TASKS[name]
-    specs = arms_of(dataset, model, 2, **changes)
-    runs = together([steps_of(task_of(spec), spec) for spec in specs])
-    assert all(equal(run, train(task_of(spec), spec)) for run, spec in zip(runs, specs, strict=True))
+    assert all(map(equal, *both_ways(arms_of(dataset, model, 2, **changes))))
     assert sum(replayed) == 2 * (STEPS - module.WARM_UP)
-
-
-def test_an_error_inside_a_step_reaches_its_run_alone(monkeypatch):
-    specs, step = arms_of("digits", "mlp6", 3), Session.step
-
-    def failing(self, batch, lr):
-        if self.spec is specs[1]:
-            raise MemoryError("too much")
-        return step(self, batch, lr)
-
-    def caught(spec):
-        try:
-            return (yield from steps_of(ImageTask, spec))
-        except MemoryError as error:
-            return str(error)
-
-    monkeypatch.setattr(Session, "step", failing)
-    runs = together([caught(spec) for spec in specs])
-    assert runs[1] == "too much"
-    monkeypatch.undo()
-    assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
 
 
 def test_killed_runs_go_on_together_or_alone(tmp_path):
@@ -222,65 +210,59 @@ def test_seconds_of_a_run_are_its_own():
     assert max(rest) < 3 * first + 1
 
 
-class Unseen(ImageTask):
-    """Computes a part of its loss where torch does not see it."""
-
-    def loss(self, model, batch, carry):
-        loss, carry = super().loss(model, batch, carry)
-        scale = torch.ones(1)
-        scale.numpy()[0] = float(model.body[0].precision.levels)
-        return loss * scale[0], carry
+SEEN = torch.zeros(())
 
 
-class Counts(ImageTask):
-    """Writes to a tensor that is no run's own."""
-
-    seen = torch.zeros(())
-
-    def loss(self, model, batch, carry):
-        self.seen.add_(1)
-        return super().loss(model, batch, carry)
+def unseen(task, model):
+    """Compute a factor of the loss where torch does not see it."""
+    scale = torch.ones(1)
+    scale.numpy()[0] = float(model.body[0].precision.levels)
+    return scale[0]
 
 
-class Draws(ImageTask):
-    """Draws random numbers in an operation on what a run has computed."""
-
-    def loss(self, model, batch, carry):
-        loss, carry = super().loss(model, batch, carry)
-        return loss + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum(), carry
+def counts(task, model):
+    """Write to a tensor that is no run's own."""
+    SEEN.add_(1)
+    return 1
 
 
-class Keeps(ImageTask):
-    """Keeps a part of a weight."""
+def draws(task, model):
+    """Draw random numbers in an operation on what a run has computed."""
+    return 1 + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum()
 
-    def loss(self, model, batch, carry):
-        if not hasattr(self, "part"):
-            self.part = model.body[0].weight.detach()[1:]
-        loss, carry = super().loss(model, batch, carry)
-        return loss + 0 * self.part.sum(), carry
+
+def keeps(task, model):
+    """Keep a part of a weight."""
+    if not hasattr(task, "part"):
+        task.part = model.body[0].weight.detach()[1:]
+    return 1 + 0 * task.part.sum()
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("factor", "words"),
     [
-        (Unseen, "not all that the step does"),
-        (Counts, "add_.Tensor writes to"),
-        (Draws, "draws"),
-        (Keeps, "keeps a part"),
+        (unseen, "not all that the step does"),
+        (counts, "add_.Tensor writes to"),
+        (draws, "draws"),
+        (keeps, "keeps a part"),
     ],
 )
-def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(task, words, replayed, caplog):
+def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(factor, words, replayed, caplog):
+    class Spoilt(ImageTask):
+        def loss(self, model, batch, carry):
+            loss, carry = super().loss(model, batch, carry)
+            return loss * factor(self, model), carry
+
     specs = arms_of("digits", "mlp6", 2)
-    session = Session(task, specs[0])
+    session = Session(Spoilt, specs[0])
     batches = session.batches(0)
     session.step(next(batches), 0.01)
     with pytest.raises(CannotReplay, match=words):
         Replay(session, next(batches))
     with caplog.at_level("INFO"):
-        runs = together([steps_of(task, spec) for spec in specs])
+        assert all(map(equal, *both_ways(specs, task=Spoilt)))
     assert words in caplog.text
     assert replayed == []
-    assert all(equal(run, train(task, spec)) for run, spec in zip(runs, specs, strict=True))
 
 
 def test_recording_leaves_a_run_as_it_was():

@@ -17,6 +17,7 @@ from torch import distributed
 from cpt_core.integrations.processes import agreed_ranges, own_ranges
 from cpt_core.kernels import operators
 from cpt_lab.data.image_batches import array_batches
+from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.paths import ROOT
@@ -30,7 +31,8 @@ from cpt_lab.training.train import Stopped, train
 pytestmark = pytest.mark.slow
 
 SPEC = run_spec(replace(recipe("smoke"), steps=24, evaluate_every=12), "CR", q_max=8, seed=3, scale="smoke")
-PAIRS = run_spec(replace(recipe("smoke", "templates"), steps=3, n_cycles=1), "static 6", q_max=8, seed=0, scale="smoke")
+FEW = {"steps": 3, "n_cycles": 1, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
+PAIRS = run_spec(replace(recipe("smoke", "templates"), **FEW), "static 6", q_max=8, seed=0, scale="smoke")
 
 
 def nearest(*given):
@@ -148,12 +150,13 @@ def test_shares_are_the_batch(monkeypatch):
 def test_torchrun_runs_a_grid(folder):
     assert (folder / "said").read_text().splitlines()[-1] == "1 ok"
     (row,) = map(json.loads, (folder / "runs/smoke/image.jsonl").read_text().splitlines())
-    spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
-    assert (row["key"], row["provenance"]["processes"], row["steps"]) == (spec.key, 2, 190)
+    spec = run_spec(replace(recipe("smoke"), steps=24), "CR", q_max=8, seed=0, scale="smoke")
+    assert (row["key"], row["provenance"]["processes"], row["steps"]) == (spec.key, 2, 24)
     assert not list((folder / "runs").rglob("*.pt"))
 
 
 if __name__ == "__main__":  # as torchrun starts it
     worker(int(os.environ["RANK"]), Path(sys.argv[1]))
     sys.argv[1:] = "run digits/mlp6 --scale smoke --only schedule=CR q_max=8 --seeds 0".split()
-    runpy.run_module("cpt_lab", run_name="__main__")
+    with patch.object(designs, "recipe", lambda *given: replace(recipe(*given), steps=24)):
+        runpy.run_module("cpt_lab", run_name="__main__")

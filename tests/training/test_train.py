@@ -108,21 +108,6 @@ def test_divergence_is_a_status():
     assert run.error == f"diverged at step {run.history['step'][-1]}, in the training loss"
 
 
-def disturbed(model, calls, at, place, value):
-    """Let evaluation number ``at`` find a value in a metric of a split, or leave it in a weight or buffer."""
-
-    def change(found):
-        if next(calls) == at:
-            if place in model.state_dict():
-                model.state_dict()[place].view(-1)[0] = value
-            else:
-                split, name = place.split(".")
-                found[split][name] = value
-        return found
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("at", "place", "value"),  # the first, second and last evaluation, and the last at the current bits
     [
@@ -134,11 +119,21 @@ def disturbed(model, calls, at, place, value):
 )
 def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypatch):
     model = "resnet8_w8" if place.startswith("bn") else "mlp6"
-    task, calls, evaluations = ImageTask, itertools.count(), ImageTask.evaluate
-    monkeypatch.setattr(
-        task, "evaluate", lambda self, net: disturbed(net, calls, at, place, value)(evaluations(self, net))
-    )
-    run = train(task, spec_of("static 8", model=model, steps=6, evaluate_every=2))
+    calls, evaluate = itertools.count(), ImageTask.evaluate
+
+    def disturbed(task, net):
+        """What evaluation number ``at`` finds has the value in a metric of a split, or it leaves that in the model."""
+        found = evaluate(task, net)
+        if next(calls) == at:
+            if place in net.state_dict():
+                net.state_dict()[place].view(-1)[0] = value
+            else:
+                split, name = place.split(".")
+                found[split][name] = value
+        return found
+
+    monkeypatch.setattr(ImageTask, "evaluate", disturbed)
+    run = train(ImageTask, spec_of("static 8", model=model, steps=6, evaluate_every=2))
     steps, policy = (2, 4, 6, 6)[at], "current" if at == 3 else "q_max"
     assert run.status == "diverged"
     assert run.error == f"diverged at step {steps}, in the evaluation at {policy}: {place}"

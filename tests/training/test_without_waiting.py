@@ -27,44 +27,29 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
 ]
 
-# task -> data set and fields of a small run
+# Data set and fields of a small run; waits of one optimizer step, and of the evaluation of both splits. Sampling and
+# detection (of one picture each) depend on their data at many places: theirs may fall, and then these numbers are to
+# be lowered.
 RUNS = {
-    "mlp": ("digits", {"model": "mlp6", "train_images": 200}),
-    "images": ("digits", {"model": "resnet8_w8", "crop": 1, "flip": True, "train_images": 100}),
+    "mlp": ("digits", {"model": "mlp6", "train_images": 200}, (0, 2)),
+    "images": ("digits", {"model": "resnet8_w8", "crop": 1, "flip": True, "train_images": 100}, (0, 2)),
     "detection": (
         "digit-scenes",
-        {"batch": 1, "size": 32, "train_images": 3, "valid_images": 0, "test_images": 1, "evaluate_every": 0},
+        {"batch": 1, "size": 32, "train_images": 3, "valid_images": 0, "test_images": 1, "evaluate_every": 0}, (8, 31),
     ),
-    "gcn": ("digits-graph", {"model": "gcn"}),
-    "gcn, Q-Agg": ("digits-graph", {"model": "gcn", "aggregation": "quantized"}),
-    "sage": ("digits-graph", {"model": "sage"}),
-    "sage, exact": ("digits-graph", {"model": "sage", "inference": "exact"}),
-    "lstm": (
-        "pydoc",
-        {"length": 3, "hidden": 8, "train_tokens": 500, "valid_tokens": 100, "test_tokens": 100},
-    ),
+    "gcn": ("digits-graph", {"model": "gcn"}, (0, 2)),
+    "gcn, Q-Agg": ("digits-graph", {"model": "gcn", "aggregation": "quantized"}, (0, 2)),
+    "sage": ("digits-graph", {"model": "sage"}, (8, 18)),
+    "sage, exact": ("digits-graph", {"model": "sage", "inference": "exact"}, (8, 5)),
+    "lstm": ("pydoc", {"length": 3, "hidden": 8, "train_tokens": 500, "valid_tokens": 100, "test_tokens": 100}, (0, 2)),
     "bert": (
-        "templates",
-        {"layers": 1, "hidden": 16, "train_pairs": 40, "valid_pairs": 10, "test_pairs": 10},
+        "templates", {"layers": 1, "hidden": 16, "train_pairs": 40, "valid_pairs": 10, "test_pairs": 10}, (0, 2),
     ),
-}
-# Waits of one optimizer step, and of the evaluation of both splits. Sampling and detection depend on their data at many
-# places: theirs may fall, and then these numbers are to be lowered.
-WAITS = {
-    "mlp": (0, 2),
-    "images": (0, 2),
-    "gcn": (0, 2),
-    "gcn, Q-Agg": (0, 2),
-    "lstm": (0, 2),
-    "bert": (0, 2),
-    "sage": (8, 18),
-    "sage, exact": (8, 5),
-    "detection": (8, 31),  # one picture each
-}
+}  # fmt: skip
 
 
 def spec_of(name, **changes):
-    dataset, fields = RUNS[name]
+    dataset, fields, _ = RUNS[name]
     short = {"steps": 4, "q_min": 5, "n_cycles": 1, "evaluate_every": 2}
     return smoke_spec(dataset, "CR", **{**short, **fields, **changes})
 
@@ -110,7 +95,7 @@ def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
         with precision(session.model, bits=8):
             gpu.clear()
             session.task.evaluate(session.model)
-    assert (step.total(), gpu.waits.total()) == WAITS[name], f"step: {dict(step)}, evaluation: {dict(gpu.waits)}"
+    assert (step.total(), gpu.waits.total()) == RUNS[name][2], f"step: {dict(step)}, evaluation: {dict(gpu.waits)}"
 
 
 def disturb(monkeypatch, at, value):
