@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 from cpt_core.choosing.adaptive import AdaptiveScheduler
@@ -95,12 +96,9 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
         (PrecisionScheduler(model(), StaticSchedule(8, 5)).state_dict(), "lacks 'adaptive'"),
         (after([1.0] * 7, levels=(4, 8)).state_dict(), "the checkpoint has schedules"),
     ):
-        with pytest.raises(ValueError, match=message):
-            scheduler.load_state_dict(state)
+        refused(message, scheduler.load_state_dict, state)
     assert scheduler.ran.runs == ((3, 3),)
     with pytest.raises(ValueError, match="runs must be pairs"):
         _ = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=1).ran
-    with pytest.raises(ValueError, match=r"levels must rise, got \(4, 4\)"):
-        AdaptiveScheduler(model(), (4, 4), steps_per_epoch=1)
-    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got -0\.1"):
-        AdaptiveScheduler(model(), steps_per_epoch=1, share=-0.1)
+    refused(r"levels must rise, got \(4, 4\)", AdaptiveScheduler, model(), (4, 4), steps_per_epoch=1)
+    refused(r"share must be a number from 0 to 1, got -0\.1", AdaptiveScheduler, model(), steps_per_epoch=1, share=-0.1)

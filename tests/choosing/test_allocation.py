@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import INF, NAN
+from helpers import INF, NAN, refused
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -168,38 +168,11 @@ def test_negative_and_diverged_responses_are_bounded_and_shown():
     assert time[1] > time[0] > 0
     per_mac = 3 / (320 * s.added)  # of the third, the largest; the second has 1
     assert layers / MACS == pytest.approx([per_mac, per_mac / 3, per_mac])
+    assert measured(layers=(INF, 50, 9)).weights("layers").tolist() == layers.tolist()
     shown = str(s).splitlines()
     assert shown[2].startswith("steps 0 to 39")
     assert shown[2].endswith("floor")
     assert any(line.startswith("layer0") and line.endswith("diverged") for line in shown)
-
-
-def test_without_any_response_nothing_is_allocated():
-    with pytest.raises(ValueError, match="one bit less than 4 costs no accuracy over time"):
-        allocate(measured(time=[-1.0] * WINDOWS), 0.5, 2, 8, "time")
-
-
-@pytest.mark.parametrize(("over", "lost"), [("time", {"time": [NAN, INF] * 4}), ("layers", {"layers": [NAN] * 3})])
-def test_where_all_diverged_higher_bits_are_advised(over, lost):
-    with pytest.raises(ValueError, match=r"diverged with one bit less than 4 in every place.*measure at a higher base"):
-        allocate(measured(**lost), 0.5, 2, 8, over)
-
-
-def test_an_infinite_response_counts_as_diverged():
-    finite, infinite = (measured(time=[1.0] * 6 + [2.0, x]) for x in (NAN, INF))
-    assert infinite.weights("time").tolist() == finite.weights("time").tolist()
-
-
-def test_responses_are_over_time_or_over_layers():
-    with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers, roles$"):
-        measured().response("both")
-    with pytest.raises(ValueError, match=r"a role was not measured; ask for it: sensitivity\(\.\.\., roles=True\)"):
-        allocate(measured(), 0.5, 2, 8, "all")
-
-
-def test_what_is_no_sensitivity_is_refused():
-    with pytest.raises(ValueError, match=r"cpt.choosing.sensitivity returned, or Sensitivity.from_dict\(...\)"):
-        allocate(measured().to_dict(), 0.5, 2, 8)
 
 
 def test_it_comes_back_from_json():
@@ -246,20 +219,34 @@ def test_agreement_with_the_estimate():
     assert layers.agreement("layers") == pytest.approx(0.5)
 
 
+DIVERGED = "diverged with one bit less than 4 in every place.*measure at a higher base"
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "responses", "said"),
     [
-        (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
-        (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
-        (dict(q_min=9), "1 <= q_min <= q_max"),
-        (dict(over="roles", q_grad=6), "gradients have bits of their own; leave q_grad out, got 6"),
-        (dict(total_steps=4), "4 steps are too few for 8 windows"),
-        (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
+        (dict(budget=0.05), {}, "budgets lie between 0.1875 and 1"),
+        (dict(budget=0.9, q_min=8, q_max=8), {}, "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
+        (dict(q_min=9), {}, "1 <= q_min <= q_max"),
+        (dict(over="roles", q_grad=6), {}, "gradients have bits of their own; leave q_grad out, got 6"),
+        (dict(total_steps=4), {}, "4 steps are too few for 8 windows"),
+        (dict(total_steps=9, budget=0.451), {}, "9 steps are too few to cost 0.451 to 0.1 %"),
+        (dict(over="all"), {}, r"a role was not measured; ask for it: sensitivity\(\.\.\., roles=True\)"),
+        (dict(budget=0.9, q_min=3, q_max=5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__), {}, "more bits must cost more"),
+        ({}, dict(time=[-1.0] * WINDOWS), "one bit less than 4 costs no accuracy over time"),
+        ({}, dict(time=[NAN, INF] * 4), DIVERGED),
+        (dict(over="layers"), dict(layers=[NAN] * 3), DIVERGED),
     ],
 )
-def test_bad_values_are_refused(change, said):
-    with pytest.raises(ValueError, match=said):
-        allocate(measured(), **{**dict(budget=0.5, q_min=2, q_max=8, over="time"), **change})
+def test_bad_values_are_refused(change, responses, said):
+    given = {**dict(budget=0.5, q_min=2, q_max=8, over="time"), **change}
+    refused(said, allocate, measured(**responses), **given)
+
+
+def test_what_is_no_sensitivity_no_place_and_no_length_are_refused():
+    refused(r"cpt.choosing.sensitivity returned, or Sensitivity.from_dict\(...\)", allocate, {}, 0.5, 2, 8)
+    refused("unknown over 'both'; choose from time, layers, roles$", measured().response, "both")
+    refused("total_steps must be .* at least 1, got 0", static_of_cost, budget=0.5, q_max=8, total_steps=0)
 
 
 @pytest.mark.parametrize("over", ["time", "layers", "both", "roles", "all"])
@@ -286,10 +273,3 @@ def test_a_budget_in_any_cost_is_met_in_it(over, spent, q_min, q_max, steps):
     assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
     even = static_of_cost(budget, q_max, 320, q_min, **spent)
     assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)
-
-
-def test_a_level_that_costs_no_more_than_a_lower_one_is_refused():
-    with pytest.raises(ValueError, match="more bits must cost more"):
-        allocate(measured(), 0.9, 3, 5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__)
-    with pytest.raises(ValueError, match="total_steps must be a whole number of at least 1, got 0"):
-        static_of_cost(budget=0.5, q_max=8, total_steps=0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 import cpt_core as cpt
@@ -283,16 +284,15 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
 def test_wrong_values(changes, message):
     model, step, optimizer, evaluate, _ = problem()
     given = {"evaluate": evaluate, "steps": 16, "cycles": 2, "progress": False, **changes}
-    with pytest.raises(ValueError, match=message):
-        cpt.choosing.try_precision(model, step, optimizer, **given)
+    refused(message, cpt.choosing.try_precision, model, step, optimizer, **given)
     assert type(model[0]) is nn.Linear
 
 
 def test_two_seeds_that_are_one_training_are_refused():
     model, step, optimizer, evaluate, _ = problem()
-    options = {"steps": 8, "cycles": 1, "progress": False}
-    with pytest.raises(ValueError, match=r"seed 1 is the same training as one before; .* from number 8 on, or seeds"):
-        cpt.choosing.try_precision(model, lambda number: step(number % 8), optimizer, evaluate, **options)
+    said = r"seed 1 is the same training as one before; .* from number 8 on, or seeds"
+    given = model, lambda number: step(number % 8), optimizer, evaluate
+    refused(said, cpt.choosing.try_precision, *given, steps=8, cycles=1, progress=False)
     assert type(model[0]) is nn.Linear
 
 

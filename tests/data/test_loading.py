@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import smoke_spec
+from helpers import refused, smoke_spec
 from layouts import picture, write
 from phantom import CUDA, Phantom
 from PIL import Image
@@ -69,8 +69,7 @@ def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch)
     monkeypatch.setattr(loading, "usable_cores", lambda: cores)
     monkeypatch.setattr(loading, "shared_memory", lambda: None if room is None else room * MB)
     if wanted is OSError:
-        with pytest.raises(OSError, match=said):
-            readers(batch * MB)
+        refused(said, readers, batch * MB, error=OSError)
     elif said:
         with pytest.warns(UserWarning, match=said):
             assert readers(batch * MB) == wanted
@@ -83,8 +82,7 @@ def test_too_little_shared_memory_is_noticed_before_anything_runs(pets, tmp_path
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
     assert task_of(spec)(spec, CPU).workers == loading.usable_cores()
     monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
-    with pytest.raises(OSError, match="/dev/shm has 2 MB"):
-        run_grid([spec], tmp_path / "rows.jsonl", workers=0)
+    refused("/dev/shm has 2 MB", run_grid, [spec], tmp_path / "rows.jsonl", workers=0, error=OSError)
     assert not (tmp_path / "rows.jsonl").exists()
 
 

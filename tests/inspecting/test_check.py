@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import pictures, small
+from helpers import pictures, refused, small
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,16 +173,14 @@ def test_the_model_is_left_as_it_was_when_it_fails():
 
     model = quantize_(Fails(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     before, hooks = copy.deepcopy(model[1].running_mean), [len(m._forward_pre_hooks) for m in model.modules()]
-    with pytest.raises(KeyError, match="broken"):
-        check(model, (torch.randn(3, 4),))
+    refused("broken", check, model, (torch.randn(3, 4),), error=KeyError)
     assert torch.equal(model[1].running_mean, before)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert model[0].precision.in_force is None
 
 
 def test_a_model_that_is_not_converted_is_refused():
-    with pytest.raises(ValueError, match="no quantised layers"):
-        check(small(), (pictures(),))
+    refused("no quantised layers", check, small(), (pictures(),))
 
 
 def test_a_compiled_model_is_checked_in_eager_mode():
