@@ -183,7 +183,11 @@ def test_bitops_are_those_of_the_plan_with_all_parts_of_a_layer_and_no_other():
             assert measured.other(q).bitops == pytest.approx(0)
 
 
-def test_the_model_is_left_as_it_was():
+@pytest.mark.parametrize(
+    ("look", "training"),
+    [(partial(measure_cost, bits=(3, 8), repeats=1), True), (cpt.check, True), (cpt.check, False)],
+)
+def test_the_model_is_left_as_it_was(look, training):
     model, inputs = network(execution="integer")
     schedule = make("CR", total_steps=40, n_cycles=2)
     twins = model, copy.deepcopy(model)
@@ -200,11 +204,11 @@ def test_the_model_is_left_as_it_was():
     for twin, driven in zip(twins, made, strict=True):
         train(twin, *driven)
         twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
-    model[1].eval()  # frozen statistics
-    twins[1][1].eval()
+        twin.train(training)
+        twin[1].eval()  # frozen statistics
     before = [m.training for m in model.modules()]
     random = torch.get_rng_state()
-    measure_cost(model, inputs, schedule, repeats=1)
+    look(model, inputs)
     assert torch.equal(torch.get_rng_state(), random)
     assert [m.training for m in model.modules()] == before
     assert not any(m._forward_pre_hooks for m in model.modules())
