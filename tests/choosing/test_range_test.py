@@ -214,9 +214,6 @@ def test_the_figure_shows_every_seed_and_the_threshold():
     assert any(list(line.get_xdata()) == [3, 3] for line in ax.lines)
 
 
-# --- bad input ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

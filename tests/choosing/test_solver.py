@@ -12,8 +12,6 @@ from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules.deficit import AdjustedSchedule
 from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
 
-# --- budgets --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("budget", "delay"), [(1, 0), (np.float64(1), 0.2), (0.9995, 0.2)])
 def test_a_budget_of_one_is_static(budget, delay):

@@ -41,9 +41,6 @@ def write_npz(folder, **changes):
     return write(folder, {"g.npz": archive(**content)}) / "g.npz"
 
 
-# --- edges ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("self_loops", [False, True])
 def test_edges_are_those_of_a_dense_matrix(self_loops):
     source, destination = np.random.default_rng(0).integers(0, 50, (2, 400))

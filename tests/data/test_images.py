@@ -36,9 +36,6 @@ def small(dataset, **changes):
     return replace(base, **{"test_images": None, **changes})
 
 
-# --- digits ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("store", ["image_digits", "deficit_digits"])
 def test_digits_are_split_as_they_were_for_the_committed_rows(store):
     row = json.loads((results_dir() / f"{store}.jsonl").read_text().splitlines()[0])

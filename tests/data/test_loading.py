@@ -24,8 +24,6 @@ from cpt_lab.data.image_batches import EVALUATION_BATCH, evaluation_batches, fil
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
 from cpt_lab.data.loading import readers
 from cpt_lab.data.pictures import annotated_picture
-from cpt_lab.experiments.detection import DetectionRecipe
-from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.tasks.base import task_of
@@ -33,14 +31,8 @@ from cpt_lab.tasks.graph import GraphTask, _Samples
 
 CPU = torch.device("cpu")
 MB = 10**6
-IMAGES = ImageRecipe(
-    task="image", dataset="pets/", model="resnet8_w8", quantized="cifar", steps=4, batch=4, lr=0.1, q_min=3, n_cycles=1,
-    size=72, crop="resized", flip=True, valid_images=2,
-)  # fmt: skip
-PICTURES = DetectionRecipe(
-    task="detection", dataset="x/", model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5, size=40,
-    max_size=70, flip=True,
-)  # fmt: skip
+IMAGES = smoke_spec("digits", dataset="pets/", batch=4, size=72, crop="resized", flip=True, valid_images=2).recipe
+PICTURES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).recipe
 
 
 @pytest.fixture

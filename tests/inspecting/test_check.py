@@ -149,10 +149,6 @@ def test_the_model_is_left_as_it_was_when_it_fails():
     assert model[0].precision.in_force is None
 
 
-def test_a_model_that_is_not_converted_is_refused():
-    refused("no quantised layers", check, small(), (pictures(),))
-
-
 def test_a_compiled_model_is_checked_in_eager_mode():
     model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     found = check(torch.compile(model, backend="aot_eager"), (torch.ones(2, 4),))

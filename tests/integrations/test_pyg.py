@@ -196,9 +196,6 @@ def test_on_codes(pyg, kind):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-# --- graphs are kept ------------------------------------------------------------------------------
-
-
 def test_a_graph_is_made_once_for_edges_that_stay(pyg, monkeypatch):
     made, real = [], Graph.from_edges.__func__
     count = classmethod(lambda cls, *given: made.append(1) or real(cls, *given))
