@@ -137,6 +137,7 @@ def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
 
 
 FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
+RECIPE = smoke_spec("digits", batch=2, size=32).recipe
 WORKER = """
 import pickle, sys, torch
 def touched(*args, **kwargs):
@@ -149,12 +150,8 @@ print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules
 """
 
 
-def recipe():
-    return smoke_spec("digits", batch=2, size=32).recipe
-
-
 def files(device):
-    return file_batches(FILES, recipe(), 0, device, 0, 0)
+    return file_batches(FILES, RECIPE, 0, device, 0, 0)
 
 
 @pytest.mark.slow
@@ -162,7 +159,7 @@ def test_workers_ask_for_no_gpu():
     """What they are sent, they load and read in a process that would notice."""
     pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
     sent = [
-        (training_files(FILES, recipe(), 0), (0, 1)),
+        (training_files(FILES, RECIPE, 0), (0, 1)),
         (_Ready(random_detection(pictures).train, pictures, 0), (0, 0)),
         (_Samples(graph.graph, graph.rows["train"], [2, 2], 0), (3, [(0, 5), (0, 1)])),
     ]
