@@ -111,6 +111,12 @@ def quietly(call, *args, **kwargs):
         return call(*args, **kwargs)
 
 
+def refused(message, call, *given, error=ValueError, **options):
+    """Assert that a call is refused with a message."""
+    with pytest.raises(error, match=message):
+        call(*given, **options)
+
+
 def price(bits, q_max=8):
     """Return the mean of q**2 + 2 q q_max, relative to that of static q_max."""
     return sum(q * q + 2 * q * q_max for q in bits) / len(bits) / (3 * q_max * q_max)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 from cpt_core.choosing.adaptive import AdaptiveScheduler
@@ -70,19 +71,14 @@ def test_layers_have_the_level_in_force_and_gradients_and_evaluation_theirs():
 
 
 def test_a_state_goes_on_in_the_middle_of_an_epoch():
-    losses = torch.rand(40, generator=torch.Generator().manual_seed(3)).tolist()
-    whole = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=3, share=1.0)
-    part = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=3, share=1.0)
-    for loss in losses[:8]:
-        part.step(torch.tensor(loss))
-    state = copy.deepcopy(part.state_dict())
+    losses = list(torch.rand(40, generator=torch.Generator().manual_seed(3)))
+    how = {"levels": (3, 8), "steps_per_epoch": 3, "share": 1.0}
+    whole, again = after(losses, **how), after([], **how)
+    state = copy.deepcopy(after(losses[:8], **how).state_dict())
     kept = copy.deepcopy(state)
-    again = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=3, share=1.0)
     again.load_state_dict(state)
     for loss in losses[8:]:
-        again.step(torch.tensor(loss))
-    for loss in losses:
-        whole.step(torch.tensor(loss))
+        again.step(loss)
     assert again.state == whole.state
     assert again.ran.runs == whole.ran.runs == ((3, 18), (8, 22))
     assert {p.bits for p in again._layers.values()} == {8}
@@ -95,12 +91,8 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
         (PrecisionScheduler(model(), StaticSchedule(8, 5)).state_dict(), "lacks 'adaptive'"),
         (after([1.0] * 7, levels=(4, 8)).state_dict(), "the checkpoint has schedules"),
     ):
-        with pytest.raises(ValueError, match=message):
-            scheduler.load_state_dict(state)
+        refused(message, scheduler.load_state_dict, state)
     assert scheduler.ran.runs == ((3, 3),)
-    with pytest.raises(ValueError, match="runs must be pairs"):
-        _ = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=1).ran
-    with pytest.raises(ValueError, match=r"levels must rise, got \(4, 4\)"):
-        AdaptiveScheduler(model(), (4, 4), steps_per_epoch=1)
-    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got -0\.1"):
-        AdaptiveScheduler(model(), steps_per_epoch=1, share=-0.1)
+    refused("runs must be pairs", getattr, after([]), "ran")
+    refused(r"levels must rise, got \(4, 4\)", AdaptiveScheduler, model(), (4, 4), steps_per_epoch=1)
+    refused(r"share must be a number from 0 to 1, got -0\.1", AdaptiveScheduler, model(), steps_per_epoch=1, share=-0.1)

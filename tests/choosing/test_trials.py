@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 import cpt_core as cpt
@@ -109,14 +110,12 @@ def test_every_training_has_the_same_learning_rates_or_is_refused(repeat):
     assert rates.count(0.2) >= 5 * 6  # six trainings at the least, of eight steps or more
     assert sorted(set(rates)) == pytest.approx([0.02, 0.2])
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
-    with pytest.raises(ValueError, match=r"another \[.*name the LR scheduler in stateful="):
-        repeat(model, decays, optimizer)
+    refused(r"another \[.*name the LR scheduler in stateful=", repeat, model, decays, optimizer)
     assert torch.equal(model[0].weight, weight)
     for given, message in (
         ((model, None, optimizer), "needs train_step"), (("digits", train_step, optimizer), "must be a torch module"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            repeat(*given)
+        refused(message, repeat, *given)
     for bad in (scheduler, [optimizer, 1]):
         with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
             repeat(model, train_step, optimizer, stateful=bad)

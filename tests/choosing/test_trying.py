@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 import cpt_core as cpt
 from cpt_core.choosing.tried import FEWEST, FULL, WIDTHS, Arm, Difference, Result, tried
+from cpt_core.choosing.trying import try_precision
 from tests.choosing.test_trials import problem as trained
 
 LOST = {2: 9.0, 3: 4.0}  # points against float32
@@ -111,8 +113,7 @@ def test_what_diverged_is_not_drawn():
 
 
 def test_float32_that_diverges_is_an_error():
-    with pytest.raises(ValueError, match="in float32 training diverges, or its evaluation gives no finite number"):
-        answer(Trainings(diverged=(FULL,)))
+    refused("in float32 training diverges, or its evaluation gives no", answer, Trainings(diverged=(FULL,)))
 
 
 def test_so_few_steps_that_no_schedule_costs_that_are_said():
@@ -243,7 +244,7 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
     model, step, optimizer, evaluate, seen = problem()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     store, options = tmp_path / "try.jsonl", {"steps": 16, "seeds": 1, "cycles": 2, "progress": False}
-    whole = cpt.choosing.try_precision(model, step, optimizer, evaluate, store=store, **options)
+    whole = try_precision(model, step, optimizer, evaluate, store=store, **options)
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
     assert (type(model[0]), type(model[4])) == (nn.Linear, nn.Linear)
     lines = store.read_text().strip().splitlines()
@@ -256,19 +257,19 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
 
     store.write_text("\n".join([*lines[:5], lines[5][:20]]))  # killed while it wrote
     again, step, optimizer, evaluate, seen = problem()
-    found = cpt.choosing.try_precision(again, step, optimizer, evaluate, store=store, **options)
+    found = try_precision(again, step, optimizer, evaluate, store=store, **options)
     assert len(seen) == 16 * 7
     assert {n: r[0].value for n, r in found.results.items()} == {n: r[0].value for n, r in whole.results.items()}
     whole_lines = [line for line in store.read_text().splitlines() if line.endswith("}")]
     assert [json.loads(line)["arm"] for line in whole_lines] == [json.loads(line)["arm"] for line in lines]
 
     store.write_text("3\n")
-    with pytest.raises(ValueError, match=r"holds trainings of 3, this is 'Sequential"):
-        cpt.choosing.try_precision(again, step, optimizer, evaluate, store=store, **options)
+    given = step, optimizer, evaluate
+    refused("holds trainings of 3, this is 'Sequential", try_precision, again, *given, store=store, **options)
     store.write_text("\n".join(lines))
     other, step, optimizer, _ = trained(seed=5)
-    with pytest.raises(ValueError, match=r"try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"):
-        cpt.choosing.try_precision(other, step, optimizer, evaluate, store=store, **options)
+    said = r"try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"
+    refused(said, try_precision, other, step, optimizer, evaluate, store=store, **options)
 
 
 @pytest.mark.parametrize(
@@ -283,16 +284,15 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
 def test_wrong_values(changes, message):
     model, step, optimizer, evaluate, _ = problem()
     given = {"evaluate": evaluate, "steps": 16, "cycles": 2, "progress": False, **changes}
-    with pytest.raises(ValueError, match=message):
-        cpt.choosing.try_precision(model, step, optimizer, **given)
+    refused(message, try_precision, model, step, optimizer, **given)
     assert type(model[0]) is nn.Linear
 
 
 def test_two_seeds_that_are_one_training_are_refused():
     model, step, optimizer, evaluate, _ = problem()
-    options = {"steps": 8, "cycles": 1, "progress": False}
-    with pytest.raises(ValueError, match=r"seed 1 is the same training as one before; .* from number 8 on, or seeds"):
-        cpt.choosing.try_precision(model, lambda number: step(number % 8), optimizer, evaluate, **options)
+    said = r"seed 1 is the same training as one before; .* from number 8 on, or seeds"
+    given = model, lambda number: step(number % 8), optimizer, evaluate
+    refused(said, try_precision, *given, steps=8, cycles=1, progress=False)
     assert type(model[0]) is nn.Linear
 
 
@@ -300,10 +300,10 @@ def test_lines_convert_as_the_try_did():
     model, step, optimizer, evaluate, _ = problem()
     options = {"steps": 8, "seeds": 1, "cycles": 1, "progress": False}
     config = cpt.QuantConfig(float32=("4",))
-    found = cpt.choosing.try_precision(model, step, optimizer, evaluate, config=config, **options)
+    found = try_precision(model, step, optimizer, evaluate, config=config, **options)
     assert found.lines().startswith("cpt.quantize_(model, config)\n")
     cpt.quantize_(model)
-    found = cpt.choosing.try_precision(model, step, optimizer, evaluate, **options)
+    found = try_precision(model, step, optimizer, evaluate, **options)
     assert found.lines().startswith("# the model is quantised already\n")
-    with pytest.raises(ValueError, match="quantised already, so that config= would change nothing"):
-        cpt.choosing.try_precision(model, step, optimizer, evaluate, config=config, **options)
+    said = "quantised already, so that config= would change nothing"
+    refused(said, try_precision, model, step, optimizer, evaluate, config=config, **options)

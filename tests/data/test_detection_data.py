@@ -20,11 +20,8 @@ from cpt_lab.experiments.recipes import recipe
 
 
 def small(dataset, **changes):
-    settings = dict(
-        task="detection", dataset=dataset, model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5,
-        size=64, max_size=96,
-    )  # fmt: skip
-    return DetectionRecipe(**{**settings, **changes})
+    settings = dict(model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5, size=64, max_size=96)
+    return DetectionRecipe(task="detection", dataset=dataset, **{**settings, **changes})
 
 
 DIFFICULT = "<difficult>1</difficult>"
@@ -80,20 +77,20 @@ def test_own_pictures_are_read_as_they_are(own):
 def test_splits_subsets_and_checksum(own):
     held = load_detection(small("pets/", valid_images=2, train_images=1, test_images=1))
     assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 2, 1]
-    before = load_detection(small("pets/")).checksum
+    seen = [load_detection(small("pets/")).checksum for _ in range(2)]
     write_picture(own, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40))])  # not difficult any more
-    assert load_detection(small("pets/")).checksum != before
-    before = load_detection(small("pets/")).checksum
-    assert before == load_detection(small("pets/")).checksum
+    seen.append(load_detection(small("pets/")).checksum)
     write_picture(own, "b", (90, 60), [("person", (5, 6, 7, 9))])
-    assert load_detection(small("pets/")).checksum != before
-    write(own, boxes(test=["e"]))  # preferred to val
-    assert len(load_detection(small("pets/")).test) == 1
-    assert load_detection(small("pets/")).title == "own pictures (pets)"
-    write(own, boxes(test=["a", "e"]))
-    assert "tested on 1 of its own training pictures and others" in load_detection(small("pets/")).title
-    write(own, boxes(test=["a", "b"]))
-    assert "tested on its own training pictures" in load_detection(small("pets/")).title
+    seen.append(load_detection(small("pets/")).checksum)
+    assert (seen[0] == seen[1], len(set(seen))) == (True, 3)
+    own_training = "own pictures (pets), tested on its own training pictures"
+    for listed, title in (  # preferred to val
+        ("e", "own pictures (pets)"), ("ae", own_training.replace("its", "1 of its") + " and others"),
+        ("ab", own_training),
+    ):  # fmt: skip
+        write(own, boxes(test=listed))
+        found = load_detection(small("pets/"))
+        assert (len(found.test), found.title) == (len(listed), title)
 
 
 @pytest.mark.parametrize("place", ["train2017/", "train/", "images/"])
@@ -155,10 +152,8 @@ def test_official_layout(data_folder, dataset):
     write_picture(folder, "b", objects=[("aeroplane", (1, 1, 5, 5))])
     write(folder, boxes(**{first: ["a"], second: ["b"]}))
     data = load_detection(small(dataset))
-    assert len(data.classes) == 20
-    assert data.train[0].labels.tolist() == [14]
-    assert data.test[0].labels.tolist() == [0]
-    assert data.title == f"Pascal VOC {year}"
+    assert (len(data.classes), data.title) == (20, f"Pascal VOC {year}")
+    assert (data.train[0].labels.tolist(), data.test[0].labels.tolist()) == ([14], [0])
 
 
 @pytest.mark.parametrize(
@@ -175,14 +170,12 @@ def test_official_layout(data_folder, dataset):
     ],
 )
 def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message):
-    image, xml = write_picture(tmp_path, "a", (60, 90), [("dog", (1, 1, 2, 2)), (name, box)])
+    one_pixel = ("dog", (90, 60, 90, 60))
+    image, xml = write_picture(tmp_path, "a", (60, 90), [one_pixel])
+    assert annotated(image, xml, ("cat", "dog")).boxes.tolist() == [[89, 59, 90, 60]]
+    write_picture(tmp_path, "a", (60, 90), [one_pixel, (name, box)])
     with pytest.raises(ValueError, match=rf"a\.xml, object 2.*{message}"):
         annotated(image, xml, ("cat", "dog"))
-
-
-def test_a_box_of_one_pixel_is_allowed(tmp_path):
-    found = annotated(*write_picture(tmp_path, "a", (60, 90), [("dog", (90, 60, 90, 60))]), ("dog",))
-    assert found.boxes.tolist() == [[89, 59, 90, 60]]
 
 
 def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_later_too(own):
@@ -207,16 +200,12 @@ def test_missing_and_wrong_files(own):
     refused(r"no file .*b\.jpg", DataNotFoundError)
 
 
-def test_a_split_without_an_object_that_counts_is_refused(own):
-    write(own, boxes(val=["c"]))
-    refused("no object that counts on any of 1 test pictures")
-    write(own, boxes(val=["c", "d"]))
-    load_detection(small("pets/"))
-    write_picture(own, "d", (60, 90), [("cat", (3, 4, 50, 44), DIFFICULT)])
-    refused("no object that counts on any of 2 test pictures")
-
-
 def test_wrong_lists_and_folders(own, tmp_path):
+    write(own, boxes(val="c"))
+    refused("no object that counts on any of 1 test pictures")
+    write_picture(own, "d", (60, 90), [("cat", (3, 4, 50, 44), DIFFICULT)])
+    write(own, boxes(val="cd"))
+    refused("no object that counts on any of 2 test pictures")
     write(own, boxes(train=["a", "b", "a"]))
     refused(r"VOC\d+: a\.jpg is listed 2 times; list every picture once")
     write(own, boxes(train=[]))

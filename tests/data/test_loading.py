@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import smoke_spec
+from helpers import refused, smoke_spec
 from layouts import picture, write
 from phantom import CUDA, Phantom
 from PIL import Image
@@ -31,14 +31,8 @@ from cpt_lab.tasks.graph import GraphTask, _Samples
 
 CPU = torch.device("cpu")
 MB = 10**6
-IMAGES = ImageRecipe(
-    task="image", dataset="pets/", model="resnet8_w8", quantized="cifar", steps=4, batch=4, lr=0.1, q_min=3, n_cycles=1,
-    size=72, crop="resized", flip=True, valid_images=2,
-)  # fmt: skip
-PICTURES = DetectionRecipe(
-    task="detection", dataset="x/", model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5, size=40,
-    max_size=70, flip=True,
-)  # fmt: skip
+IMAGES = smoke_spec("digits", dataset="pets/", batch=4, size=72, crop="resized", flip=True, valid_images=2).recipe
+PICTURES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).recipe
 
 
 @pytest.fixture
@@ -67,8 +61,7 @@ def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch)
     monkeypatch.setattr(common, "usable_cores", lambda: cores)
     monkeypatch.setattr(common, "shared_memory", lambda: None if room is None else room * MB)
     if wanted is OSError:
-        with pytest.raises(OSError, match=said):
-            readers(batch * MB)
+        refused(said, readers, batch * MB, error=OSError)
     elif said:
         with pytest.warns(UserWarning, match=said):
             assert readers(batch * MB) == wanted
@@ -80,9 +73,8 @@ def test_too_little_shared_memory_is_noticed_before_anything_runs(pets, tmp_path
     monkeypatch.setattr(common, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
     assert task_of(spec)(spec, CPU).workers == common.usable_cores()
-    monkeypatch.setattr(common, "shared_memory", lambda: 2 * MB)
-    with pytest.raises(OSError, match="/dev/shm has 2 MB"):
-        run_grid([spec], tmp_path / "rows.jsonl", workers=0)
+    monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
+    refused("/dev/shm has 2 MB", run_grid, [spec], tmp_path / "rows.jsonl", workers=0, error=OSError)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -145,6 +137,7 @@ def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
 
 
 FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
+RECIPE = smoke_spec("digits", batch=2, size=32).recipe
 WORKER = """
 import pickle, sys, torch
 def touched(*args, **kwargs):
@@ -157,12 +150,8 @@ print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules
 """
 
 
-def recipe():
-    return smoke_spec("digits", batch=2, size=32).recipe
-
-
 def files(device):
-    return file_batches(FILES, recipe(), 0, device, 0, 0)
+    return file_batches(FILES, RECIPE, 0, device, 0, 0)
 
 
 @pytest.mark.slow
@@ -170,7 +159,7 @@ def test_workers_ask_for_no_gpu():
     """What they are sent, they load and read in a process that would notice."""
     pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
     sent = [
-        (training_files(FILES, recipe(), 0), (0, 1)),
+        (training_files(FILES, RECIPE, 0), (0, 1)),
         (_Ready(random_detection(pictures).train, pictures, 0), (0, 0)),
         (_Samples(graph.graph, graph.rows["train"], [2, 2], 0), (3, [(0, 5), (0, 1)])),
     ]

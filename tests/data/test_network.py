@@ -4,6 +4,7 @@ import socket
 import urllib.request
 
 import pytest
+from helpers import refused
 
 from cpt_lab import data
 from cpt_lab.data.files import DataNotFoundError
@@ -23,8 +24,7 @@ def fetch_otherwise():
 
 
 def fetch_and_fill_the_disk():
-    with pytest.raises(OSError, match="refused"):
-        fetch()
+    refused("refused", fetch, error=OSError)
     raise OSError(28, "No space left on device")
 
 
@@ -39,8 +39,7 @@ def fetch_and_fill_the_disk():
 def test_a_download_without_a_network_names_the_data_set(get, error, message, monkeypatch):
     monkeypatch.setattr(data, "library", lambda name, extra: lambda dataset, language: get())
     for _ in range(2):
-        with pytest.raises(error, match=message):
-            data.download("ptb")
+        refused(message, data.download, "ptb", error=error)
 
 
 def test_archives_that_are_not_there_are_named(data_folder):

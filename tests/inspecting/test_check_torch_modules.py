@@ -98,10 +98,5 @@ def test_no_module_of_torch_crashes_the_check():
         assert not found.mispriced
         layers = [p.layer.split(".") for p in found.products if not p.backward and p.macs]
         products |= {name for _, name, part, *_ in layers if part == "module"}
-    assert GIVEN.keys() - products == {
-        "PairwiseDistance",
-        "CosineSimilarity",
-        "CircularPad3d",
-        "LinearCrossEntropyLoss",
-    }
-    assert products - GIVEN.keys() == set()
+    without = {"PairwiseDistance", "CosineSimilarity", "CircularPad3d", "LinearCrossEntropyLoss"}
+    assert products == GIVEN.keys() - without

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import WITH_CUDA, identical, make
+from helpers import WITH_CUDA, identical, make, refused
 from torch import nn
 
 import cpt_core as cpt
@@ -40,6 +40,14 @@ class Pass(torch.autograd.Function):
         return gradient, None, None, None
 
 
+ONES = (torch.ones(2, 4),)
+
+
+def of(*modules):
+    """A converted model of a linear layer and others."""
+    return cpt.quantize_(nn.Sequential(nn.Linear(4, 4), *modules))
+
+
 class Busy(nn.Module):
     """Takes some time forward and backward; listed by ``summary`` where it has a weight."""
 
@@ -62,11 +70,10 @@ def network(**config):
 
 
 def test_time_belongs_to_the_innermost_module_forward_and_backward(clock):
-    inner = Busy(clock, 5, 7)
-    model = nn.Sequential(
-        nn.Linear(4, 4), Busy(clock, 1, 2), Busy(clock, 10, 20, weight=False), Busy(clock, 3, 4, inner=inner)
-    )
-    measured = measure_cost(cpt.quantize_(model), (torch.ones(2, 4),), bits=(3, 8), repeats=2)
+    outer = Busy(clock, 3, 4, inner=Busy(clock, 5, 7))
+    outer.idle = Busy(clock, 1, 1)  # which does not run, and has no line
+    model = of(Busy(clock, 1, 2), Busy(clock, 10, 20, weight=False), outer)
+    measured = measure_cost(model, ONES, bits=(3, 8), repeats=2)
     assert measured.seconds(3) == measured.seconds(8) == 3 + 30 + 2 * 7 + 12
     parts = {name: spent[8].seconds for name, spent in measured.layers.items()}
     assert parts == pytest.approx({"0": 0, "1": 3, "3": 2 * 7, "3.inner": 12})
@@ -79,15 +86,6 @@ def test_a_layer_whose_weights_are_in_its_parts_has_a_line():
     measured = measure_cost(model, (graph, torch.randn(2, 3)), bits=[8], repeats=1)
     assert list(measured.layers) == [""]
     assert measured.other(8).bitops == 0
-
-
-def test_a_module_that_does_not_run_has_no_line(clock):
-    class Idle(nn.Sequential):
-        def forward(self, x):
-            return self[1](self[0](x))
-
-    model = cpt.quantize_(Idle(nn.Linear(4, 4), Busy(clock, 1, 1), Busy(clock, 1, 1)))
-    assert list(measure_cost(model, (torch.ones(2, 4),), bits=[8], repeats=1).layers) == ["0", "1"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
@@ -107,8 +105,7 @@ def test_medians_count_and_the_first_round_does_not(clock):
             clock.ticks += 0 if x.is_meta else next(durations)
             return x
 
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Slow()))
-    assert measure_cost(model, (torch.ones(2, 4),), bits=[8], repeats=3).seconds(8) == 6
+    assert measure_cost(of(Slow()), ONES, bits=[8], repeats=3).seconds(8) == 6
     assert next(durations, None) is None
 
 
@@ -121,8 +118,8 @@ def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
                 clock.ticks += model[0].precision.bits * (1 if next(passes) < 16 else 3)
             return x
 
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busier()))
-    measured = measure_cost(model, (torch.ones(2, 4),), bits=(2, 4, 8), repeats=3)
+    model = of(Busier())
+    measured = measure_cost(model, ONES, bits=(2, 4, 8), repeats=3)
     assert [measured.seconds(q) for q in (2, 4, 8)] == [2, 4, 8]
     assert next(passes, None) is None
 
@@ -149,9 +146,8 @@ def test_what_is_dropped_in_the_forward_pass_is_not_held():
             (x * x).exp()  # a graph that nothing keeps
             return x.relu()
 
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 5), Aside()))
-    other = measure_cost(model, (torch.ones(3, 4),), bits=[8], repeats=1).other(8)
-    assert other.saved_bytes == 3 * 5 * 4  # the result of relu
+    other = measure_cost(of(Aside()), ONES, bits=[8], repeats=1).other(8)
+    assert other.saved_bytes == 2 * 4 * 4  # the result of relu
 
 
 def test_storages_count_once_and_parameters_buffers_and_inputs_never():
@@ -187,7 +183,11 @@ def test_bitops_are_those_of_the_plan_with_all_parts_of_a_layer_and_no_other():
             assert measured.other(q).bitops == pytest.approx(0)
 
 
-def test_the_model_is_left_as_it_was():
+@pytest.mark.parametrize(
+    ("look", "training"),
+    [(partial(measure_cost, bits=(3, 8), repeats=1), True), (cpt.check, True), (cpt.check, False)],
+)
+def test_the_model_is_left_as_it_was(look, training):
     model, inputs = network(execution="integer")
     schedule = make("CR", total_steps=40, n_cycles=2)
     twins = model, copy.deepcopy(model)
@@ -204,22 +204,20 @@ def test_the_model_is_left_as_it_was():
     for twin, driven in zip(twins, made, strict=True):
         train(twin, *driven)
         twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
-    model[1].eval()  # frozen statistics
-    twins[1][1].eval()
+        twin.train(training)
+        twin[1].eval()  # frozen statistics
     before = [m.training for m in model.modules()]
     random = torch.get_rng_state()
-    measure_cost(model, inputs, schedule, repeats=1)
+    look(model, inputs)
     assert torch.equal(torch.get_rng_state(), random)
     assert [m.training for m in model.modules()] == before
     assert not any(m._forward_pre_hooks for m in model.modules())
     assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
-    for kind in ("named_parameters", "named_buffers"):
-        a, b = (list(t for _, t in getattr(m, kind)()) for m in twins)
-        assert identical(a, b)
+    assert identical(*([*m.parameters(), *m.buffers()] for m in twins))
     assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
     for twin, driven in zip(twins, made, strict=True):
         train(twin, *driven)
-    assert identical(list(twins[0].parameters()), list(twins[1].parameters()))
+    assert identical(*(m.parameters() for m in twins))
 
 
 def test_bits_of_a_schedule_and_its_measured_cost(clock):
@@ -228,65 +226,53 @@ def test_bits_of_a_schedule_and_its_measured_cost(clock):
             clock.ticks += {3: 1, 5: 2, 8: 4}.get(model[0].precision.bits, 0)
             return x
 
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), ByBits()))
+    model = of(ByBits())
     schedule = TableSchedule(((3, 10), (5, 20), (3, 10)))
-    measured = measure_cost(model, (torch.ones(2, 4),), schedule, repeats=1)
+    measured = measure_cost(model, ONES, schedule, repeats=1)
     assert (measured.bits, measured.q_grad) == ((3, 5), 5)
     assert measured.relative_cost(schedule) == pytest.approx((20 * 1 + 20 * 2) / 40 / 2)
-    measured = measure_cost(model, (torch.ones(2, 4),), bits=[8, 5, 3, 5], q_grad=6, repeats=1)
+    measured = measure_cost(model, ONES, bits=[8, 5, 3, 5], q_grad=6, repeats=1)
     assert (measured.bits, measured.q_grad) == ((3, 5, 8), 6)
     assert [measured.seconds(q) for q in measured.bits] == [1, 2, 4]
     assert measured.relative_cost(StaticSchedule(8, 10)) == 1
     assert measured.relative_cost(schedule) == (20 * 1 + 20 * 2) / 40 / 2  # relative to its own q_max, 5
-    with pytest.raises(ValueError, match=r"^4 bits were not measured; measured: 3, 5, 8$"):
-        measured.relative_cost(TableSchedule(((3, 10), (4, 10))))
-    layered = LayeredSchedule(((("*",), schedule, 1),))
-    with pytest.raises(ValueError, match="a layered schedule cannot be priced"):
-        measured.relative_cost(layered)
-    with pytest.raises(ValueError, match="give one schedule for all layers and roles, or bits=; got LayeredSchedule"):
-        measure_cost(model, (torch.ones(2, 4),), layered)
+    relative = measured.relative_cost
+    refused(r"^4 bits were not measured; measured: 3, 5, 8$", relative, TableSchedule(((3, 10), (4, 10))))
+    refused("a layered schedule cannot be priced", relative, LayeredSchedule(((("*",), schedule, 1),)))
     assert MeasuredCost.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
 
 def test_the_table_has_all_bits_layers_and_the_rest(clock):
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busy(clock, 1, 2), Busy(clock, 1, 0, weight=False)))
-    lines = str(measure_cost(model, (torch.ones(2, 4),), bits=(3, 8), repeats=1)).splitlines()
+    model = of(Busy(clock, 1, 2), Busy(clock, 1, 0, weight=False))
+    lines = str(measure_cost(model, ONES, bits=(3, 8), repeats=1)).splitlines()
     assert lines[0].endswith("gradients of 8 bits")
     assert [line.split()[0] for line in lines[1:] if line] == ["bits", "3", "8", "layer", "0", "1", "(other)"]
     assert lines[2].split()[:3] == ["3", "4000.000", "1.000"]
     assert lines[-2].split()[1:3] == ["3000.000", "3000.000"]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "give a schedule, or the bits to measure"),
-        ({"bits": ()}, "bits must name at least one bit width"),
-        ({"bits": 8}, r"bits must be the widths to measure, such as \(3, 8\), got 8"),
-        ({"bits": (0, 8)}, "bits must"),
-        ({"schedule": {"*": make()}}, "give one schedule for all layers and roles, or bits=; got dict"),
-    ],
-)
-def test_values_that_are_refused(given, message):
+def test_values_and_models_that_are_refused():
+    one, layered = "give one schedule for all layers and roles, or bits=; got", LayeredSchedule(((("*",), make(), 1),))
     model, inputs = network()
-    with pytest.raises(ValueError, match=message):
-        measure_cost(model, inputs, **given)
-
-
-def test_models_that_are_refused():
-    model, inputs = network()
-    with pytest.raises(ValueError, match=r"the model is in evaluation mode; call model.train\(\)"):
-        measure_cost(model.eval(), inputs, bits=[8])
-    with pytest.raises(ValueError, match="no output of Sequential needs a gradient"):
-        measure_cost(model.train().requires_grad_(False), inputs, bits=[8])
-    with pytest.raises(ValueError, match="the model has no quantised layers"):
-        measure_cost(nn.Linear(2, 2), inputs, bits=[8])
-    with pytest.raises(ValueError, match="unknown device of a model to time 'meta'; choose from cpu, cuda"):
-        measure_cost(network()[0].to("meta"), (inputs[0].to("meta"),), bits=[8])
+    for message, given in (
+        ("give a schedule, or the bits to measure", {}),
+        ("bits must name at least one bit width", {"bits": ()}),
+        (r"bits must be the widths to measure, such as \(3, 8\), got 8", {"bits": 8}),
+        ("bits must", {"bits": (0, 8)}),
+        (f"{one} dict", {"schedule": {"*": make()}}),
+        (f"{one} LayeredSchedule", {"schedule": layered}),
+    ):
+        refused(message, measure_cost, model, inputs, **given)
+    for message, other, x in (
+        (r"the model is in evaluation mode; call model.train\(\)", network()[0].eval(), inputs),
+        ("no output of Sequential needs a gradient", network()[0].requires_grad_(False), inputs),
+        ("the model has no quantised layers", nn.Linear(2, 2), inputs),
+        ("model to time 'meta'; choose from cpu, cuda", network()[0].to("meta"), (inputs[0].to("meta"),)),
+    ):
+        refused(message, measure_cost, other, x, bits=[8])
 
 
 @pytest.mark.parametrize("ask", [cpt.check, cpt.count_bitops, cpt.summary, partial(measure_cost, bits=(3,))])
 def test_a_tensor_is_not_taken_apart_for_its_rows(ask):
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)))
-    with pytest.raises(ValueError, match=r"inputs must be a tuple of the arguments of forward, got a Tensor"):
-        ask(model, torch.randn(1, 4))
+    refused("inputs must be a tuple of the arguments of forward, got a Tensor", ask, model, torch.randn(1, 4))

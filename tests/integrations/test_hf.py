@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import identical, make, state_of
+from helpers import identical, make, refused, state_of
 
 import cpt_core as cpt
 
@@ -52,9 +52,7 @@ def trainer_of(folder, callback, model=None, callbacks=(), **changes):
     }  # fmt: skip
     model = cpt.quantize_(bert()) if model is None else model
     arguments = transformers.TrainingArguments(**settings | changes)
-    return transformers.Trainer(
-        model, arguments, train_dataset=TRAIN, eval_dataset=TEST, callbacks=[callback, *callbacks]
-    )
+    return transformers.Trainer(model, arguments, None, TRAIN, TEST, callbacks=[callback, *callbacks])
 
 
 def precisions_of(model):
@@ -110,16 +108,8 @@ def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leav
     assert [bits for training, bits, _ in seen if training] == per_batch(schedule_of())
     evaluations = [bits for training, bits, _ in seen if not training]
     assert evaluations.count({2}) == STEPS
-    assert [bits for bits in evaluations if bits != {2}] == [{5}] * (
-        1 + 1 + 3 + 2
-    )  # one batch of 8 each: before, at the start, at 5, 10, 12, after
-
-
-def test_other_precisions_of_evaluation_and_other_steps_to_record_are_refused():
-    with pytest.raises(ValueError, match=r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"):
-        PrecisionCallback(schedule_of(), eval_bits="max")
-    with pytest.raises(ValueError, match="record_every must be a whole number of at least 1, got 'often'"):
-        PrecisionCallback(schedule_of(), record_every="often")
+    times = 1 + 1 + 3 + 2  # one batch of 8 each: before, at the start, at 5, 10, 12, after
+    assert [bits for bits in evaluations if bits != {2}] == [{5}] * times
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -199,17 +189,16 @@ def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
 # --- what is wrong, what is logged ----------------------------------------------------------------
 
 
-def test_the_schedule_must_have_the_steps_of_the_run(tmp_path):
+def test_settings_models_and_steps_that_do_not_fit_are_refused(tmp_path):
+    eval_bits = r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+    refused(eval_bits, PrecisionCallback, schedule_of(), eval_bits="max")
+    refused("record_every must be .* at least 1, got 'often'", PrecisionCallback, schedule_of(), record_every="often")
+    convert = r"call quantize_\(model\) before the Trainer is made"
+    refused(convert, trainer_of, tmp_path, PrecisionCallback(schedule_of()), bert())
     trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of(total_steps=24)))
     seen = probe(trainer.model)
-    with pytest.raises(ValueError, match="total_steps = 24, but the Trainer will take 12 optimizer steps"):
-        trainer.train()
+    refused("total_steps = 24, but the Trainer will take 12 optimizer steps", trainer.train)
     assert seen == []
-
-
-def test_the_model_must_be_converted(tmp_path):
-    with pytest.raises(ValueError, match=r"call quantize_\(model\) before the Trainer is made"):
-        trainer_of(tmp_path, PrecisionCallback(schedule_of()), bert())
 
 
 def test_the_log_tells_bits_and_cost(straight):
@@ -259,7 +248,6 @@ def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path
     assert [b for _, b, _ in seen] == per_batch(schedule)
     model = copy.deepcopy(trainer.model).eval()  # which nobody drives
     assert not any(p.now.is_set for p in precisions_of(model))
-    assert {p.bits for p in precisions_of(trainer.model)} == {8}
     callback.remove()
     trainer.model.eval()
     assert {p.bits for p in precisions_of(trainer.model)} == {8}

@@ -22,22 +22,15 @@ def test_the_cost_on_a_ladder_is_that_of_its_formats(name, q_min, q_max):
     assert logs["bits"] == schedule(39)
     assert logs["relative_cost"] == pytest.approx(schedule.relative_cost(ladder=LADDERS[name]), rel=1e-12)
     assert (logs["relative_cost"] == schedule.relative_cost()) == (name in ("affine", "minifloat"))
-
-
-def test_the_cost_of_roles_apart_is_theirs():
-    cycle = quietly(cpt.make_schedule, "CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
-    roles = cpt.RoleSchedules(weight=cycle, activation=8, gradient="float32")
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
-    assert TrainerPrecision(model, roles, None, eval_bits="q_max").logs(40)["relative_cost"] == pytest.approx(
-        roles.relative_cost()
-    )
+    roles = cpt.RoleSchedules(weight=schedule, activation=q_max, gradient="float32")
+    logs = TrainerPrecision(model, roles, None, eval_bits="q_max").logs(40)
+    assert logs["relative_cost"] == pytest.approx(roles.relative_cost(ladder=LADDERS[name]))
 
 
 def test_precisions_of_evaluation():
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
-    trained = TrainerPrecision(
-        model, FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12), None, eval_bits="q_max"
-    )  # ends at 4
+    falling = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12)
+    trained = TrainerPrecision(model, falling, None, eval_bits="q_max")
     for _ in range(12):  # to 4 bits
         trained.step()
     for chosen, bits, logged in (("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)):
