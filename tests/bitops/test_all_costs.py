@@ -98,11 +98,6 @@ def test_totals_by_hand():
     assert plan.costs["multiplier"] == adders
     assert plan.costs["ace"] == 1024 * plan.total == 1024 * plan.costs["bitops"]
     assert plan.prices["2"]["energy"] == pytest.approx(4 * 3 * 30 * 4.6)
-
-
-def test_a_table_has_a_line_per_layer_and_a_column_per_cost():
-    model, x = model_and_input()
-    plan = count_bitops(model, (x,), StaticSchedule(8, 2))
     table = plan.table()
     assert list(table.index) == ["0", "2", "total"]
     assert list(table.columns) == [f"{name} ({cost.unit})" for name, cost in COSTS.items()]
