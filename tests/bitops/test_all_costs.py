@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -17,11 +18,6 @@ from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
-
-
-class Plain(nn.Module):
-    def forward(self, x):
-        return x @ x.T
 
 
 def ring():
@@ -58,7 +54,7 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
     # the narrower side is summed: the product comes first
     "graph": (lambda: GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
     "sage": (lambda: SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(120, 24, 30, 40), (24, 12, 8, 12)]),
-    "function": (Plain, lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
+    "function": (lambda: Does(lambda _, x: x @ x.T), lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
         lambda: BertSelfAttention(ATTENTION), lambda: (torch.empty(2, 5, 6),),

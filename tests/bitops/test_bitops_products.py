@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -41,19 +42,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
-
-
-class Does(nn.Module):
-    """A model whose forward pass is a function of it and its inputs, with children and parameters by name."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def plain(function, *shape):

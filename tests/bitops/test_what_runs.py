@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -32,6 +33,10 @@ def linear():
     return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 12))
 
 
+def attend(_, x):
+    return (x @ x.mT).softmax(-1) @ x
+
+
 def rows():
     return torch.randn(24, 40)
 
@@ -54,15 +59,10 @@ MODELS = {
     ),
     "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(60, 40), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
     "a plain function": (
-        lambda: nn.Sequential(nn.Linear(40, 80), nn.Unflatten(1, (8, 10)), Attends(), nn.Flatten(), nn.Linear(80, 20)),
+        lambda: nn.Sequential(nn.Linear(40, 64), nn.Unflatten(1, (8, 8)), Does(attend), nn.Flatten(), nn.Linear(64, 9)),
         rows, (),
     ),
 }  # fmt: skip
-
-
-class Attends(nn.Module):
-    def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
 
 
 class Watcher(TorchDispatchMode):
