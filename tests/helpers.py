@@ -71,6 +71,19 @@ class Ran(TorchDispatchMode):
         return sum(name in names and where(*tensors) for name, tensors in self.calls)
 
 
+class Does(nn.Module):
+    """A model whose forward pass is a function of it and its inputs, with children and parameters by name."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
 RINGS = {b: Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, b) for b in ("auto", "csr")}
 
 

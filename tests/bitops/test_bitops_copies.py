@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import dgl
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torchvision.models.detection import RetinaNet
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.ops import FeaturePyramidNetwork
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -77,21 +77,19 @@ def test_parametrised_layers_cost_what_they_would_without(name):
 # --- models that keep something -------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
-    """Keeps what it computed, as RAFT keeps its pyramid."""
+def keeping(where):
+    """A model that keeps what it computed, as RAFT keeps its pyramid."""
 
-    def __init__(self, where):
-        super().__init__()
-        self.layer, self.where = nn.Linear(4, 4), where
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.kept = self.where(y)
+    def forward(model, x):
+        y = model.layer(x)
+        model.kept = where(y)
         return y
+
+    return Does(forward, layer=nn.Linear(4, 4))
 
 
 def test_a_model_that_keeps_tensors_with_a_history():
-    model, x = Keeps(lambda y: [y, (y, {"a": y})]), torch.randn(2, 4)
+    model, x = keeping(lambda y: [y, (y, {"a": y})]), torch.randn(2, 4)
     before = count_bitops(model, (x,))
     model(x)
     assert count_bitops(model, (x,)) == before
@@ -99,31 +97,29 @@ def test_a_model_that_keeps_tensors_with_a_history():
 
 
 def test_what_cannot_be_copied_is_refused_in_words():
-    model, x = Keeps(lambda y: SimpleNamespace(value=y)), torch.randn(2, 4)
+    model, x = keeping(lambda y: SimpleNamespace(value=y)), torch.randn(2, 4)
     model(x)
-    with pytest.raises(ValueError, match=r"cannot copy Keeps, .* remove what the model keeps from an earlier forward"):
+    with pytest.raises(ValueError, match=r"cannot copy Does, .* remove what the model keeps from an earlier forward"):
         count_bitops(model, (x,))
 
 
 # --- models that ask for data ---------------------------------------------------------------------
 
 
-class Chooses(nn.Module):
-    """Its second layer sees as many rows as are positive."""
+def choosing():
+    """A model whose second layer sees as many rows as are positive."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    def forward(model, x):
+        x = nn.functional.dropout(model.norm(model.first(x.add_(1))), 0.5)
+        return model.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
 
-    def forward(self, x):
-        x = nn.functional.dropout(self.norm(self.first(x.add_(1))), 0.5)
-        return self.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
+    return Does(forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), second=nn.Linear(4, 2))
 
 
 def test_a_model_that_asks_for_data_is_counted_on_data_and_says_so():
-    model, x = Chooses(), torch.randn(6, 4)
+    model, x = choosing(), torch.randn(6, 4)
     given, before = x.clone(), state_of(model)
-    with pytest.warns(UserWarning, match=r"Chooses does not run on shapes alone .* counted on the data given"):
+    with pytest.warns(UserWarning, match=r"Does does not run on shapes alone .* counted on the data given"):
         plan = count_bitops(model, (x,))
     assert plan.macs == {"first": 6 * 16, "norm": 5 * 24, "second": 6 * 8}
     assert unchanged(model, before)
@@ -132,13 +128,11 @@ def test_a_model_that_asks_for_data_is_counted_on_data_and_says_so():
 
 @pytest.mark.parametrize("where", ["model", "inputs"])
 def test_without_data_it_is_refused_in_words(where):
-    model, x = Chooses(), torch.randn(6, 4)
+    model, x = choosing(), torch.randn(6, 4)
     model, x = (model.to("meta"), x) if where == "model" else (model, x.to("meta"))
-    with pytest.raises(
-        ValueError, match=r"^Chooses does not run on shapes alone .*; give the model and its inputs real"
-    ):
+    with pytest.raises(ValueError, match=r"^Does does not run on shapes alone .*; give the model and its inputs real"):
         count_bitops(nn.Sequential(model)[0], (x,))
-    with pytest.raises(ValueError, match=r"^Chooses '0' does not run"):
+    with pytest.raises(ValueError, match=r"^Does '0' does not run"):
         count_bitops(nn.Sequential(model), (x,))
 
 
@@ -147,30 +141,14 @@ def test_inputs_that_do_not_fit_get_torchs_own_words():
         count_bitops(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 3),))
 
 
-class Pyramid(nn.Module):
-    """A backbone with a feature pyramid of two levels."""
-
-    out_channels = 32
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 16, stride=16), nn.Conv2d(8, 16, 2, stride=2)
-        self.fpn = FeaturePyramidNetwork([8, 16], self.out_channels)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.fpn({"0": x, "1": self.second(x)})
-
-
 def test_a_detector_of_torchvision():
-    anchors = AnchorGenerator(((8,), (16,)), ((1.0,),) * 2)
-    model = quantize_(RetinaNet(Pyramid(), 3, min_size=64, max_size=64, anchor_generator=anchors))
-    images, targets = [torch.rand(3, 64, 64)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
+    model = quantize_(RetinaNet(resnet_fpn_backbone(backbone_name="resnet18", weights=None), 3, 32, 32))
+    images, targets = [torch.rand(3, 32, 32)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
     with pytest.warns(UserWarning, match="RetinaNet does not run on shapes alone"):
         plan = count_bitops(model, (images, targets))
     with precision(model, "float"), BitOpsLedger(model) as ledger:
         model(images, targets)
-    assert plan.uncounted["upsampling"] == 32 * 4 * 4
+    assert plan.uncounted["upsampling"] == 256 * (8 * 8 + 4 * 4 + 2 * 2)
     assert ledger.by_pass()["forward"] == plan.by_pass["forward"] > 0
 
 

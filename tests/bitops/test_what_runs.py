@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from bench.zoo import BITS, on_grid
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, quantize_
@@ -13,8 +15,6 @@ from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.schedule import StaticSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
-
-BITS = 2  # few enough to see on the values of a tensor
 
 
 class Standardised(nn.Conv2d):
@@ -31,6 +31,10 @@ class Video(nn.Conv3d):
 
 def linear():
     return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 12))
+
+
+def attend(_, x):
+    return (x @ x.mT).softmax(-1) @ x
 
 
 def rows():
@@ -55,15 +59,10 @@ MODELS = {
     ),
     "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(60, 40), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
     "a plain function": (
-        lambda: nn.Sequential(nn.Linear(40, 30), nn.Unflatten(1, (3, 10)), Attends(), nn.Flatten(), nn.Linear(30, 20)),
+        lambda: nn.Sequential(nn.Linear(40, 64), nn.Unflatten(1, (8, 8)), Does(attend), nn.Flatten(), nn.Linear(64, 9)),
         rows, (),
     ),
 }  # fmt: skip
-
-
-class Attends(nn.Module):
-    def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
 
 
 class Watcher(TorchDispatchMode):
@@ -76,7 +75,7 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for macs, *operands in self.products(str(func), args, out):
-            bits = [BITS if on_grid(x) else 32 for x in operands]
+            bits = [BITS if on_grid(x) is True else 32 for x in operands]
             self.bitops += macs * bits[0] * bits[1] / 32**2
             self.at_32_bits += macs
         return out
@@ -93,17 +92,6 @@ class Watcher(TorchDispatchMode):
             macs = gradient[:, :1].numel() * weight.numel()
             return [(macs, gradient, other) for other, wanted in zip((weight, x), asked, strict=False) if wanted]
         return []
-
-
-def on_grid(x):
-    """Whether all values, or those of every row, are few: 2 ** BITS of them, and the 0 of a padding."""
-
-    def few(part):
-        return len(part.unique()) <= 2**BITS + 1
-
-    parts = [x.movedim(dim, 0).flatten(1) for dim in range(x.dim()) if x.dim() > 1]
-    parts += [y.reshape(-1, y.shape[-1]) for y in (x, x.mT) if x.dim() > 2]  # tokens
-    return few(x) or any(all(map(few, rows)) for rows in parts)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,9 +1,11 @@
-"""Every backend of the operator against the plain one: bit for bit, for all layouts, types and granularities."""
+"""Every backend of the operator against the plain one, bit for bit: layouts, types, granularities, grids, gradients."""
 
 import pytest
 import torch
 from helpers import EDGES, INF, NAN, identical, normal
 
+from cpt_core.formats.format import Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import backend as backend_module
 from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.reference import GRANULARITIES
@@ -108,21 +110,85 @@ def test_running_ranges_are_followed_alike(compiled, now):
     assert (expected[0] == torch.tensor(0.3)) == (not torch.tensor(now).isfinite().all())
 
 
-FORMATS = (
-    "per_row|e4m3",
-    "per_tensor|symmetric4",
-    "per_row|affine4",
-    "per_channel|e5m2:clipping=rms",
-    "per_tensor|bf16",
-)
-FORMATS += ("per_tensor|mxfp4:partial=1", "per_row|nvfp4:partial=1")
+# --- grids of formats ------------------------------------------------------------------------------
+
+N = torch.tensor(15.0)
+GRIDS = ["per_row|e4m3", "per_tensor|e5m2", "per_channel|symmetric4", "per_position|log2_4", "per_row|bf16"]
+GRIDS += ["per_tensor|mxfp8_e4m3:partial=1", "per_row|nvfp4:partial=1", "per_sample_mean|e2m1", "per_row|float32"]
+GRIDS += ["per_row|affine3:clipping=rms", "per_row|e2m1:clipping=rms", "per_channel|e2m1:clipping=percentile"]
+NAMES = ["(n, l, f)", "(n, f)", "(n)", "0-d", "channels_last", "transposed", "gaps", "bfloat16", "float16", "float64"]
+
+
+def fits(layout, grid):
+    """Whether there are rows, blocks and samples."""
+    return layout != "0-d" or not ("partial" in grid or grid.startswith(("per_row", "per_sample_mean")))
+
+
+@pytest.mark.parametrize(("layout", "grid"), [(n, g) for n in NAMES for g in GRIDS if fits(n, g)])
+def test_all_backends_round_alike(cpp_kernels, layout, grid):
+    x = LAYOUTS[layout]
+    for key in (None, torch.tensor(7)):
+        expected = grids.fake_quantize(x, N, grid, key)
+        assert expected[0].dtype == x.dtype
+        assert expected[0].shape == x.shape
+        for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+            found = ops.fake_quantize(x, N, grid, key)
+            assert identical(found, expected)
+            assert identical(found[1:], reference.range_of(x, grid.partition("|")[0]))
+            again = ops.round_in_range(x, *found[1:], N, grid, key, False)
+            assert identical([again], [expected[0]])
+    if x.dtype != torch.float32:
+        assert identical([expected[0]], [grids.fake_quantize(x.float(), N, grid, key)[0].to(x.dtype)])
+
+
+def test_a_grid_without_a_format_is_the_one_of_levels():
+    x = normal(6, 9)
+    assert Quantizer("per_row", format=Format.affine(4)).grid == "per_row"
+    assert Quantizer("per_row").on(Quantizer("per_tensor", format=Format.affine(4))).grid == "per_tensor"
+    low, width = reference.range_of(x, "per_row")
+    expected = reference.round_to_grid(x, low, width, N, None, False), low, width
+    assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
+    assert identical(grids.fake_quantize(x, N, "per_row", None), expected)
+    stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
+    assert identical([stored], [operators.active.round_to_grid(x, *expected[1:], N, None, True)])
+    named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
+    assert identical(named, expected)  # its own n
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("key", [None, torch.tensor(4)])
+def test_gradients_pass_unchanged(cpp_kernels, family, key):
+    ops = getattr(torch.ops, family)
+    x, g = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
+    for grid in ("per_row", *GRIDS):
+        y, low, width = ops.fake_quantize(x, N, grid, key)
+        assert not low.requires_grad
+        assert not width.requires_grad
+        results = [y, ops.round_in_range(x, low / 4, width / 4, N, grid, key, True)]
+        results += [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
+        for result in results:
+            assert torch.equal(torch.autograd.grad(result, x, g, retain_graph=True)[0], g)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
+    """By the node in C++, which knows no formats itself."""
+    y, g = normal(6, 8).requires_grad_(), normal(6, 8)
+    key = torch.tensor(5) if rounding == "stochastic" else None
+    expected = grids.fake_quantize(g, N, "per_row|e5m2", key)[0]
+    torch.ops.cpt.quantize_gradient(y * 1, N, key, "per_row|e5m2").backward(g.clone())
+    assert torch.equal(y.grad, expected)
+    assert key is None or int(key) == 6
+
+
+# --- parts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [None, torch.tensor(5)])
-@pytest.mark.parametrize("grid", [*sorted(GRANULARITIES), *FORMATS])
+@pytest.mark.parametrize("grid", [*sorted(GRANULARITIES), *GRIDS])
 def test_parts_change_no_bit(monkeypatch, grid, key):
     shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200)]
-    for shape in shapes if grid == "per_sample_mean" else (*shapes, (999,)):
+    for shape in shapes if grid.startswith("per_sample_mean") else (*shapes, (999,)):
         found = []
         for block in (10**9, 64):  # in one piece first
             monkeypatch.setattr(reference, "BLOCK", block)

@@ -11,7 +11,7 @@ from cpt_core.kernels import graph, operators
 LAYOUTS = {name: x for name, x in (layouts(5) | numbers(5)).items() if x.dim() == 2} | {
     "large": normal(400, 900), "odd": normal(37, 13), "one column": normal(50, 1), "one row": normal(1, 50),
 }  # fmt: skip
-GRANULARITIES = ("per_row", "per_tensor", "per_position", "per_channel")
+GRIDS = ("per_row", "per_tensor", "per_position", "per_channel", "per_row|e4m3")
 pytestmark = pytest.mark.usefixtures("cpp_kernels")
 
 
@@ -50,7 +50,7 @@ def cases(x):
                 if name == "round_scale_round":
                     yield from ((name, x, s, bias, levels, key) for key in (None, torch.tensor(-7)))
                 else:
-                    yield from ((name, x, s, bias, levels, None, g) for g in GRANULARITIES)
+                    yield from ((name, x, s, bias, levels, None, g) for g in GRIDS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

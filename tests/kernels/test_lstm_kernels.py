@@ -6,7 +6,7 @@ from helpers import INF, NAN, identical
 
 import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
 from cpt_core.codes.integer import column_tables
-from cpt_core.kernels import operators
+from cpt_core.kernels import grids, operators
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 STEPS = {
@@ -88,6 +88,28 @@ def test_cpp_is_bit_identical(compiled, steps, options):
 def test_cpp_is_bit_identical_where_threads_share_the_work(compiled, threaded):
     threaded(2)
     check(*(run(ops, (2, (), 120), 300, {}) for ops in (compiled, torch.ops.cpt_reference)))
+
+
+@pytest.mark.parametrize("grid", ["per_tensor|e4m3", "per_row|mxfp4", "per_tensor|e2m1:clipping=rms"])
+@pytest.mark.parametrize("stored", [(), (-0.25, 0.5)])
+def test_the_recurrence_takes_grids(compiled, grid, stored):
+    steps, options = (4, (), 3), {"granularity": grid, "grad_granularity": "per_row|e5m2"}
+    given = options | ({"stored": (*stored, None)} if stored else {})
+    found, expected = (run(ops, steps, 32, given) for ops in (compiled, torch.ops.cpt_reference))
+    check(found, expected)
+    ranges, operands, levels = found[3], found[5], torch.tensor(7.0)
+    assert ranges.shape == (2, 4 if grid.startswith("per_tensor") and not stored else 0)
+    hidden = torch.cat([tensors(steps, 32)[3], found[0]]).detach()[: len(operands)]  # what every step took in
+    for step, operand in zip(hidden.split(3), operands.split(3), strict=True):
+        low_and_width = map(torch.tensor, stored)
+        rounded = grids.round_in_range(step, *low_and_width, levels, grid, None, True) if stored else None
+        assert torch.equal(operand, grids.fake_quantize(step, levels, grid, None)[0] if rounded is None else rounded)
+    assert not stored or "mx" in grid or float(operands.abs().max()) <= 0.25
+    later = run(compiled, steps, 32, options | {"stored": (-9.0, 18.0, 0.0)})
+    assert torch.equal(later[5], run(compiled, steps, 32, options)[5])  # not filled: own ranges
+    _, _, _, _, _, operand, _, _, of_x, of_weight, *_ = run(compiled, (1, (), 3), 32, given)
+    gradient = grids.fake_quantize(of_x, levels, "per_row|e5m2", torch.tensor(4))[0]
+    torch.testing.assert_close(of_weight, gradient.T @ operand)
 
 
 @pytest.mark.parametrize(("options", "plain"), [("as trained", False), ("per row", True), ("float64", True)])

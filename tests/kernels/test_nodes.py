@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import INF, NAN, normal
 from torch._inductor import utils as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -57,6 +58,30 @@ def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
         call(x, *rest).sum().backward()
         results.append(x.grad)
     assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_compiled_code_rounds_to_formats_as_eager_code_does(cpp_kernels):
+    """The parts that compilers see, in Inductor's code one of them: a compilation takes seconds."""
+    torch._dynamo.reset()
+
+    def one(x, key):
+        return (torch.ops.cpt.fake_quantize(x, LEVELS, "per_row|e4m3", None)[0],)
+
+    def others(x, key):
+        a = torch.ops.cpt.fake_quantize(x, LEVELS, "per_tensor|mxfp4", key)[0]
+        return a, torch.ops.cpt.round_in_range(x, x[2, 0], x[2, 1], LEVELS, "unscaled|e5m2", None, True)
+
+    key = torch.tensor(11)
+    for step, compiler in ((one, "inductor"), (others, "aot_eager_decomp_partition")):
+        x = normal(9, 32)
+        x[0, 3], x[1, 2] = INF, NAN
+        x.requires_grad_()
+        compiled = torch.compile(step, fullgraph=True, backend=compiler)(x, key)
+        for found, expected in zip(compiled, step(x, key), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+        compiled[0].sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel", "per_row", "per_position"])

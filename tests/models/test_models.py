@@ -53,12 +53,3 @@ def test_initialisation():
     assert model.fc.weight.std().item() == pytest.approx(math.sqrt(2 / (64 * 10)), rel=0.1)
     assert not model.fc.bias.any()
     assert all(m.bias is None for m in convolutions)
-
-
-def test_shortcuts_of_mobilenet():
-    blocks = MODELS["mobilenetv2"](3, 32, 10).blocks
-    assert len(blocks) == 17
-    assert [type(b.shortcut) is nn.Sequential for b in blocks] == [
-        b.stride == 1 and b.conv1.in_channels != b.conv3.out_channels for b in blocks
-    ]
-    assert {b.conv2.groups for b in blocks} == {b.conv2.in_channels for b in blocks}

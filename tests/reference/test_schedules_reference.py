@@ -1,12 +1,12 @@
 import csv
 import itertools
-import warnings
 
 import pytest
+from helpers import quietly
 
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
 
 
 def rows_of(path):
@@ -17,16 +17,8 @@ def rows_of(path):
 
 
 def schedule_of(row, cycle_rule) -> Schedule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)  # the references hold short cycles on purpose
-        return make_schedule(
-            row["schedule"],
-            q_min=int(row["q_min"]),
-            q_max=int(row["q_max"]),
-            total_steps=int(row["total_steps"]),
-            n_cycles=int(row["n_cycles"]),
-            cycle_rule=cycle_rule,
-        )
+    given = {name: int(row[name]) for name in ("q_min", "q_max", "total_steps", "n_cycles")}
+    return quietly(make_schedule, row["schedule"], **given, cycle_rule=cycle_rule)  # short cycles are there on purpose
 
 
 def by_run(rows):

@@ -1,3 +1,5 @@
+"""Schedules by hand: what is refused, where they end, copies, deficits, delays, groups of layers, prices."""
+
 import copy
 import json
 import pickle
@@ -10,7 +12,7 @@ from helpers import NAN, make, quietly, written_and_read
 from cpt_core.schedules import cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import make_schedule, schedule_from_dict
+from cpt_core.schedules.make import delay_steps, make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import SUITE, Cosine, Exponential, Linear, Profile, Rex, Warped
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import (
@@ -23,9 +25,29 @@ from cpt_core.schedules.schedule import (
 )
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
+GROUPS = (
+    (("conv*",), StaticSchedule(4, 10), 30),
+    (("fc", "head.*"), TableSchedule(((4, 5), (8, 5))), 10),
+)
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+
+def deficit(*windows, **changes):
+    return partial(DeficitSchedule, **{"q_low": 3, "q_high": 8, "windows": windows, "total_steps": 10} | changes)
+
+
+def changed(change):
+    return partial(AdjustedSchedule, make(), ((0, 4), change))
+
+
+def grouped(*parts):
+    return partial(LayeredSchedule, parts)
+
+
+STATIC = StaticSchedule(8, 9)
+ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +74,33 @@ TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
             "unknown profile 'sine'; choose from linear, cosine",
         ),
         *((partial(TableSchedule, runs), "must") for runs in ((), ((3, 0),), ((33, 1),), ((3.5, 2),), ((3, True),))),
+        (deficit((3, 6), (0, 4)), r"windows \(0, 4\) and \(3, 6\) overlap"),
+        (deficit((0, 8), (2, 3)), r"windows \(0, 8\) and \(2, 3\) overlap"),
+        (deficit((4, 2)), r"window \(4, 2\) must satisfy 0 <= start < stop <= total_steps = 10"),
+        (deficit((4, 4)), r"window \(4, 4\) must satisfy"),
+        (deficit((0, 4), (8, 11)), r"window \(8, 11\) must satisfy"),
+        (deficit(0, 4), r"a window is a pair \(start, stop\) of steps, got 0"),
+        (deficit((0, 4, 6)), r"a window is a pair .* got \(0, 4, 6\)"),
+        (deficit((0.0, 4)), r"start of a window must be an integer, got 0\.0"),
+        (deficit(q_low=9), "q_min=9, q_max=8"),
+        (partial(make, delay=1), "delay is a share of the training, 0 <= delay < 1; got 1"),
+        (partial(make, total_steps=100, delay=0.95), r"n_cycles must lie in 1..total_steps = 1..5, got 8"),
+        (partial(DelayedSchedule, STATIC, 1), f"{ONE_OF_TWO}, got StaticSchedule"),
+        (partial(DelayedSchedule, DelayedSchedule(make(), 3), 1), ONE_OF_TWO),
+        (partial(schedule_from_dict, {"kind": "delayed", "schedule": STATIC.to_dict(), "hold": 3}), ONE_OF_TWO),
+        (partial(AdjustedSchedule, STATIC, ()), "schedule must be CyclicSchedule"),
+        (changed((-1, 5)), "step -1 is outside the schedule; steps run from 0 to 1599"),
+        (changed((1600, 5)), "step 1600 is outside the schedule"),
+        (changed((1, 9)), "bits must be a whole number of at least 3 and at most 8, got 9"),
+        (changed((1, 4.5)), "bits must be a whole number of at least 3 and at most 8, got 4.5"),
+        (changed((0, 6)), "a step is changed once"),
+        (grouped(), "needs groups of layers"),
+        (grouped(((), StaticSchedule(4, 10), 1)), "each with a pattern"),
+        (grouped(GROUPS[0], GROUPS[0]), "'conv\\*' is in two groups"),
+        (grouped(GROUPS[0], (("fc",), StaticSchedule(4, 9), 1)), r"one length, got \[9, 10\]"),
+        (grouped((("fc",), STATIC, 0)), "MACs of a group must be a whole number of at least 1, got 0"),
+        (grouped((("fc",), LayeredSchedule(GROUPS), 1)), "not layered itself"),
+        (grouped((("fc",), 4, 1)), "not layered itself, got 4"),
     ],
 )
 def test_what_makes_no_schedule(call, message):
@@ -132,15 +181,10 @@ def test_another_constant_of_a_profile():
 def test_static():
     schedule = make_schedule("STATIC", q_max=6, total_steps=10)
     assert schedule == make_schedule("STATIC", q_max=6, q_min=6, total_steps=10, n_cycles=3) == StaticSchedule(6, 10)
-    assert schedule.bits().tolist() == [6] * 10
-    assert (schedule.q_min, schedule.q_max, schedule.savings, schedule.name) == (6, 6, "none", "STATIC")
-    assert schedule.relative_cost() == schedule.noise_exposure() == schedule.share_at(6) == 1.0
+    assert (schedule.savings, schedule.name) == ("none", "STATIC")
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-LAYERS = ((("conv*",), StaticSchedule(4, 10), 30), (("x",), DeficitSchedule(3, 8, ((2, 4),), 10), 5))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +202,7 @@ LAYERS = ((("conv*",), StaticSchedule(4, 10), 30), (("x",), DeficitSchedule(3, 8
         AdjustedSchedule(make("RTV"), ((3, 4), (1000, 5))),
         DelayedSchedule(make("ETH"), 17),
         DelayedSchedule(AdjustedSchedule(make(), [[3, 4]]), 17, 32),
-        LayeredSchedule(LAYERS),
+        LayeredSchedule((*GROUPS, (("x",), DeficitSchedule(3, 8, ((2, 4),), 10), 5))),
         RoleSchedules(weight=make(), activation=8, gradient="float32"),
     ],
 )
@@ -180,6 +224,8 @@ def test_numpy_integers_make_the_same_schedule():
     assert schedule == make()
     assert json.dumps(schedule.to_dict()) == json.dumps(make().to_dict())
     assert schedule(np.int64(3)) == make()(3)
+    schedule = DeficitSchedule(np.int64(3), np.int8(8), np.array([[4, 5], [0, 2]]), np.int64(6))
+    assert written_and_read(schedule) == schedule == DeficitSchedule(3, 8, ((0, 2), (4, 5)), 6)
 
 
 def test_profiles_outside_the_registry_are_refused_when_written():
@@ -193,14 +239,7 @@ def test_profiles_outside_the_registry_are_refused_when_written():
         schedule.to_dict()
 
 
-# --- tables and functions -------------------------------------------------------------------------
-
-
-def test_table():
-    table = TableSchedule(((3, 2), (8, 3)))
-    assert table.bits().tolist() == [3, 3, 8, 8, 8]
-    assert (table.q_min, table.q_max, table.total_steps) == (3, 8, 5)
-    assert table.share_at(3) == 0.4
+# --- functions, delays, changed steps, groups of layers -------------------------------------------
 
 
 def test_function_is_read_from_zero_to_one():
@@ -228,6 +267,39 @@ def test_curves_may_round_to_the_limits_of_bits_and_no_further(bad):
         FunctionSchedule(lambda u: 4 if u < 0.5 else bad, total_steps=10)
 
 
+def test_arguments_reach_a_delayed_schedule():
+    delayed = make("RTV", delay=0.1, q_min=4, n_cycles=4, cycle_rule="floor", profile=Rex(0.5))
+    assert delayed.schedule == make("RTV", total_steps=1440, q_min=4, n_cycles=4, cycle_rule="floor", profile=Rex(0.5))
+
+
+@pytest.mark.parametrize(
+    ("delay", "total", "steps"),
+    [(0, 100, 0), (0.0003, 1600, 0), (0.26, 10, 3), (0.29, 100, 29), (0.999, 1000, 999)],
+)
+def test_steps_of_a_delay_are_rounded(delay, total, steps):
+    assert delay_steps(delay, total) == steps
+
+
+def test_only_the_changed_steps_change():
+    schedule = AdjustedSchedule(make("LR"), ((0, 5), (1599, 3), (np.int64(7), np.int8(8))))
+    expected, values = make("LR").bits().tolist(), make("LR").values().tolist()
+    for step, bits in ((0, 5), (1599, 3), (7, 8)):
+        expected[step] = values[step] = bits
+    assert schedule.bits().tolist() == expected
+    assert schedule.values().tolist() == values
+    assert (schedule.q_min, schedule.q_max, schedule.total_steps) == (3, 8, 1600)
+    assert make("LR").bits()[0] == 3
+    assert AdjustedSchedule(make(), ((9, 4), (5, 4))) == AdjustedSchedule(make(), ((5, 4), (9, 4)))
+
+
+def test_bits_of_groups_are_the_highest_and_at_those_of_each():
+    s = LayeredSchedule(GROUPS)
+    assert s.bits().tolist() == [4] * 5 + [8] * 5
+    assert s.at(7) == {"conv*": 4, "fc": 8, "head.*": 8}
+    assert s.by_group().tolist() == [[4] * 10, [4] * 5 + [8] * 5]
+    assert (s.q_min, s.q_max, s.total_steps) == (4, 8, 10)
+
+
 # --- cost -----------------------------------------------------------------------------------------
 
 
@@ -248,3 +320,11 @@ def test_prices_of_broken_bits(bits):
         cost.step_cost(bits, 8)
     with pytest.raises(ValueError, match="q_grad must be whole numbers"):
         cost.step_cost(8, bits)
+
+
+def test_costs_of_groups_are_weighted_by_work():
+    s, spent = LayeredSchedule(GROUPS), 30 * 80 + 10 * (80 + 192) / 2
+    assert s.relative_cost(8) == pytest.approx(spent / (40 * 192))
+    assert s.relative_cost(8, q_max=4) == pytest.approx(spent / (40 * 48))  # gradients of the baseline: 4 bits
+    assert s.noise_exposure() == pytest.approx((30 * 256 + 10 * (256 + 1) / 2) / 40)
+    assert s.share_at(4) == pytest.approx(30 / 40 + 10 / 40 / 2)
