@@ -89,6 +89,8 @@ def keep(spec, status="ok", **more):
         (["reproduce", "--notebook", "01", "-p", "q_min=9"], "1 <= q_min <= q_max"),
         (["reproduce", "--notebook", "01", "-p", "total_steps=6 n_cycles=8"], "n_cycles must lie in 1..total_steps"),
         (["download", "mnist"], "mnist"),
+        (["verify"], "give files of rows, or a preregistered grid with --verdict"),
+        (["verify", "rows.jsonl", "--verdict", "h3/facebook"], "give files of rows, or a preregistered grid with"),
         (["conquer"], "No such command 'conquer'"),
     ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ import pytest
 
 from cpt_lab.analysis.preregistered import sentence
 from cpt_lab.analysis.runs import table
-from cpt_lab.analysis.schedules import jensen_figure
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome
 from cpt_lab.studies.h5.arms import CASES, allocated
@@ -214,14 +213,3 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
     said = sentence(outcome.answers(table([]))[0])
     assert said.endswith("? Open: runs of digits, facebook, characters, cifar10-jpeg are missing.")
-
-
-def test_every_schedule_lies_on_or_above_the_line_of_static_precisions():
-    axes = jensen_figure().axes[0]
-    drawn = [line for line in axes.lines if line.get_marker() in ("D", "o") or line.get_label().startswith("static")]
-    line, static, *schedules = (line.get_xydata() for line in drawn)
-    points = pd.DataFrame(np.concatenate(schedules), columns=["cost", "noise"])
-    assert len(points) == 10
-    assert (points["noise"] > np.interp(points["cost"], static[:, 0], static[:, 1])).all()
-    assert line[:, 1] == pytest.approx(np.interp(line[:, 0], static[:, 0], static[:, 1]))
-    assert (np.diff(np.diff(static[:, 1]) / np.diff(static[:, 0])) > 0).all()  # convex
