@@ -48,13 +48,6 @@ def test_quality_that_falls_with_cost_contradicts_the_correlation():
     assert "confirmed" not in a.word
 
 
-def test_what_neither_stands_nor_is_contradicted_is_open_first():
-    assert outcome.answers(rows(noise=30.0))[0].word.startswith("open; dearer schedules are better in ")
-    _, b, c = outcome.answers(rows(gain=-0.7, late=-0.7, noise=2.0))
-    assert b.word.startswith("open; static is better in ")
-    assert c.word.startswith("open; static is better in ")
-
-
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(lost={("digits", LATE, 100)})
     cell = outcome.cells(found)[0]
