@@ -2,9 +2,10 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from helpers import said_by
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,9 +155,7 @@ def lines_of(paths):
 
 def test_what_one_has_to_hold_is_small():
     """The README's three lines, and a step, load 5,500 lines; what a model does not have is not among them."""
-    done = subprocess.run([sys.executable, "-c", THREE_LINES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 3000 < int(done.stdout) <= 5500
+    assert 3000 < int(said_by(sys.executable, "-c", THREE_LINES)) <= 5500
     of_method = [p for p in FILES if room_of(module_of(p)).removeprefix("cpt_core.") in METHOD]
     assert 5500 < lines_of(p for p in of_method if not module_of(p).startswith(FASTER)) <= METHOD_LINES
     of_faster = [p for place in FASTER for p in ROOT.joinpath(*place.split(".")).iterdir() if p.is_file()]
@@ -179,8 +178,7 @@ def test_what_needs_no_torch_imports_without_it():
         "    importlib.import_module(name)\n"
         "    assert not {'torch', 'nbformat', 'nbconvert'} & set(sys.modules), name"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(sys.executable, "-c", code)
 
 
 def test_the_library_never_chooses_a_device_or_prints():

@@ -13,6 +13,7 @@ import papermill
 import pytest
 import torch
 import yaml
+from helpers import said_by
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
@@ -98,9 +99,7 @@ def test_two_processes_train_one_model(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"}
     script = [*command, str(FOLDER / "processes.py")]
-    done = subprocess.run(script, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    first, *report = done.stdout.splitlines()
+    first, *report = said_by(*script, cwd=tmp_path, env=surroundings, timeout=300).splitlines()
     assert first.startswith("2 processes, accuracy ")
     assert float(first.split()[-2]) > 80
     assert report[1].split()[:2] == ["0", "204,800"]  # 64 x 32 products for each of 2 x 50 pictures
@@ -152,8 +151,7 @@ def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
     found = os.environ | {"CPT_RUNS_DIR": str(tmp_path / "runs"), "CPT_DATA_DIR": str(tmp_path)}
     found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
     words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
-    done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 ok"), done.stderr
+    assert said_by(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1] == "2 ok"
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
 
@@ -262,7 +260,7 @@ def test_a_patched_script_trains_at_the_bits_of_the_schedule_resumes_and_evaluat
     script = tmp_path / name
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("\n".join(lines))
-    subprocess.run(["git", "apply", "--unidiff-zero", str(path)], cwd=tmp_path, check=True)
+    said_by("git", "apply", "--unidiff-zero", path, cwd=tmp_path)
     main = runpy.run_path(str(script))["main"]
     accumulated = 3 if "grad_accum_steps" in path.read_text() else 1
     epoch = -(-50 // accumulated)
