@@ -185,12 +185,7 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
 def test_every_figure_and_table_has_its_grids():
     artefacts = {grid.artefact for grid in GRIDS.values()}
     assert artefacts == {"table_1", "section_4.3", "section_4.4", "section_5", *(f"figure_{i}" for i in range(3, 9))}
-    counts = {  # arms at paper scale
-        "cifar10/deficit_length": 1 + 5 * 3, "cifar10/deficit_window": 1 + 4 + 1, "imagenet/deficit_length": 1 + 2 * 3,
-        "ogbn-arxiv/deficit_length": 1 + 10 * 3, "ogbn-arxiv/deficit_window": 1 + 5 + 1, "xnli/bert": 66,
-        "xnli/cycles": 2 * 4 * 2 * 3, "ogbn-products/fanout": 4 * 2,
-    }  # fmt: skip
-    for name, grid in GRIDS.items():
+    for name, grid in GRIDS.items():  # how many there are at paper scale, test_docs says
         for scale in grid.scales:
             specs = grids.grid_specs(name, scale)
             assert len({s.key for s in specs}) == len(specs)
@@ -198,7 +193,6 @@ def test_every_figure_and_table_has_its_grids():
                 assert len(specs) == {"paper": 6, "demo": 6, "smoke": 2}[scale]
             else:
                 assert len(specs) >= 3  # a window, and both controls
-                assert scale != "paper" or len(specs) == 3 * counts.get(name, 22)
     frame = outlook.plan(measured=False)
     assert len(frame) == len(GRIDS)
     assert f"grids: {len(GRIDS)};" in outlook.text(frame)
