@@ -4,12 +4,11 @@ import pandas as pd
 import pytest
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.groups import at_q_max
 from cpt_lab.analysis.metrics import main_metric
 from cpt_lab.analysis.runs import committed
 from cpt_lessons import detection, graphs, images, language
-from cpt_lessons.own_runs import beside_rivals, compared, ran, titled
+from cpt_lessons.own_runs import beside_rivals, compared, ran
 
 
 def test_what_ran_is_said_in_a_line(capsys):
@@ -83,8 +82,3 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     with pytest.raises(AssertionError, match="outside its band"):
         compared(smoke.assign(accuracy=0.1))
     compared(smoke.assign(accuracy=0.1, dataset="my-images/"))
-
-
-def test_a_figure_has_its_finding_for_its_title():
-    figure = quality_cost.figure_3(committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp'"))
-    assert "Static bits do as well." in titled(figure, "Static bits do as well.").description()
