@@ -85,14 +85,6 @@ def test_correlation_of_little():
     assert np.isnan(cost_line(apart).low)
 
 
-def test_paired_differences():
-    rows = made_up(lambda arm, seed, cost: {"ER": 0.9, "ETH": 0.7, "RR": 0.5, "RTH": 0.5}.get(arm, 0) + 0.01 * seed)
-    assert quality_cost.paired_difference(rows, "small", "large").to_list() == pytest.approx([0.3] * 3)
-    assert quality_cost.paired_difference(rows, "ER", "RR").to_list() == pytest.approx([0.4] * 3)
-    with pytest.raises(ValueError, match="no rows for 'static 7'"):
-        quality_cost.paired_difference(rows, "static 7", "RR")
-
-
 def test_mixed_experiments_are_refused():
     rows = rows_of(lambda arm, seed, cost: 0.5)
     with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
@@ -327,15 +319,6 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
     assert chosen(*((rate, [0, 1], "failed") for rate in (0.1, 0.2, 0.3))) == {0.1}  # nothing to choose by
     runs = made_up(lambda arm, seed, cost: 0.5)
     assert tuned(runs).equals(runs)  # one rate is never dropped
-
-
-@pytest.mark.slow
-def test_rows_that_are_kept_are_found_by_name():
-    assert set(committed("language_ptb", "graph_cora").store) == {
-        "data/results/language_ptb.jsonl", "data/results/graph_cora.jsonl"
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"unknown name of kept rows 'digits'; the nearest of .*cycles_digits"):
-        committed("digits")
 
 
 def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tmp_path, monkeypatch):

@@ -173,12 +173,6 @@ def test_columns_that_say_nothing_are_left_out(page):
     assert results.count("<th>diverged</th>") == results.count("<table") > 20
 
 
-def test_what_is_kept_is_called_by_what_it_is(stored):
-    titles = stored["title"]
-    assert not titles.str.contains(r"\bown (?:graph|images|pictures)\b").any()
-    assert "GCN (FP-Agg) on Facebook's page-page graph" in set(titles)
-
-
 # --- one number, one interval ---------------------------------------------------------------------
 
 
