@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 NAME = f"cpt_core-{cpt_core.__version__}"
 
 # Made by machines; a copy without them is what a fresh clone holds.
-MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints")
+MADE = ".git .venv build dist *.egg-info __pycache__ .*_cache .hypothesis .ipynb_checkpoints runs cache".split()
 
 # What only notebooks need; an installation without extras has none of these.
 EXTRA = "papermill nbformat nbclient nbconvert ipykernel IPython jupyter_client"
