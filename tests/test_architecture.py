@@ -196,25 +196,16 @@ def test_cores_are_counted_in_one_place():
 
 
 # whose open is not that of text: descriptors, pictures, members of archives
-OPEN_BYTES = ("os", "Image", "library('PIL.Image', 'vision')", "z")
-
-
-def opens_text(call):
-    """Whether a call opens a file as text: read_text, write_text, or open without "b" in its mode."""
-    name, of = getattr(call.func, "id", ""), ""
-    if isinstance(call.func, ast.Attribute):
-        name, of = call.func.attr, ast.unparse(call.func.value)
-        if name in ("read_text", "write_text"):
-            return True
-    modes = [a.value for a in call.args[-1:] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return name == "open" and of not in OPEN_BYTES and not any("b" in mode for mode in modes)
+OPEN_BYTES = ("os.open", "Image.open", "library('PIL.Image', 'vision').open", "z.open")
 
 
 def test_text_files_are_utf_8_whatever_the_locale():
+    calls = [(p, n, ast.unparse(n.func)) for p in FILES for n in ast.walk(TREES[p]) if isinstance(n, ast.Call)]
     bare = [
-        f"{path}:{c.lineno}"
-        for path, tree in TREES.items()
-        for c in ast.walk(tree)
-        if isinstance(c, ast.Call) and opens_text(c) and not any(k.arg == "encoding" for k in c.keywords)
+        f"{path}:{call.lineno}"
+        for path, call, name in calls
+        if re.search(r"^open$|\.(open|read_text|write_text)$", name) and name not in OPEN_BYTES
+        if not any(k.arg == "encoding" for k in call.keywords)
+        if not re.fullmatch(r"'[a-z+]*b[a-z+]*'", "".join(map(ast.unparse, call.args[-1:])))
     ]
     assert not bare, "these do not say encoding="

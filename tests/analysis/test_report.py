@@ -69,7 +69,8 @@ def page(stored, tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Pages without what does not depend on rows; one of all rows is whole."""
+    """Pages without what does not depend on rows, and of no study; one of all rows is whole."""
+    monkeypatch.setattr(report, "studies", lambda part: ())
     monkeypatch.setattr(report, "figure_2", Figure)
     monkeypatch.setattr(report, "harvest", lambda kind: ())
     monkeypatch.setattr(report, "_versions", str)
