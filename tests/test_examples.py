@@ -203,22 +203,13 @@ def hunks(path):
     assert all(
         word in head for word in ("git apply --3way --unidiff-zero", "patch -p1", "sha256sum -c", "is quoted here")
     )
-    _, index, old, new, *lines = diff.splitlines()
+    hunk = re.compile(r"^@@ -(\d+),0 \+\d+(?:,\d+)? @@\n((?:\+.*\n)+)", re.M)
+    _, index, old, new = hunk.sub("", diff).splitlines()
     assert (old[:6], new) == ("--- a/", f"+++ b/{old[6:]}")
     assert f"git cat-file -e {index.split()[1][:12]} " in head  # else git takes the numbers of lines for another file
-    found = []
-    for line in lines:
-        if place := re.fullmatch(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@", line):
-            found.append((*(int(n or 1) for n in place.groups()), []))
-        else:
-            assert line.startswith("+")
-            found[-1][-1].append(line[1:])
-    moved = 0
-    for after, at, count, added in found:
-        assert (at, len(added)) == (after + moved + 1, count)
-        moved += count
-    assert moved == 3
-    return old[6:], [(after, added) for after, _, _, added in found]
+    found = [(int(after), re.findall(r"^\+(.*)", added, re.M)) for after, added in hunk.findall(diff)]
+    assert sum(len(added) for _, added in found) == 3
+    return old[6:], found
 
 
 THREE = ("make_schedule", "quantize_", "PrecisionScheduler")

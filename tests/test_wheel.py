@@ -143,12 +143,9 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     )
 
 
-def test_what_is_for_a_checkout_says_so(cpt):
+def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):
     assert "copies: notebooks --copy FOLDER" in cpt("run-notebooks", status=2)
     assert not list(cpt.folder.iterdir())
-
-
-def test_copied_notebooks_run_with_the_installed_package(cpt):
     cpt("notebooks", "--copy", "mine", blocked=EXTRA)
     mine = cpt.folder / "mine"
     assert (mine / "data" / "results" / "bands.json").is_file()
