@@ -1,11 +1,14 @@
 """What notebooks run of their subjects, and draw of what ran; all other figures, nbval compares."""
 
+import numpy as np
 import pytest
 
 from cpt_core.inspecting.measured import MeasuredCost, Spent
+from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis import schedules
 from cpt_lab.analysis.runs import committed
-from cpt_lessons import demonstrations, detection, graphs, language, pictures
+from cpt_lessons import choosing, demonstrations, detection, diagrams, graphs, language, pictures
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,22 @@ def test_runs_of_notebook_05(capsys):
     assert {s.arm for s in smoke if s.recipe.aggregation == "quantized"} == {"CR", "static 2", "static 8"}
     assert (len(smoke), len(demo)) == (15, 99)  # what both figures need runs once
     assert {s.seed for s in graphs.experiment("demo", "digits-graph", "", list(SUITE), [7], "ours")} == {7}
+
+
+def test_words_that_stand_inside_figures_where_nbval_does_not_look():
+    titles = [ax.get_title().split()[0].strip(",:") for ax in schedules.figure_2(total_steps=800).axes if ax.lines]
+    assert titles == list(SUITE)
+    (ax,) = graphs.star([(0, 2), (1, 2)], [1.0, 10.0, 100.0]).axes
+    assert ax.get_title() == "Node 2 adds up what its 2 neighbours send, and its own"
+    words = [text.get_text() for text in language.lstm_step().axes[0].texts]
+    assert words.count("q") == 2
+    assert {"q(W)", "q(U)", "q(b)"} <= set(words)
+    figure = diagrams.three_products(5, 6)
+    assert figure.get_supxlabel().endswith(f"= {cost.step_cost(5, 6)}")
+    bits = [sorted(int(t.get_text().split()[-2]) for t in ax.texts if "bits" in t.get_text()) for ax in figure.axes]
+    assert bits == [[5, 5], [5, 6], [5, 6]]
+    (ax,) = choosing.bisection(np.array([0.25, 1, 4]), [0.9, 0.5, 0.1], [1, 0.5], budget=0.6).axes
+    assert [text.get_text() for text in ax.texts] == ["1", "2"]
 
 
 def test_the_data_of_the_plain_loops():
