@@ -130,7 +130,8 @@ def test_page_table_and_figures():
     assert "bits here, not there" in section.notes[0]
     (answer,) = outcome.answers(runs)
     assert (answer.question, answer.word) == ("H5", "bits here, not there")
-    shown = summary(effects(runs))
+    shown = summary(effects(runs).assign(bitops=1.04, bitops_per_op=1.0))
+    assert set(shown["BitOps of the whole model (paper, per_op)"]) == {"1.040, 1.000"}
     assert list(shown["arm"][:4]) == list(ARMS)
     assert shown["outcome"].tolist().count("wins") == 1
     assert allocation_figure(effects(runs)).axes
