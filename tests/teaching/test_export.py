@@ -157,12 +157,9 @@ def test_what_is_said_of_all_kinds_of_parts():
     assert second.startswith("2: 3 parts, 8 points; x 0..7, mean ")
     assert "; y 8..12, mean 10.3333; xy mean " in second
     assert third == "3: picture 0..5, mean 2"
-    assert data_of(drawing_of_nothing()) == []
-
-
-def drawing_of_nothing():
-    with drawing() as (figure, _):
-        return figure
+    with drawing() as (empty, _):
+        pass
+    assert data_of(empty) == []
 
 
 def test_names_of_points_are_no_data():
