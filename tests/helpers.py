@@ -1,6 +1,7 @@
 """What several rooms' tests make: schedules of one size, small networks, written-and-read copies, rows."""
 
 import json
+import subprocess
 import warnings
 from dataclasses import replace
 
@@ -28,6 +29,13 @@ RECIPES = {  # scale -> "dataset/model" -> recipe
     for scale in SCALES
 }
 PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
+
+
+def said_by(*words, **how):
+    """Return what a command that ends well writes to stdout."""
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def normal(*shape):

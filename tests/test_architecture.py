@@ -2,9 +2,10 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from helpers import said_by
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,9 +155,7 @@ def lines_of(paths):
 
 def test_what_one_has_to_hold_is_small():
     """The README's three lines, and a step, load 5,500 lines; what a model does not have is not among them."""
-    done = subprocess.run([sys.executable, "-c", THREE_LINES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 3000 < int(done.stdout) <= 5500
+    assert 3000 < int(said_by(sys.executable, "-c", THREE_LINES)) <= 5500
     of_method = [p for p in FILES if room_of(module_of(p)).removeprefix("cpt_core.") in METHOD]
     assert 5500 < lines_of(p for p in of_method if not module_of(p).startswith(FASTER)) <= METHOD_LINES
     of_faster = [p for place in FASTER for p in ROOT.joinpath(*place.split(".")).iterdir() if p.is_file()]
@@ -179,8 +178,7 @@ def test_what_needs_no_torch_imports_without_it():
         "    importlib.import_module(name)\n"
         "    assert not {'torch', 'nbformat', 'nbconvert'} & set(sys.modules), name"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(sys.executable, "-c", code)
 
 
 def test_the_library_never_chooses_a_device_or_prints():
@@ -198,25 +196,16 @@ def test_cores_are_counted_in_one_place():
 
 
 # whose open is not that of text: descriptors, pictures, members of archives
-OPEN_BYTES = ("os", "Image", "library('PIL.Image', 'vision')", "z")
-
-
-def opens_text(call):
-    """Whether a call opens a file as text: read_text, write_text, or open without "b" in its mode."""
-    name, of = getattr(call.func, "id", ""), ""
-    if isinstance(call.func, ast.Attribute):
-        name, of = call.func.attr, ast.unparse(call.func.value)
-        if name in ("read_text", "write_text"):
-            return True
-    modes = [a.value for a in call.args[-1:] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return name == "open" and of not in OPEN_BYTES and not any("b" in mode for mode in modes)
+OPEN_BYTES = ("os.open", "Image.open", "library('PIL.Image', 'vision').open", "z.open")
 
 
 def test_text_files_are_utf_8_whatever_the_locale():
+    calls = [(p, n, ast.unparse(n.func)) for p in FILES for n in ast.walk(TREES[p]) if isinstance(n, ast.Call)]
     bare = [
-        f"{path}:{c.lineno}"
-        for path, tree in TREES.items()
-        for c in ast.walk(tree)
-        if isinstance(c, ast.Call) and opens_text(c) and not any(k.arg == "encoding" for k in c.keywords)
+        f"{path}:{call.lineno}"
+        for path, call, name in calls
+        if re.search(r"^open$|\.(open|read_text|write_text)$", name) and name not in OPEN_BYTES
+        if not any(k.arg == "encoding" for k in call.keywords)
+        if not re.fullmatch(r"'[a-z+]*b[a-z+]*'", "".join(map(ast.unparse, call.args[-1:])))
     ]
     assert not bare, "these do not say encoding="

@@ -5,7 +5,6 @@ import inspect
 import io
 import json
 import re
-import subprocess
 import sys
 from fnmatch import fnmatch
 from html import unescape
@@ -13,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from helpers import said_by
 from PIL import Image
 
 pytest.importorskip("pygments", reason="the extra book")
@@ -214,8 +214,7 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
     (source / "downloads").mkdir()
     (source / "downloads/lesson.ipynb").write_text(json.dumps(WORKBOOK))
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "book", source, site]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(*command)
     lesson = (site / "lesson.html").read_text()
     assert lesson.count("<math") == 2
     assert "as committed" in lesson

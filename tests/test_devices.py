@@ -91,7 +91,6 @@ CAPTURED = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dataset", "model"), CAPTURED)
 def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch):
     base = replace(recipe("smoke", dataset, model), steps=12, n_cycles=1, **CAPTURED[dataset, model])

@@ -13,6 +13,7 @@ import papermill
 import pytest
 import torch
 import yaml
+from helpers import said_by
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
@@ -98,9 +99,7 @@ def test_two_processes_train_one_model(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"}
     script = [*command, str(FOLDER / "processes.py")]
-    done = subprocess.run(script, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    first, *report = done.stdout.splitlines()
+    first, *report = said_by(*script, cwd=tmp_path, env=surroundings, timeout=300).splitlines()
     assert first.startswith("2 processes, accuracy ")
     assert float(first.split()[-2]) > 80
     assert report[1].split()[:2] == ["0", "204,800"]  # 64 x 32 products for each of 2 x 50 pictures
@@ -152,8 +151,7 @@ def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
     found = os.environ | {"CPT_RUNS_DIR": str(tmp_path / "runs"), "CPT_DATA_DIR": str(tmp_path)}
     found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
     words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
-    done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 ok"), done.stderr
+    assert said_by(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1] == "2 ok"
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
 
@@ -205,35 +203,16 @@ def hunks(path):
     assert all(
         word in head for word in ("git apply --3way --unidiff-zero", "patch -p1", "sha256sum -c", "is quoted here")
     )
-    _, index, old, new, *lines = diff.splitlines()
+    hunk = re.compile(r"^@@ -(\d+),0 \+\d+(?:,\d+)? @@\n((?:\+.*\n)+)", re.M)
+    _, index, old, new = hunk.sub("", diff).splitlines()
     assert (old[:6], new) == ("--- a/", f"+++ b/{old[6:]}")
     assert f"git cat-file -e {index.split()[1][:12]} " in head  # else git takes the numbers of lines for another file
-    found = []
-    for line in lines:
-        if place := re.fullmatch(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@", line):
-            found.append((*(int(n or 1) for n in place.groups()), []))
-        else:
-            assert line.startswith("+")
-            found[-1][-1].append(line[1:])
-    moved = 0
-    for after, at, count, added in found:
-        assert (at, len(added)) == (after + moved + 1, count)
-        moved += count
-    assert moved == 3
-    return old[6:], [(after, added) for after, _, _, added in found]
+    found = [(int(after), re.findall(r"^\+(.*)", added, re.M)) for after, added in hunk.findall(diff)]
+    assert sum(len(added) for _, added in found) == 3
+    return old[6:], found
 
 
-@pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
-def test_a_patch_adds_three_lines_to_a_script_of_others_and_says_how_to_apply_it(path):
-    assert len(path.read_text().splitlines()) < 60
-    used = set()
-    for line in (line for _, added in hunks(path)[1] for line in added):
-        parsed = ast.parse(line.strip())
-        used |= {n.attr for n in ast.walk(parsed) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "cpt"}
-    assert used == {"make_schedule", "quantize_", "PrecisionScheduler"}
-    assert used <= set(dir(cpt))
-
-
+THREE = ("make_schedule", "quantize_", "PrecisionScheduler")
 IMPORTS = ["import torch"]
 BEGINNING = ["def main(args, model, optimizer, data_loader, seen):", "    loader_train = data_loader"]
 LOOP = """
@@ -252,9 +231,11 @@ AROUND = {"import": (IMPORTS, []), "    schedule": (BEGINNING, LOOP.splitlines()
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
-def test_a_patched_script_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(path, tmp_path):
+def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(path, tmp_path):
     """Of a stand-in that has, at the same lines, what the added lines need; the scripts themselves were run by hand."""
     name, places = hunks(path)
+    used = re.findall(r"\bcpt\.(\w+)", "\n".join(line for _, added in places for line in added))
+    assert (sorted(used), len(path.read_text().splitlines()) < 60) == (sorted(THREE), True)
     lines = [""] * (places[-1][0] + 40)
     for after, (first, *_) in places:
         above, below = next(around for start, around in AROUND.items() if first.startswith(start))
@@ -262,7 +243,7 @@ def test_a_patched_script_trains_at_the_bits_of_the_schedule_resumes_and_evaluat
     script = tmp_path / name
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("\n".join(lines))
-    subprocess.run(["git", "apply", "--unidiff-zero", str(path)], cwd=tmp_path, check=True)
+    said_by("git", "apply", "--unidiff-zero", path, cwd=tmp_path)
     main = runpy.run_path(str(script))["main"]
     accumulated = 3 if "grad_accum_steps" in path.read_text() else 1
     epoch = -(-50 // accumulated)

@@ -1,11 +1,11 @@
 """What a batch system or a container grants, read from made-up control groups and from this process."""
 
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import said_by
 
 from cpt_lab import machine
 
@@ -66,8 +66,7 @@ def test_cores_that_a_process_may_not_run_on_are_not_counted():
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "print(usable_cores())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "1\n", done.stderr
+    assert said_by(sys.executable, "-c", code) == "1\n"
 
 
 def test_shared_memory_is_what_is_free_and_no_more_than_a_part(tmp_path, monkeypatch):

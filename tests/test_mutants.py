@@ -1,9 +1,9 @@
 """``make mutants``: its table fits the package, and it tells mutants that are killed from all others."""
 
 import ast
-import subprocess
 
 import pytest
+from helpers import said_by
 
 from bench import mutants
 from bench.changes import changed_lines, changes
@@ -143,7 +143,7 @@ def repository(project):
 
     def git(*words):
         who = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *who, *words], cwd=project, check=True, capture_output=True)
+        said_by("git", *who, *words, cwd=project)
 
     (project / "cpt_core" / "gone.py").write_text("x = 1\n")
     git("init", "-q")

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import said_by
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name as canonical
@@ -41,17 +43,14 @@ def pins(name: str) -> dict[str, Version]:
     return found
 
 
-def named(group: str) -> dict[str, SpecifierSet]:
-    """What a dependency group names, with its range."""
-    return {canonical(r.name): r.specifier for r in map(Requirement, PYPROJECT["dependency-groups"][group])}
+def ranges(requirements: Iterable[str]) -> dict[str, SpecifierSet]:
+    """What requirements name, with its range; an extra may have another of the project in it."""
+    found = {canonical(r.name): r.specifier for r in map(Requirement, requirements)}
+    return {name: allowed for name, allowed in found.items() if name != canonical(PROJECT["name"])}
 
 
-def direct() -> dict[str, SpecifierSet]:
-    """Every dependency that pyproject.toml names, extras included, with its range."""
-    listed = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
-    found = {canonical(r.name): r.specifier for r in map(Requirement, listed)}
-    del found[canonical(PROJECT["name"])]  # an extra that has another in it
-    return found
+DIRECT = ranges([*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())])
+BROWSER = ranges(PYPROJECT["dependency-groups"]["browser"])
 
 
 def listed_by_git(*words: str) -> list[str]:
@@ -66,16 +65,14 @@ def listed_by_git(*words: str) -> list[str]:
 # --- versions -------------------------------------------------------------------------------------
 
 
-def test_the_lock_pins_every_direct_dependency_within_its_range():
-    locked = pins("requirements.lock")
-    for name, allowed in direct().items():
+def test_locks_pin_what_is_needed_within_its_range_and_agree():
+    locked, browser = pins("requirements.lock"), pins("browser/requirements.lock")
+    for name, allowed in {**DIRECT, **ranges(PYPROJECT["build-system"]["requires"])}.items():
         assert name in locked, f"{name} is not in requirements.lock: make lock"
         assert locked[name] in allowed, f"{name}{allowed} in pyproject.toml, {locked[name]} in requirements.lock"
-
-
-def test_the_lock_pins_what_builds_the_package():
-    for requirement in map(Requirement, PYPROJECT["build-system"]["requires"]):
-        assert pins("requirements.lock")[canonical(requirement.name)] in requirement.specifier
+    assert pins("constraints.txt") == {name: locked[name] for name in DIRECT}
+    assert all(browser[name] in allowed for name, allowed in BROWSER.items())
+    assert all(locked.get(name, version) == version for name, version in browser.items())
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "browser/requirements.lock"])
@@ -87,19 +84,8 @@ def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(
     assert "--hash" not in (ROOT / "constraints.txt").read_text()
 
 
-def test_constraints_are_the_pins_of_the_direct_dependencies():
-    locked = pins("requirements.lock")
-    assert pins("constraints.txt") == {name: locked[name] for name in direct()}
-
-
-def test_the_lock_of_the_browser_adds_to_the_other_and_changes_nothing_of_it():
-    locked, ours = pins("requirements.lock"), pins("browser/requirements.lock")
-    assert all(ours[name] in allowed for name, allowed in named("browser").items())
-    assert all(locked.get(name, version) == version for name, version in ours.items())
-
-
 def test_every_import_is_declared():
-    declared = set(direct()) | set(named("browser"))
+    declared = DIRECT.keys() | BROWSER
     providers = packages_distributions()
     folders = ("cpt_core", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
     for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
@@ -190,7 +176,7 @@ def test_make_hands_over_what_it_is_given(odd, make):
     assert make("reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
 
 
-def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
+def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(make, tmp_path):
     stores = [tmp_path / "data" / "results" / name for name in ("a.jsonl", "b.jsonl", "no_rows.json")]
     stores[0].parent.mkdir(parents=True)
     for path in stores:
@@ -198,10 +184,7 @@ def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
     verified = ["verify", "--rows", "1", "--cheapest", "--skip-missing", *(f"data/results/{s}.jsonl" for s in "ab")]
     called = ["-m", "cpt_lab", "claims", "--evidence", "-m", "cpt_lab", *verified]
     assert make("evidence") == (0, called, "")
-
-
-def test_make_asks_for_nothing_that_is_not_given(make):
-    assert make("reproduce") == (0, ["-m", "cpt_lab", "reproduce"], "")
+    assert make("reproduce") == (0, ["-m", "cpt_lab", "reproduce"], "")  # nothing that is not given
 
 
 def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
@@ -222,9 +205,7 @@ def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
 
 
 def test_hadolint_accepts_the_dockerfile():
-    hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said_by(Path(sys.executable).parent / "hadolint", ROOT / "Dockerfile")
 
 
 def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():

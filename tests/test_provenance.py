@@ -1,8 +1,7 @@
 """Where rows come from."""
 
-import subprocess
-
 import torch
+from helpers import said_by
 
 from cpt_core import processor
 from cpt_lab import provenance
@@ -63,7 +62,7 @@ def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(tmp_
     rows.write_text("one\n")
     file.write_text("one")
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+        said_by("git", "-C", tmp_path, *words)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     clean = provenance.commit()
     assert len(clean["commit"]) == 40

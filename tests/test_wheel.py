@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import said_by
 
 import cpt_core
 from cpt_core.kernels.cpp.building import kernels_dir
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 NAME = f"cpt_core-{cpt_core.__version__}"
 
 # Made by machines; a copy without them is what a fresh clone holds.
-MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints")
+MADE = ".git .venv build dist *.egg-info __pycache__ .*_cache .hypothesis .ipynb_checkpoints runs cache".split()
 
 # What only notebooks need; an installation without extras has none of these.
 EXTRA = "papermill nbformat nbclient nbconvert ipykernel IPython jupyter_client"
@@ -42,8 +43,7 @@ def built(tmp_path_factory):
     dist = place / "dist"
     for what, where in (("build_sdist", place / "copy"), ("build_wheel", place / "unpacked" / NAME)):
         command = [sys.executable, "-c", backend, what, dist]
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        said_by(*command, cwd=where)
         if what == "build_sdist":
             with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
                 archive.extractall(place / "unpacked", filter="data")
@@ -57,9 +57,7 @@ def installed(built, tmp_path_factory):
     venv.create(place)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)}))
     python = place / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", built[1]]
-    done = subprocess.run(install, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", built[1])
     # Files of a folder named here are found, but not its .pth files, so no editable installation.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (packages / "sitecustomize.py").write_text(BLOCK)
@@ -125,8 +123,7 @@ def test_the_source_distribution_holds_what_git_tracks(built):
 
 def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     where = "import cpt_core, cpt_lab.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir(), p.results_dir())"
-    said = subprocess.run([cpt.python, "-c", where], cwd=cpt.folder, capture_output=True, text=True).stdout.split()
-    package, checkout, data, results = map(Path, said)
+    package, checkout, data, results = map(Path, said_by(cpt.python, "-c", where, cwd=cpt.folder).split())
     assert package.is_relative_to(cpt.python.parents[1])
     assert str(checkout) == "None"
     assert data == cpt.folder.parent / "cache" / "cpt_core"
@@ -146,12 +143,9 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     )
 
 
-def test_what_is_for_a_checkout_says_so(cpt):
+def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):
     assert "copies: notebooks --copy FOLDER" in cpt("run-notebooks", status=2)
     assert not list(cpt.folder.iterdir())
-
-
-def test_copied_notebooks_run_with_the_installed_package(cpt):
     cpt("notebooks", "--copy", "mine", blocked=EXTRA)
     mine = cpt.folder / "mine"
     assert (mine / "data" / "results" / "bands.json").is_file()
@@ -166,7 +160,7 @@ def test_copied_notebooks_run_with_the_installed_package(cpt):
     )
     nbformat.write(asks, mine / "asks.ipynb")
     run = "import papermill; papermill.execute_notebook('asks.ipynb', 'asked.ipynb', progress_bar=False)"
-    subprocess.run([cpt.python, "-c", run], cwd=mine, check=True, capture_output=True)
+    said_by(cpt.python, "-c", run, cwd=mine)
     (output,) = nbformat.read(mine / "asked.ipynb", as_version=4).cells[0].outputs
     package, runs = map(Path, output.text.split())
     assert package.is_relative_to(cpt.python.parents[1])

@@ -7,24 +7,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from cpt_lab.analysis import claims as rules
 from cpt_lab.analysis import statistics
-from cpt_lab.analysis.claims import (
-    CONFIRMED,
-    CONTRADICTED,
-    MIXED,
-    OPEN,
-    SMALLER,
-    SMALLER_SCALES,
-    TESTS,
-    claims,
-    combined,
-    holm,
-    judge,
-    said,
-    verdict,
-)  # fmt: skip
+from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, MIXED, OPEN, SMALLER, claims, judge, said, verdict
 from cpt_lab.analysis.effects import Effect
-from cpt_lab.analysis.estimates import holm as adjusted
+from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs, grids
@@ -73,7 +60,7 @@ def test_an_unknown_rule_is_refused():
 
 def test_several_experiments():
     def of(*verdicts, test="more", domains="aaaa"):
-        return combined(zip(domains, verdicts, strict=False), test)
+        return rules.combined(zip(domains, verdicts, strict=False), test)
 
     assert of(CONFIRMED, OPEN) == CONFIRMED
     assert of(CONTRADICTED, OPEN) == CONTRADICTED
@@ -101,9 +88,9 @@ def test_holm(seed):
     rng = np.random.default_rng(seed)
     samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
-    words = holm([lambda alpha, e=e: said(claim, e, alpha) for e in (students(*x) for x in samples)])
+    words = rules.holm([lambda alpha, e=e: said(claim, e, alpha) for e in (students(*x) for x in samples)])
     pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
-    assert [w != OPEN for w in words] == [p <= 0.05 for p in adjusted(pvalues)]
+    assert [w != OPEN for w in words] == [p <= 0.05 for p in holm(pvalues)]
     assert {w for w, x in zip(words, samples, strict=True) if x.mean() < 0} <= {CONTRADICTED, OPEN}
 
 
@@ -151,19 +138,6 @@ def test_arms_and_groups(sign):
     assert entry(two, "schedule_controls").verdict(False) == OPEN
 
 
-def test_a_group_that_was_not_run_whole_names_the_arms_that_stand_for_it():
-    rows = by_arm(designs.quality_cost("demo", schedules=["CR", "ER", "ETH"], seeds=range(3)), {})
-    assert entry(rows, "cifar_medium").effects[0][0].what == "medium (CR alone) minus static 8"
-    assert entry(rows, "cifar_small").effects[0][0].what == "small minus static 8"
-
-
-def test_a_claim_about_one_domain_reads_that_domain_only():
-    images = by_arm(designs.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
-    assert entry(images, "imagenet_large").verdict(False) == CONFIRMED
-    assert entry(images, "entailment_large").effects == ()
-    assert entry(images, "entailment_large").verdicts() == ("open (not run)", "open (not run)")
-
-
 def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
     assert entry(smoke, "imagenet_large").effects == ()
@@ -173,31 +147,6 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     assert e.verdicts() == (
         "confirmed in 1 of 1 experiment: imagenet/resnet18 (q_min 4, n 3)", "open (not run)"
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("a", "word"), [(0.9, "same sign"), (0.7, "opposite sign")])
-def test_smaller_scales_say_what_was_found_and_where(a, word):
-    images = by_arm(designs.quality_cost("demo", seeds=range(4)), {"static 8": a})
-    graphs = rows_of(designs.quality_cost("demo", "digits-graph", seeds=range(3)), lambda s: 0.8)
-    few = by_arm(designs.quality_cost("demo", "templates", seeds=range(2)), {"static 8": a})
-    claim = replace(IDS["imagenet_large"], tasks="", margin=0.0)
-    e = judge(claim, table(images + graphs + few))
-    at_paper, smaller = e.verdicts()
-    assert at_paper == "open (not run)"
-    assert smaller == (
-        f"{word} in 1 of 2 experiments: digits/mlp6 (q_min 3, n 4); open on digits-graph; "
-        "fewer than 3 seeds on templates"
-    )
-    assert CONFIRMED not in " ".join(e.evidence())
-    assert {test for test in TESTS if test != "exact"} == set(SMALLER_SCALES)
-
-
-def test_data_sets_that_disagree():
-    one = by_arm(designs.quality_cost("demo", seeds=range(3)), {"CR": 0.9})
-    other = by_arm(designs.quality_cost("demo", "digits-graph", seeds=range(3)), {"CR": 0.7})
-    e = entry(one + other, "cpt_improves")
-    assert e.verdict(False) == MIXED
-    assert e.verdicts()[1].startswith("mixed: same sign in 1 of 2 experiments: digits/mlp6")
 
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
@@ -293,6 +242,7 @@ def test_the_claims_are_complete_and_can_be_settled():
     found = claims()
     assert len(found) >= 50
     assert len(IDS) == len(found)
+    assert {test for test in rules.TESTS if test != "exact"} == set(rules.SMALLER_SCALES)
     for claim in found:
         assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
         for grid in claim.grids.split():
@@ -327,13 +277,3 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
     (on_test_nodes,) = effect.others  # figure 5 has validation nodes
     assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
-
-
-def test_schedules_below_the_bits_that_a_range_test_finds_are_marked():
-    effect = Effect(
-        "digits, 3 to 8 bits", "demo", lambda alpha: (1.0, 0.5, 1.5), 9, "CR minus RR", "digits/mlp6", "q_min 3"
-    )
-    shown = "digits, 3 to 8 bits (below the 4 that the range test finds): CR minus RR: +1.00 [+0.50, +1.50], n = 9"
-    assert str(effect) == shown
-    for changes in ({"bits": "q_min 4"}, {"place": "digits/other"}, {"scale": "exact"}):
-        assert "range test" not in str(replace(effect, **changes))

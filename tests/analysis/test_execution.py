@@ -1,14 +1,11 @@
 """Products on codes beside simulated ones: which runs are compared, and what is said. Rows are made up."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from cpt_lab.analysis import execution, groups, report
 from cpt_lab.analysis.runs import table
-from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments import designs
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
 from tests.helpers import row_of, smoke_spec
@@ -34,17 +31,6 @@ def of(made):
     """The one experiment that rows are of."""
     (part,) = execution.executions(table(made))
     return part
-
-
-def test_the_design_varies_nothing_but_how_products_are_computed():
-    specs = designs.execution("demo", "digits", "resnet8_w8", seeds=[3, 4], arm="static 5")
-    assert len({s.key for s in specs}) == len(specs) == 8
-    assert [(s.recipe.execution, s.recipe.shared_steps) for s in specs[::2]] == list(WAYS)
-    alike = [replace(s.recipe, execution="simulated", shared_steps=False) for s in specs]
-    assert len({replace(s, recipe=r).key for s, r in zip(specs, alike, strict=True)}) == 2
-    assert {s.recipe.evaluate_every for s in specs} == {40}
-    assert all(RunSpec.from_dict(s.to_dict()) == s for s in specs)
-    assert len(designs.execution("smoke", "pydoc")) == 40
 
 
 @pytest.mark.parametrize(("how", "shared"), [("simulated", True), ("integer", False)])
@@ -87,12 +73,3 @@ def test_they_are_an_experiment_of_their_own():
     assert execution in report.QUESTIONS
     assert [s.title.split(":")[0] for s in execution.sections(runs)] == ["Products on codes"]
     assert execution.executions(rest) == []
-
-
-def test_their_grids_are_found_by_name_and_are_no_part_of_the_paper():
-    found = grids.find_grids("execution")
-    assert {name: {s.recipe.model for s in grids.grid_specs(name)} for name in found} == {
-        f"execution/{model}": {model} for model in ("mlp6", "resnet8_w8", "lstm", "bert_small")
-    }
-    assert all(len(grids.grid_specs(name)) == 40 for name in found)
-    assert not set(found) & set(grids.GRIDS)

@@ -1,12 +1,10 @@
-import matplotlib.colors
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
 from cpt_core.schedules.cost import relative_cost
-from cpt_core.schedules.make import make_schedule
-from cpt_lab.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
+from cpt_lab.analysis import aggregation, figures, metrics, predictors, quality_cost, statistics, style
 from cpt_lab.analysis.runs import OtherDataWarning, committed, load, table, tuned
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
@@ -87,14 +85,6 @@ def test_correlation_of_little():
     assert np.isnan(cost_line(apart).low)
 
 
-def test_paired_differences():
-    rows = made_up(lambda arm, seed, cost: {"ER": 0.9, "ETH": 0.7, "RR": 0.5, "RTH": 0.5}.get(arm, 0) + 0.01 * seed)
-    assert quality_cost.paired_difference(rows, "small", "large").to_list() == pytest.approx([0.3] * 3)
-    assert quality_cost.paired_difference(rows, "ER", "RR").to_list() == pytest.approx([0.4] * 3)
-    with pytest.raises(ValueError, match="no rows for 'static 7'"):
-        quality_cost.paired_difference(rows, "static 7", "RR")
-
-
 def test_mixed_experiments_are_refused():
     rows = rows_of(lambda arm, seed, cost: 0.5)
     with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
@@ -137,21 +127,6 @@ def test_columns_that_say_the_same_of_all_arms_are_left_out(monkeypatch):
         assert ("failed" in section.table) == again
 
 
-def test_figure_3_draws_every_point():
-    rows = made_up(lambda arm, seed, cost: 0.5 + 0.1 * cost + 0.01 * seed)
-    figure = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
-    assert len(figure.axes) == 2
-    ax = figure.axes[0]
-    names = {t.get_text() for t in ax.texts}
-    assert {"CR", "RR", "ETH", "5", "8"} <= names
-    colours = {matplotlib.colors.to_hex(line.get_color()).upper() for line in ax.lines}
-    assert {style.COLORS[g].upper() for g in ("large", "medium", "small", "static")} <= colours
-    points = np.concatenate([line.get_xydata() for line in ax.lines if line.get_marker() == "o"])
-    assert len({tuple(p) for p in points.tolist()}) == 10
-    rr = quality_cost.by_arm(rows).set_index("arm").loc["RR"]
-    assert np.isclose(points, [rr["relative_cost"], 100 * rr["mean"]]).all(axis=1).any()
-
-
 def test_a_precision_that_fails_is_named_below_the_axis():
     rows = made_up(lambda arm, seed, cost: 0.1 if arm == "static 2" else 0.9)
     figure = quality_cost.figure_3(rows)
@@ -160,16 +135,6 @@ def test_a_precision_that_fails_is_named_below_the_axis():
     assert "not a result" not in figure.get_suptitle()
     smoke = table(changed(rows_of(lambda arm, seed, cost: 0.5), scale="smoke"))
     assert quality_cost.figure_3(smoke).get_suptitle().startswith("smoke scale: not a result")
-
-
-def test_figure_2_draws_values_and_bits():
-    figure = schedules.figure_2(total_steps=800)
-    assert len([ax for ax in figure.axes if ax.get_visible()]) == 10
-    before, after = figure.axes[2].lines
-    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=800)
-    assert figure.axes[2].get_title().startswith("CR")
-    assert np.array_equal(before.get_ydata(), schedule.values())
-    assert np.array_equal(after.get_ydata(), schedule.bits())
 
 
 def test_means_are_compared_on_the_seeds_that_all_arms_have():
@@ -354,15 +319,6 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
     assert chosen(*((rate, [0, 1], "failed") for rate in (0.1, 0.2, 0.3))) == {0.1}  # nothing to choose by
     runs = made_up(lambda arm, seed, cost: 0.5)
     assert tuned(runs).equals(runs)  # one rate is never dropped
-
-
-@pytest.mark.slow
-def test_rows_that_are_kept_are_found_by_name():
-    assert set(committed("language_ptb", "graph_cora").store) == {
-        "data/results/language_ptb.jsonl", "data/results/graph_cora.jsonl"
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"unknown name of kept rows 'digits'; the nearest of .*cycles_digits"):
-        committed("digits")
 
 
 def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tmp_path, monkeypatch):

@@ -22,8 +22,6 @@ from cpt_lab.data.detection import annotated_picture, random_detection
 from cpt_lab.data.detection_batches import _Ready
 from cpt_lab.data.image_batches import EVALUATION_BATCH, evaluation_batches, file_batches, training_files
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
-from cpt_lab.experiments.detection import DetectionRecipe
-from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.tasks.base import task_of

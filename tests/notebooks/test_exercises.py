@@ -259,7 +259,9 @@ def calls(source, name):
     return [[ast.unparse(a) for a in (*n.args, *n.keywords)] for n in found]
 
 
-def test_every_exercise_has_its_notebook_and_its_wrong_answers():
+def test_every_question_has_one_place_and_every_exercise_its_notebook_and_its_wrong_answers():
+    asked = [q for path in NOTEBOOKS for c in code_cells(read(path)) for q, *_ in calls(c.source, "reveal")]
+    assert sorted(map(ast.literal_eval, asked)) == sorted(PREDICTIONS)
     numbers = [ast.literal_eval(number) for path in NOTEBOOKS for number, _ in calls(exercise_cells(path), "check")]
     assert len(set(numbers)) == len(numbers)
     assert sorted(numbers) == sorted(EXERCISES) == sorted(WRONG)
@@ -351,16 +353,13 @@ def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
     assert found == right
 
 
-def test_static_bits_that_are_as_good_are_praised(capsys):
-    assert said("01.3", "cpt.StaticSchedule(4, 400)", capsys).endswith(
-        "% right at a cost of 0.42, without any cycle. This is the lesson to keep: try static first"
-    )
-
-
-def test_what_is_not_attempted_and_what_is_no_exercise(capsys):
+def test_what_is_not_attempted_what_is_no_exercise_and_static_bits_that_are_as_good(capsys):
     exercises.check("03.1", lambda a, b: None)
     exercises.check("04.9", 1)
     assert capsys.readouterr().out == "exercise 03.1: not attempted yet\nthere is no exercise '04.9'\n"
+    assert said("01.3", "cpt.StaticSchedule(4, 400)", capsys).endswith(
+        "% right at a cost of 0.42, without any cycle. This is the lesson to keep: try static first"
+    )
 
 
 @pytest.fixture
@@ -381,27 +380,18 @@ def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
     assert "backward share: the answer is c.  You said a." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("choice", ["d", "ab", 3, None, True, ["a"], ("b",), np.array(["a", "b"]), {}, "  b c"])
-def test_no_prediction_no_answer(choice, unchosen, capsys):
-    exercises.predict("two bits", "a")
-    exercises.predict("two bits", choice)
-    exercises.reveal("two bits")
-    _, refused, told = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"two bits: .* is none of a, b, c - put one of them between the quotes", refused)
-    assert told == "two bits: choose first, in the cell with predict, then run this cell again"
+NONE = ["d", "ab", 3, None, True, ["a"], ("b",), np.array(["a", "b"]), {}, "  b c"]
 
 
-@pytest.mark.parametrize("choice", ["", "  "])
-def test_an_empty_prediction_is_none(choice, unchosen, capsys):
-    exercises.predict("two bits", choice)
-    exercises.reveal("two bits")
-    assert [line.split(" - ")[0].split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "two bits: no prediction yet",
-        "two bits: choose first",
-    ]
-
-
-def test_what_is_no_question_is_told_those_there_are(capsys):
+@pytest.mark.parametrize(("choices", "word"), [(NONE, ".* is none of a, b, c"), (["", "  "], "no prediction yet")])
+def test_no_prediction_no_answer(choices, word, unchosen, capsys):
+    for choice in choices:
+        exercises.predict("two bits", "a")
+        exercises.predict("two bits", choice)
+        exercises.reveal("two bits")
+        _, refused, told = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(f"two bits: {word} - put (one of them|a letter) between the quotes", refused)
+        assert told == "two bits: choose first, in the cell with predict, then run this cell again"
     exercises.reveal("nought")
     assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are static 4, ")
 
@@ -425,11 +415,6 @@ def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
         assert f"{question}: choose first, in the cell with predict, then run this cell again\n" in printed
         assert because not in str(book)
         assert not re.search(r"the answer is", str(book))
-
-
-def test_questions_have_one_place():
-    asked = [q for path in NOTEBOOKS for c in code_cells(read(path)) for q, *_ in calls(c.source, "reveal")]
-    assert sorted(map(ast.literal_eval, asked)) == sorted(PREDICTIONS)
 
 
 def test_bands_reject_what_lies_outside(capsys):

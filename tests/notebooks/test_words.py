@@ -4,7 +4,7 @@ import re
 from functools import cache
 
 import pytest
-from flow import FOLDER, NOTEBOOKS, read
+from flow import read
 
 WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger", "rank correlation")
 PAPER = "](https://arxiv.org/abs/2403.02243)"
@@ -48,16 +48,6 @@ def test_the_first_use_of_a_word_leads_to_the_glossary(path, word):
 
 def test_the_paper_leads_to_itself(path):
     assert PAPER in said(path)
-
-
-def test_every_anchor_of_the_glossary_that_is_linked_is_there():
-    headings = re.findall(r"^## (.*)$", (FOLDER / "glossary.md").read_text(encoding="utf-8"), flags=re.M)
-    anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    assert {word.lower().replace(" ", "-") for word in WORDS} <= anchors
-    for path in [*NOTEBOOKS, FOLDER / "glossary.md", FOLDER / "README.md"]:
-        text = said(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-        own = "(?:glossary\\.md)?" if path.name == "glossary.md" else "glossary\\.md"
-        assert set(re.findall(rf"\]\({own}#([^)]*)\)", text)) <= anchors, path.name
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.studies.h10 import outcome
-from cpt_lab.studies.h10.arms import CASES, LATE, STUDY, arms
+from cpt_lab.studies.h10.arms import CASES, LATE, STUDY
 from tests.studies.made import row_at
 
 
@@ -28,27 +28,6 @@ def rows(gains, cases=CASES):
             q = gains.get(spec.arm.rpartition(" at ")[0], 0.0) + 0.05 * rng.standard_normal()
             made.append(row_at(spec, q - 3, q))
     return table(made)
-
-
-def test_arms_of_one_cost_differ_in_what_has_more_bits_and_when():
-    for case in CASES.values():
-        found, steps = arms(case), case.recipe.steps
-        low, high = (1, 3) if case.q_max == 3 else (4, 8)
-        assert len(found) == 8 - (case.q_max == 3)
-        for name, (schedule, g) in found.items():
-            levels = schedule.levels(g)
-            forward, gradients = np.asarray(levels.activation), np.asarray(levels.error)
-            assert np.array_equal(forward, levels.weight)
-            assert np.array_equal(gradients, levels.weight_gradient)
-            if name in (LATE, "forward spread"):
-                assert (forward == high).sum() == steps // 5
-                assert set(gradients.tolist()) == {low}
-        late, spread = (np.asarray(found[name][0].levels(low).activation) for name in (LATE, "forward spread"))
-        assert (late[-(steps // 5) :] == high).all()
-        assert (spread.reshape(-1, 5) == [low] * 4 + [high]).all()
-        last = {name: np.asarray(found[name][0].levels(None).error) == high for name in ("gradients late", "both late")}
-        assert last["gradients late"].nonzero()[0].min() == steps // 2
-        assert last["both late"].sum() == round(steps / 9)
 
 
 def test_the_opponent_is_the_best_on_held_out_data():

@@ -6,7 +6,7 @@ import pytest
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies import tuned
-from cpt_lab.studies.h7 import arms, outcome
+from cpt_lab.studies.h7 import outcome
 from cpt_lab.studies.h7.arms import CASES, STUDY
 from tests.studies.made import row_at
 
@@ -43,17 +43,6 @@ def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
             top = q if arm == "8/8" else q - WORSE
             made.append(row_at(spec, top, q, "failed" if (case, arm, spec.seed) in lost else "ok"))
     return table(made)
-
-
-def test_pairs_cost_less_and_cycles_as_much_as_static():
-    for case in CASES:
-        cost = {s.arm.rpartition(" at ")[0]: s.relative_cost for s in STUDY.runs(case)}
-        assert [round(cost[arms.pays(b)] / cost[f"{b}/8"], 3) for b in (3, 4, 5)] == [0.982, 0.938, 0.914]
-        for other in ("4/8", "4/5", "5/5"):
-            assert cost[f"cycle at {other}"] == pytest.approx(cost[other], rel=1e-3)
-    for b in (3, 4, 5):  # one gradient bit more would cost more than static b
-        f, g = map(int, arms.pays(b).split("/"))
-        assert f * f + 2 * f * g <= b * b + 16 * b < f * f + 2 * f * (g + 1)
 
 
 def test_settings_are_the_best_on_held_out_data():
@@ -104,18 +93,6 @@ def test_a_cycle_that_wins_contradicts():
     assert "confirmed" not in d.word + e.word
 
 
-def test_what_depends_on_the_bits_of_evaluation_is_said():
-    found = rows(pair=2.0)
-    low = found["arm"].str.startswith("3/8")
-    perplexity = found["task"] == "language_model"
-    found.loc[low & ~perplexity, "accuracy"] += 0.2  # static 3 would be best at 8 bits, which were not chosen
-    found.loc[low & perplexity, "perplexity"] /= 1.2
-    word = outcome.answers(found)[0].word
-    assert word.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; depends on the rule: contradicted")
-    assert "where both are judged at 8 bits" in word
-    assert "their own bits" not in word
-
-
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(pair=2.0, lost={("digits", "4/5", 300)})
     parts, missing = outcome.tasks(found)
@@ -134,16 +111,3 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     assert len(last.table) == 3 * 6 + 6
     with pytest.raises(ValueError, match="no task of H7 is complete"):
         outcome.figure([])
-
-
-def test_effects_in_units_of_what_full_precision_gains():
-    found = rows(by_case={"digits": 1.5, "ptb": -0.6}, noise=0.01)  # 8/8 gains three margins, but on the graph of GCN
-    lost = (found["dataset"] == "facebook_ogb_layout/") & (found["model"] == "gcn") & found["arm"].str.startswith("8/8")
-    found.loc[lost, "accuracy_current"] = found.loc[lost, "accuracy"] = 0.4
-    told = outcome.gains(outcome.tasks(found)[0]).set_index("task")
-    assert list(told) == [f"{pair} [95 %]" for pair in ("4/5 minus 3/8", "5/5 minus 4/8", "6/5 minus 5/8")]
-    for digits, ptb in zip(told.loc["digits"], told.loc["Penn Treebank, small"], strict=True):
-        assert digits.startswith(("+1.4", "+1.5"))
-        assert "; +0.50 [+0." in digits
-        assert "; -0.2" in ptb or "; -0.1" in ptb
-    assert all(cell.endswith("; 8/8 gains nothing clear") for cell in told.loc["Facebook GCN"])

@@ -1,11 +1,9 @@
 """Whether an effect repeats with fresh seeds, from rows that were made up so that the answer is known."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 
-from cpt_lab import commands
 from cpt_lab.analysis import preregistered as repeated
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.grids import grid_specs
@@ -25,26 +23,16 @@ def made(date, fresh=False, sd=0.1):
     return found
 
 
-@pytest.fixture
-def stored(monkeypatch):
-    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
-
-
 @pytest.mark.parametrize(
-    ("date", "sd", "word"), [(1, 0.11, "repeats"), (-1, 0.11, "DIFFERS"), (1, 30, "cannot be told")]
+    ("former", "date", "sd", "word"),
+    [(1, 1, 0.11, "repeats"), (1, -1, 0.11, "DIFFERS"), (1, 1, 30, "cannot be told"), (0, 0, 0.11, "no effect, again")],
 )
-@pytest.mark.usefixtures("stored")
-def test_an_effect_repeats_or_does_not(date, sd, word):
+def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
+    monkeypatch.setattr(repeated, "committed", lambda: table(made(former)))
     (found,) = repeated.repeated(GRID, made(date, fresh=True, sd=sd))
     assert found.word == word
     assert f"equal learning rate: {word}: " in str(found)
     assert str(found).endswith("points, n = 10 and 10")
-
-
-def test_no_effect_twice_is_no_effect_again(monkeypatch):
-    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=0)))
-    (found,) = repeated.repeated(GRID, made(0, fresh=True, sd=0.11))
-    assert found.word == "no effect, again"
 
 
 def test_fresh_seeds_are_nobodys():
@@ -56,25 +44,11 @@ def test_fresh_seeds_are_nobodys():
 
 
 @pytest.mark.parametrize(("date", "code"), [(1, 0), (-1, 1)])
-@pytest.mark.usefixtures("stored")
-def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(date, code, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(
-        "cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or made(date, fresh=True)
-    )
-    monkeypatch.setattr(sys, "argv", ["cpt", "verify", "--verdict", GRID])
-    with pytest.raises(SystemExit) as end:
-        commands.main()
-    assert (end.value.code or 0) == code
-    assert asked == repeated.fresh(GRID)
-    said = capsys.readouterr().out
+def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(date, code, monkeypatch, command):
+    found, asked = made(date, fresh=True), []
+    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or found)
+    status, said, _ = command("verify", "--verdict", GRID)
+    assert (status, asked) == (code, repeated.fresh(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
     assert ("DIFFERS" in said) == bool(code)
-
-
-@pytest.mark.parametrize("words", [[], ["rows.jsonl", "--verdict", GRID]])
-def test_rows_or_a_verdict(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cpt", "verify", *words])
-    with pytest.raises(SystemExit):
-        commands.main()
-    assert "give files of rows, or a preregistered grid with --verdict" in capsys.readouterr().err

@@ -64,12 +64,6 @@ def test_the_cell_that_installs_is_not_shown_to_those_who_read():
     assert not any("find_spec" in page_of(path) for path in notebooks())
 
 
-def test_there_are_formulas():
-    found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
-    assert len(found) > 50
-    assert {f.startswith("$$") for f in found} == {True, False}
-
-
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_every_picture_of_a_notebook_has_a_description(path):
     book = nbformat.read(path, as_version=4)
@@ -142,18 +136,12 @@ def test_values_that_change_places_change_what_is_said():
     assert drawn([1, 2, 3], [4, 5, 7]) == drawn([2, 1, 3], [5, 4, 7])
 
 
-@pytest.mark.parametrize(
-    ("here", "there"),
-    [
-        ([0.1 + 0.2, 1], [0.3, 1]),
-        ([1, 12.34565], [1, 12.34565 * (1 - 1e-13)]),  # on the edge of rounding
-        ([1, 123456.5], [1, 123456.5 * (1 + 1e-13)]),
-        ([-1, 1e-16, 1], [-1, -2e-17, 1]),
-    ],
-)
-def test_the_last_digits_of_a_machine_are_not_told(here, there):
-    assert drawn(here) == drawn(there)
-    assert "e-" not in drawn(here)[0]
+def test_the_last_digits_of_a_machine_are_not_told():
+    edges = (12.34565, -1e-13), (123456.5, 1e-13)  # of rounding
+    pairs = [([0.1 + 0.2, 1], [0.3, 1]), *(([1, x], [1, x * (1 + error)]) for x, error in edges)]
+    for here, there in [*pairs, ([-1, 1e-16, 1], [-1, -2e-17, 1])]:
+        assert drawn(here) == drawn(there)
+        assert "e-" not in drawn(here)[0]
 
 
 def test_what_is_said_of_all_kinds_of_parts():
@@ -169,12 +157,9 @@ def test_what_is_said_of_all_kinds_of_parts():
     assert second.startswith("2: 3 parts, 8 points; x 0..7, mean ")
     assert "; y 8..12, mean 10.3333; xy mean " in second
     assert third == "3: picture 0..5, mean 2"
-    assert data_of(drawing_of_nothing()) == []
-
-
-def drawing_of_nothing():
-    with drawing() as (figure, _):
-        return figure
+    with drawing() as (empty, _):
+        pass
+    assert data_of(empty) == []
 
 
 def test_names_of_points_are_no_data():
@@ -186,7 +171,10 @@ def test_names_of_points_are_no_data():
     assert data_of(figure) == said
 
 
-def test_the_glossary_is_a_page_with_the_anchors_of_its_links():
+def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_links():
+    found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
+    assert len(found) > 50
+    assert {f.startswith("$$") for f in found} == {True, False}
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     page = glossary_page(text)
     anchors = re.findall(r'<h\d id="([^"]*)"', page)

@@ -1,15 +1,19 @@
-"""What notebooks say of their own runs."""
+"""What notebooks say of their own runs, predict and judge; what they show of committed rows, nbval compares."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import quality_cost
+from cpt_core.schedules.schedule import StaticSchedule
+from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.groups import at_q_max
 from cpt_lab.analysis.metrics import main_metric
 from cpt_lab.analysis.runs import committed
-from cpt_lessons import detection, graphs, images, language
-from cpt_lessons.own_runs import beside_rivals, compared, ran, titled
+from cpt_lessons import choosing, detection, graphs, images, language
+from cpt_lessons.own_runs import beside_rivals, compared, ran
+from cpt_lessons.predictions import PREDICTIONS
 
 
 def test_what_ran_is_said_in_a_line(capsys):
@@ -85,6 +89,16 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     compared(smoke.assign(accuracy=0.1, dataset="my-images/"))
 
 
-def test_a_figure_has_its_finding_for_its_title():
-    figure = quality_cost.figure_3(committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp'"))
-    assert "Static bits do as well." in titled(figure, "Static bits do as well.").description()
+def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():
+    cycle = solve_schedule(StaticSchedule(3, 160).relative_cost(8, 8), 2, 8, 160, n_cycles=2, family="cosine")
+    assert PREDICTIONS["steps at 2 bits"][0] == "c"
+    assert cycle.share_at(2) > 2 / 3
+
+
+def test_a_verdict_needs_holms_correction():
+    rng = np.random.default_rng(0)
+    near = Estimate("near", "points", 0.1 * (x := rng.normal(size=9)) - 0.1 * x.mean(), 0.2)
+    far, wide = Estimate("far", "points", near.values - 1, 0.2), Estimate("wide", "points", 99 * near.values, 0.2)
+    words = [line[-1] for line in choosing.in_margins([near, far, wide], "abc", below="lost")]
+    assert [word.split(" ")[0] for word in words] == ["alike", "lost", "open"]
+    assert choosing.in_margins([far], "a", above="won")[0][1] == pytest.approx(-5)
