@@ -83,9 +83,13 @@ def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
 
 
 def batches(
-    pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int, start: int, workers: int,
+    pictures: Sequence[Annotated],
+    recipe: DetectionRecipe,
+    seed: int,
+    start: int,
+    workers: int,
     device: torch.device = CPU,
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[Batch]:
     """Yield training batches on the device from step ``start`` on, without end: a pure function of (seed, step).
 
     The groups are the same in every epoch, their order is not. Files are read by worker processes.

@@ -22,10 +22,18 @@ from cpt_lab.experiments.spec import RunSpec, run_spec
 
 
 def quality_cost(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, *, task: str | None = None,
-    schedules: Sequence[str] = tuple(SUITE), static: Sequence[int] | None = None, q_max: Sequence[int] | None = None,
-    seeds: Sequence[int] | None = None, preset: str = "ours", **changes: Any,
-) -> list[RunSpec]:  # fmt: skip
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    schedules: Sequence[str] = tuple(SUITE),
+    static: Sequence[int] | None = None,
+    q_max: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+    preset: str = "ours",
+    **changes: Any,
+) -> list[RunSpec]:
     """Return the runs of a figure of quality against cost: every arm with every seed, for every q_max.
 
     At paper scale 66 per model: 10 schedules + static, q_max 6 and 8, 3 seeds; where a recipe leaves the learning rate
@@ -63,9 +71,13 @@ def quality_cost(
 
 
 def aggregation(
-    scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, *, bits: Sequence[int] = (8,),
+    scale: str = "demo",
+    dataset: str = "digits-graph",
+    model: str | None = None,
+    *,
+    bits: Sequence[int] = (8,),
     **given: Any,
-) -> list[RunSpec]:  # fmt: skip
+) -> list[RunSpec]:
     """Return the runs that compare FP-Agg with Q-Agg at static precision: both at all ``bits``, 3 seeds.
 
     Paper: section 4.3, figure 5 (8 bits, OGBN-Arxiv and OGBN-Products).
@@ -83,9 +95,13 @@ def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None 
 
 
 def fanout(
-    scale: str = "demo", dataset: str = "ogbn-products", model: str | None = None, *,
-    fanouts: Sequence[int] = (8, 16, 32, 64), **given: Any,
-) -> list[RunSpec]:  # fmt: skip
+    scale: str = "demo",
+    dataset: str = "ogbn-products",
+    model: str | None = None,
+    *,
+    fanouts: Sequence[int] = (8, 16, 32, 64),
+    **given: Any,
+) -> list[RunSpec]:
     """Return the runs that compare numbers of sampled neighbours at static 8 bits, with FP-Agg and with Q-Agg.
 
     Raises:
@@ -101,9 +117,13 @@ def fanout(
 
 
 def cycles(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, *, n_cycles: Sequence[int] = (1, 2),
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    n_cycles: Sequence[int] = (1, 2),
     **given: Any,
-) -> list[RunSpec]:  # fmt: skip
+) -> list[RunSpec]:
     """Return the runs that compare numbers of cycles: the schedules that are not triangular, which need an even number.
 
     Paper: section 4.4 (one and two cycles on XNLI).
@@ -126,10 +146,18 @@ def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe
 
 
 def deficit_scan(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, *, task: str | None = None,
-    lengths: Sequence[int] | None = None, windows: Sequence[tuple[int, int]] | None = None, steps_per_epoch: int = 1,
-    seeds: Sequence[int] | None = None, q_max: int = 8, **changes: Any,
-) -> list[RunSpec]:  # fmt: skip
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    lengths: Sequence[int] | None = None,
+    windows: Sequence[tuple[int, int]] | None = None,
+    steps_per_epoch: int = 1,
+    seeds: Sequence[int] | None = None,
+    q_max: int = 8,
+    **changes: Any,
+) -> list[RunSpec]:
     """Return the runs of a critical-period experiment: training with a deficit, ``q_min`` instead of ``q_max`` bits.
 
     A deficit of R steps at the start makes the training R steps longer; a window lies within a training of fixed
@@ -201,9 +229,17 @@ deficit_window = partial(deficit_scan, lengths=())
 
 
 def equal_cost(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, *, task: str | None = None,
-    budget: float | None = None, delay: float = 0.1, seeds: Sequence[int] | None = None, q_max: int = 8, **changes: Any,
-) -> list[RunSpec]:  # fmt: skip
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    budget: float | None = None,
+    delay: float = 0.1,
+    seeds: Sequence[int] | None = None,
+    q_max: int = 8,
+    **changes: Any,
+) -> list[RunSpec]:
     """Return runs that cost the same number of bit operations, spent in different ways, and static ``q_max`` in full.
 
     With the cost of RR, or of RR's profile bent to ``budget``: that schedule; the same profile delayed, and bent until
@@ -258,9 +294,15 @@ def equal_cost(
 
 
 def execution(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, *, task: str | None = None, arm: str = "CR",
-    seeds: Sequence[int] | None = None, **changes: Any,
-) -> list[RunSpec]:  # fmt: skip
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    arm: str = "CR",
+    seeds: Sequence[int] | None = None,
+    **changes: Any,
+) -> list[RunSpec]:
     """Return runs of one schedule with simulated products and with products on codes, each with two kinds of steps.
 
     The steps of the grids are those of the paper's code, or one per tensor, with which all products have an integer

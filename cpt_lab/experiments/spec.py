@@ -94,9 +94,15 @@ class RunSpec:
 
 
 def run_spec(
-    recipe: Recipe, arm: str, *, q_max: int, seed: int, scale: str = "demo", preset: str = "ours",
+    recipe: Recipe,
+    arm: str,
+    *,
+    q_max: int,
+    seed: int,
+    scale: str = "demo",
+    preset: str = "ours",
     q_grad: int | None = None,
-) -> RunSpec:  # fmt: skip
+) -> RunSpec:
     """Make the spec of an arm: a schedule's name, or "static 5" for static training at 5 bits.
 
     Static arms keep the gradient bits of the schedules they are compared with (``q_max``). ValueError for an unknown

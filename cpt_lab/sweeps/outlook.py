@@ -25,9 +25,13 @@ RUN_BYTES = 20_000
 
 
 def plan(
-    name: str | None = None, scale: str | None = None, *, device: str = "auto", measured: bool = False,
+    name: str | None = None,
+    scale: str | None = None,
+    *,
+    device: str = "auto",
+    measured: bool = False,
     progress: bool = False,
-) -> pd.DataFrame:  # fmt: skip
+) -> pd.DataFrame:
     """Return one line per grid: what is done, what is missing, and what the missing part takes here.
 
     Args:

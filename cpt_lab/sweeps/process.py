@@ -31,9 +31,13 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "
 
 
 def supervise(
-    job: Job, *, should_stop: Callable[[], bool] = lambda: False, should_kill: Callable[[], bool] = lambda: False,
-    on_start: Callable[[str], None] = lambda key: None, work: Callable[..., list[Outcome]] = run_all,
-) -> list[Outcome]:  # fmt: skip
+    job: Job,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    should_kill: Callable[[], bool] = lambda: False,
+    on_start: Callable[[str], None] = lambda key: None,
+    work: Callable[..., list[Outcome]] = run_all,
+) -> list[Outcome]:
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
 
     Runs that had trained side by side there are no failures: each may try again alone.

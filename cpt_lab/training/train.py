@@ -74,9 +74,15 @@ def train(task_class: "type[Task]", spec: RunSpec, **options: Any) -> Run:
 
 
 def steps_of(
-    task_class: "type[Task]", spec: RunSpec, *, device: str | torch.device = "cpu", checkpoint: Path | None = None,
-    checkpoint_seconds: float = 60.0, on_step: OnStep | None = None, should_stop: Callable[[], bool] | None = None,
-) -> Steps[Run]:  # fmt: skip
+    task_class: "type[Task]",
+    spec: RunSpec,
+    *,
+    device: str | torch.device = "cpu",
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Steps[Run]:
     """Train one run from start to end: all but its optimizer steps, which it asks for, see ``together``.
 
     Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.

@@ -71,7 +71,7 @@ def test_too_little_shared_memory_is_noticed_before_anything_runs(pets, tmp_path
     monkeypatch.setattr(common, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
     assert task_of(spec)(spec, CPU).workers == common.usable_cores()
-    monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
+    monkeypatch.setattr(common, "shared_memory", lambda: 2 * MB)
     refused("/dev/shm has 2 MB", run_grid, [spec], tmp_path / "rows.jsonl", workers=0, error=OSError)
     assert not (tmp_path / "rows.jsonl").exists()
 
