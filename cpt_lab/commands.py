@@ -196,10 +196,17 @@ def verify(
 
 
 def _verdict(grid: str) -> None:
-    from cpt_lab.analysis.preregistered import fresh, repeated
+    import torch
+
+    from cpt_lab.analysis.preregistered import data_of, fresh, repeated
     from cpt_lab.sweeps.sweep import run_grid
+    from cpt_lab.tasks.base import task_of
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
+    for spec, checksum in data_of(grid):
+        if (here := task_of(spec)(spec, torch.device("cpu")).data.checksum) != checksum:
+            what = f"{spec.recipe.dataset!r} has checksum {here} here, and {checksum} in the rows of {grid}"
+            raise ValueError(f"{what}: effects on other data neither repeat it nor differ from it")
     typer.echo(f"{grid} with fresh seeds: {len(specs)} runs, rows in {store}")
     found = repeated(grid, run_grid(specs, store))
     for line in found:

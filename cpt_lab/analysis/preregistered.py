@@ -204,6 +204,13 @@ def fresh(grid: str) -> list[RunSpec]:
     return [replace(spec, seed=spec.seed + FRESH) for spec in grid_specs(grid)]
 
 
+def data_of(grid: str) -> list[tuple[RunSpec, str]]:
+    """Return a run of every recipe of a grid, and the checksum of the data that its committed rows were trained on."""
+    stored = committed().set_index("key")["data_checksum"]
+    of = {(spec.recipe, str(stored.get(spec.key, ""))): spec for spec in grid_specs(grid)}
+    return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
+
+
 def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
     """Return the primary effects that rest on a grid, from committed rows and from those of ``fresh(grid)``."""
     known, keys = committed(), [spec.key for spec in grid_specs(grid)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cpt_lab.analysis import preregistered as repeated
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.runs import committed, table
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
 from tests.studies.test_h1_to_h4_outcome import deficit_loss, rows
@@ -52,3 +52,17 @@ def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(da
     assert (status, asked) == (code, repeated.fresh(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
     assert ("DIFFERS" in said) == bool(code)
+
+
+def test_effects_on_other_data_are_no_answer(monkeypatch, command):
+    stored, asked = committed("h5"), []
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or [])
+    monkeypatch.setattr(repeated, "repeated", lambda grid, rows: [])
+    monkeypatch.setattr(repeated, "committed", lambda: stored)
+    assert command("verify", "--verdict", "h5/digits")[0] == 0
+    assert asked
+    monkeypatch.setattr(repeated, "committed", lambda: stored.assign(data_checksum="0123456789abcdef"))
+    status, _, said = command("verify", "--verdict", "h5/digits")
+    assert status != 0
+    assert "'digits' has checksum" in said
+    assert "0123456789abcdef in the rows of h5/digits" in said
