@@ -9,9 +9,9 @@ from helpers import WITH_CUDA
 from bench.gpu import checks
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import SAGEConv
-from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
+from cpt_lab.data.graph_batches import sample_blocks
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input as conv2d_input_of
 
 from cpt_core.codes.integer import int_mm, sum_codes
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
-from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.kernels.products import LONGEST
 from cpt_core.processor import multiplies_codes
 
 EXACT = 1 << 24  # whole numbers up to here are float32

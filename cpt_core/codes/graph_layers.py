@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from cpt_core.codes.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, sums, values
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels import operators
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.graph_layers import ONE_RANGE, WHOLE, GraphPrecision
 
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32

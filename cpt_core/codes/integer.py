@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
-from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.kernels.products import LONGEST
 
 MOST_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
 CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA

@@ -21,8 +21,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.operators import check_floating, range_of
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.reference import clips
 from cpt_core.quantization.precision import LayerPrecision
 

@@ -14,13 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.codes.integer import column_tables
+from cpt_core.codes.integer import column_tables, multiply
 from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
+
+
+def step_product(
+    ops: Any, given: tuple[Tensor, ...], weight: Tensor, columns: tuple[Tensor, ...]
+) -> tuple[Tensor, QuantizedTensor]:
+    """Return the product of a step, and its left operand: given as codes (M, K), low, width and levels."""
+    rounded = QuantizedTensor.with_codes(*given)
+    return multiply(ops, rounded, weight, columns), rounded
 
 
 @torch.compiler.disable

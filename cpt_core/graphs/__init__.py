@@ -1,1 +1,1 @@
-"""Graphs, sums over neighbours, graph convolutions in float32, sampled neighbourhoods.  Paper: section 4.3."""
+"""Graphs, sums over neighbours and graph convolutions in float32.  Paper: section 4.3."""

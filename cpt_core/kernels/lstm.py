@@ -27,12 +27,11 @@ from torch import Tensor
 from cpt_core.checks import library
 from cpt_core.kernels import operators, products
 from cpt_core.kernels.grids import parts_of
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
-MULTIPLY = "cpt_core.codes.integer:multiply"  # opened where codes are multiplied
+MULTIPLY = "cpt_core.codes.lstm:step_product"  # opened where codes are multiplied
 COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
@@ -133,8 +132,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            rounded = QuantizedTensor.with_codes(operand, found[0], found[1], levels)
-            product = library(MULTIPLY, "")(ops, rounded, weight.t(), tables)
+            product, _ = library(MULTIPLY, "")(ops, (operand, *found, levels), weight.t(), tables)
         else:
             product = products.execute(operand, weight, a.bias)
         step = product.add_(x_part)
@@ -190,9 +188,8 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if levels is not None and tables is not None:
             low, width = ops.range(step, a.granularity)
             codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
-            rounded = QuantizedTensor.with_codes(codes, low, width, levels)
+            product, rounded = library(MULTIPLY, "")(ops, (codes, low, width, levels), weight, tables)
             after.copy_(rounded.dequantize())
-            product = library(MULTIPLY, "")(ops, rounded, weight, tables)
         else:
             if levels is not None and step.numel():
                 after.copy_(ops.fake_quantize(step, levels, a.granularity, now)[0])

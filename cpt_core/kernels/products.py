@@ -28,6 +28,7 @@ RATIOS: dict[tuple[str, ...], float] = {
     ("AuthenticAMD", "AVX2"): 1.32,  # the geometric mean of bench.products on a Zen 3
 }
 WORTH_IT = 0.9  # of a ratio
+LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
 LEAST = 1 << 21  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
 
 active = "torch"

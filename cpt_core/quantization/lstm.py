@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import check_floating, fake_quantize, linear, range_of, round_in_range
-from cpt_core.kernels.quantized_tensor import LONGEST
+from cpt_core.kernels.products import LONGEST
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.layers import QuantizedLayer, on_codes, seen, unseen
 from cpt_core.schedules.schedule import Levels

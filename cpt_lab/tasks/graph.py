@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
 from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, loader, send
+from cpt_lab.data.graph_batches import sample_blocks
 from cpt_lab.data.graph_readers import evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.experiments.graph import GraphRecipe

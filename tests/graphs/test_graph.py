@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs import graph as graph_module
 from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
-from cpt_core.graphs.sampling import sample_blocks
+from cpt_lab.data.graph_batches import sample_blocks
 
 
 def random_edges(nodes=30, edges=200, seed=0):

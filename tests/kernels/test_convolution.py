@@ -13,9 +13,10 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
-from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.kernels.products import LONGEST
 
 NEAR = 1e-6
 normal = partial(drawn, "two-sided")

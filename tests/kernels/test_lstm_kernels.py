@@ -6,8 +6,8 @@ from helpers import INF, NAN, identical
 
 import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
 from cpt_core.codes.integer import column_tables
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import grids, operators
-from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 STEPS = {
     "one step": (1, (), 3),

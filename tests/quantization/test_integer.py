@@ -18,10 +18,11 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 import cpt_core as cpt
 from cpt_core.codes import integer
 from cpt_core.codes.integer import matmul
+from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
-from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.kernels.products import LONGEST
 from cpt_core.quantization.convert import layer_precisions
 
 NEAR = 1e-6

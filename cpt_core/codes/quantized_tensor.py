@@ -19,8 +19,6 @@ from torch import Tensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.reference import MIN_SCALE
 
-LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
-
 
 class QuantizedTensor(NamedTuple):
     """A tensor on its grid: low + k * scale, k = 0..2**bits - 1."""
