@@ -198,6 +198,7 @@ def test_every_figure_and_table_has_its_grids():
     assert f"grids: {len(GRIDS)};" in outlook.text(frame)
 
 
+@pytest.mark.slow
 def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     (spec,) = specs_of("CR")
     assert kept(spec) is None

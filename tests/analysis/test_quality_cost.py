@@ -368,6 +368,7 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
             assert sorted(load(old, new).data_checksum) == [kept] * 5 + ["cc"]
 
 
+@pytest.mark.slow
 def test_every_q_max_and_aggregation_has_a_row_of_panels():
     """The paper draws q_max 6 and 8, and of graphs both aggregations."""
     both = [*designs.quality_cost("paper", "ogbn-arxiv", seeds=[0]), *designs.q_agg("paper", "ogbn-arxiv", seeds=[0])]

@@ -17,6 +17,7 @@ from tests.analysis.test_claims import IDS, by_arm, entry
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
 
+@pytest.mark.slow
 def test_the_date_of_every_rule_is_that_of_its_last_change():
     """Red after a change of a rule: ``python -m bench.rules`` dates it; rows from before are then marked."""
     found = claims()

@@ -26,6 +26,7 @@ def test_overlap_by_hand():
     assert detection.overlap((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_runs_of_notebook_04():
     smoke, demo = (detection.experiment(scale, "digit-scenes", [], [], "ours") for scale in ("smoke", "demo"))
     assert [s.arm for s in smoke] == ["ER", "static 8"]

@@ -134,6 +134,7 @@ def test_a_scheduler_of_compiled_code_takes_the_state_of_one_of_eager_code_and_t
         assert other.last_step == one.last_step
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(compiled):
     other = quantize_(block(), Q_AGG)
     (call, counter), x = compiled(model := copy.deepcopy(other)), torch.randn(KINDS["block"][1])

@@ -161,6 +161,7 @@ def test_rows_are_complete(tmp_path):
 OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
 
 
+@pytest.mark.slow
 def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave_only_results(tmp_path):
     specs = specs_of("CR", "ER", "LR", steps=20)
     stored, beside, curves = [], [], []

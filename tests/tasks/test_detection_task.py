@@ -294,6 +294,7 @@ def test_training_learns_two_scenes_and_all_metrics_are_stored():
 # --- a pretrained backbone ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pretrained_weights_are_asked_for_and_used(data_folder):
     import torchvision
 

@@ -121,6 +121,7 @@ def drawn(*given, **options):
     return data_of(figure)
 
 
+@pytest.mark.slow
 def test_a_changed_value_of_committed_rows_changes_what_is_said_of_a_figure():
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     said = data_of(quality_cost.figure_3(runs))

@@ -28,6 +28,7 @@ def test_what_ran_is_said_in_a_line(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     compared(rows[rows.arm.isin(["RR", "CR", "static 3", "static 4", "static 5", "static 8"])])

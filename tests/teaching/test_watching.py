@@ -28,6 +28,7 @@ def pictures(monkeypatch):
 SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static=[8])
 
 
+@pytest.mark.slow
 def test_every_arm_has_a_line_and_the_title_says_where_they_are(pictures, monkeypatch):
     monkeypatch.setattr(watching, "SECONDS", 0.0)
     titles, show = [], DescribedFigure.show_by
@@ -49,6 +50,7 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(pictures, monkey
     assert titles[-1] == said
 
 
+@pytest.mark.slow
 def test_runs_that_are_watched_end_as_they_would_alone(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "SECONDS", 1e9)
     stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
