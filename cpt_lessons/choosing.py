@@ -44,7 +44,7 @@ def static_or_cycle() -> Figure:
 def noise_harms() -> Figure:
     """Draw H1: what twice the noise does to quality at one cost."""
     lines = in_margins(_effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
-    unit = "effect of twice the noise, in margins (0.1 points or 1.6 %; worse: below 0)"
+    unit = "effect of twice the noise, in margins (grey: within one, 0.1 points or 1.6 %)"
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
 
 

@@ -112,7 +112,7 @@ def sentence(a: Answer) -> str:
             ends = (f" {e.unit}".rstrip(), f" (margin {e.margin:g})" if e.margin == e.margin else "")
             highest[ends] = max(e.interval()[1], highest.get(ends, -math.inf))
         reach = " and ".join(f"{high:+.2f}{unit}{margin}" for (unit, margin), high in highest.items())
-        seeds = {e.what.partition(",")[0]: len(e.values) for e in a.primary}
+        seeds = {e.what.rpartition(", ")[0]: len(e.values) for e in a.primary}
         counts = ", ".join(f"{task}: n = {n}" for task, n in seeds.items())
         effects = f"the 95 % intervals reach up to {reach}; {counts}"
     said = [part for part in (word, effects) if part]

@@ -88,7 +88,7 @@ def price_figure(schedule: Schedule) -> Figure:
     bits, steps = schedule.bits(), np.arange(schedule.total_steps)
     prices = cost.step_cost(bits, schedule.q_max) / cost.step_cost(schedule.q_max, schedule.q_max)
     alt = (
-        f"Above, bits against training step, from {schedule.q_min} to {schedule.q_max}; below, the price of each step, "
+        f"Above, bits against training step, from {schedule.q_min} to {schedule.q_max}; below, the cost of each step, "
         f"{prices.min():.2f} at the fewest bits and {prices.max():.2f} at the most, the area under it filled."
     )
     with drawing(2, 1, alt, figsize=(8, 4), sharex=True) as (figure, ((upper,), (lower,))):
@@ -99,7 +99,7 @@ def price_figure(schedule: Schedule) -> Figure:
         lower.fill_between(steps, prices, step="post", color=color, alpha=0.25)
         throughout = f"every step at {schedule.q_max} bits"
         lower.axhline(1, color=COLORS["static"], linestyle="--", linewidth=1, label=throughout)
-        lower.set(xlabel="training step", ylabel="price of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
+        lower.set(xlabel="training step", ylabel="cost of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
         lower.legend(fontsize=8, loc="upper right")
         figure.suptitle(f"This schedule costs {prices.mean():.2f} of {schedule.q_max} bits throughout", fontsize=11)
     return figure

@@ -59,9 +59,9 @@ def name_points(ax: Any, names: Sequence[str], x: Sequence[float], y: Sequence[f
         _, _, written, _ = textalloc.allocate(
             ax, list(x), list(y), list(names), x_scatter=points[:, 0], y_scatter=points[:, 1], scatter_sizes=sizes,
             x_lines=[line[:, 0] for line in lines], y_lines=[line[:, 1] for line in lines], textsize=SMALL,
-            textcolor=list(colors), linecolor=list(colors), linewidth=0.5, max_distance=0.5, nbr_candidates=600,
-            margin=0.006, draw_all=False, avoid_label_lines_overlap=True, in_layout=False, parse_math=False,
-            plot_kwargs={"alpha": 0.6, "in_layout": False},
+            textcolor=list(colors), linecolor=[TEXT["static"]] * len(names), linewidth=0.5, max_distance=0.5,
+            nbr_candidates=600, margin=0.006, draw_all=False, avoid_label_lines_overlap=True, in_layout=False,
+            parse_math=False, plot_kwargs={"in_layout": False, "zorder": 10},
         )  # fmt: skip
     missing = [name for name, text in zip(names, written, strict=True) if text is None]
     if missing:

@@ -57,7 +57,7 @@ def figure(parts: Sequence[Task]) -> Figure:
     lines = []
     for question in QUESTIONS:
         found = effects(parts, question)
-        names = [f"{t.name}, to {t.best(OTHERS[question])}" for t in parts]
+        names = [f"{t.name}, minus {t.best(OTHERS[question])}" for t in parts]
         lines += in_margins(found, names, "worse", "better")
     won, lost = (sum(line[-1].startswith(word) for line in lines) for word in ("better", "worse"))
     title = f"A late forward switch wins {won} of {len(lines)} comparisons and loses {lost}"
