@@ -15,8 +15,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from traceback import walk_stack
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ FORMS = {
 }
 # functions of torch that multiply and have a rule in ``operations``, and of libraries that do so; those that have none
 NAMES = frozenset(
-    "__matmul__ __rmatmul__ _grouped_mm _transformer_encoder_layer_fwd addmm addmv baddbmm bilinear bmm chain_matmul "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot einsum grouped_mm grouped_mm_fallback "
-    "gru gru_cell inner linalg_matmul linalg_multi_dot linear lstm lstm_cell matmul mm multi_head_attention_forward mv "
-    "rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention tensordot vdot".split()
+    "__matmul__ __rmatmul__ _grouped_mm _nested_tensor_from_mask _transformer_encoder_layer_fwd addmm addmv baddbmm "
+    "bilinear bmm chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot einsum "
+    "grouped_mm grouped_mm_fallback gru gru_cell inner linalg_matmul linalg_multi_dot linear lstm lstm_cell matmul mm "
+    "multi_dot multi_head_attention_forward mv rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
+    "scaled_dot_product_attention tensordot vdot".split()
 )
 UNRULED = ("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_")
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
@@ -245,9 +247,11 @@ def names_a_product(module: nn.Module) -> bool:
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
+        with suppress(ValueError):  # a cell may be empty still
+            left += [c.cell_contents for c in function.__closure__ or () if not isinstance(c.cell_contents, type)]
         for code in _with_inner(function.__code__):
-            for name, of_self in _names(code):
-                if of_self:
+            for name, of in _names(code):
+                if of and of in function.__code__.co_varnames[:1]:  # self
                     held = vars(module).get(name)  # a function, or an object that is called; no child
                     if name in NAMES and callable(held):
                         return True
@@ -257,8 +261,12 @@ def names_a_product(module: nn.Module) -> bool:
                 else:
                     if name in NAMES or name == "@":
                         return True
-                    found = function.__globals__.get(name)
-                if isinstance(found, FunctionType | MethodType):
+                    owner = function.__globals__.get(of)
+                    inside = isinstance(owner, ModuleType | type) and not owner.__name__.startswith("torch")
+                    found = vars(owner).get(name) if inside else function.__globals__.get(name)
+                    if getattr(found, "__name__", "") in NAMES:  # imported by another name
+                        return True
+                if isinstance(found, FunctionType | MethodType | staticmethod):
                     left.append(found)
     return False
 
@@ -271,17 +279,17 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
-def _names(code: CodeType) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a code uses, each with whether it is one of ``self``; "@" stands for the operator."""
-    before = None
+def _names(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the names that a code uses, each with the variable that it is an attribute of; "@" is the operator."""
+    before = ""
     for instruction in dis.get_instructions(code):
         kind, value = instruction.opname, instruction.argval
         if kind in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield str(value), before == "self"
+            yield str(value), before
         elif kind in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-            yield str(value), False
+            yield str(value), ""
         elif kind == "BINARY_OP" and instruction.argrepr.startswith("@"):
-            yield "@", False
+            yield "@", ""
         if kind != "CACHE":
             last = value[-1] if isinstance(value, tuple) and value else value
-            before = last if kind.startswith("LOAD_FAST") else None
+            before = str(last) if kind.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF")) else ""

@@ -15,6 +15,7 @@ codes refuse them.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -138,6 +139,11 @@ class _QuantizeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_autocast_enabled(gradient.device.type):
+            from cpt_core.quantization.coverage import QuantizationWarning
+
+            said = "backward() runs under autocast, which rounds quantised products once more; leave its block before"
+            warnings.warn(said, QuantizationWarning, stacklevel=2)
         return round_gradient(gradient, ctx.levels, ctx.quantizer, ctx.key), None, None, None
 
 

@@ -99,7 +99,16 @@ class QuantizedLayer(Changed):
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
-        """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
+        """Raise ValueError for a module that must not silently stay in float32, or that uses a name of layers."""
+        kinds = [kind for kind in cls.__mro__ if issubclass(kind, Changed) and not issubclass(kind, nn.Module)]
+        taken = {name for kind in kinds for name in (*vars(kind), *kind.__annotations__) if not name.startswith("__")}
+        own = type(module).__mro__[: type(module).__mro__.index(nn.Module)] if cls.CATCHES else ()
+        held = (vars(module), module._parameters, module._buffers, module._modules, *map(vars, own))
+        if found := sorted(taken & set().union(*held)):
+            raise ValueError(
+                f"{type(module).__name__}.{found[0]} has a name that a quantised layer has for itself; rename it, or "
+                "leave the module out: QuantConfig(float32=(...,))"
+            )
 
     @property
     def products(self) -> tuple[str, ...]:

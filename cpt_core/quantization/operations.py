@@ -32,10 +32,13 @@ Differs: the paper and its code quantise the layers of their own models; nothing
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial, wraps
 from string import ascii_letters
+from traceback import walk_stack
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +48,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from cpt_core.checks import library
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
 from cpt_core.quantization import coverage, recurrences
@@ -77,6 +81,20 @@ class Products(TorchFunctionMode):
         self.precision, self.own, self.per_feature = precision, own, per_feature
         # whether a product of the module is running, and one on codes, whose parts are no products to count
         self.multiplying = self.on_codes = False
+        self.outside: Any = None  # hooks on saved tensors, and whether gradients were on, where the forward began
+        self.needed: set[tuple[str, int, int]] = set()  # places in programs where an operand needed a gradient
+
+    def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function, of which products are caught."""
+        if torch.compiler.is_compiling():
+            with self:
+                return function(*args, **kwargs)
+        before, self.outside = self.outside, _surroundings()
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self.outside = before
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,7 +107,7 @@ class Products(TorchFunctionMode):
             if kwargs:
                 args, kwargs = in_order(function, args, kwargs)
             with unseen():
-                if _has_a_grid(args) and not only_scales(function, args):
+                if _has_a_grid(args) and not only_scales(function, args, self.constant):
                     return self._multiplied(RULES[function][0], function, args, kwargs)
         return function(*args, **kwargs)
 
@@ -99,11 +117,25 @@ class Products(TorchFunctionMode):
             rule = lambda _, function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
         if torch.compiler.is_compiling():
             return rule(self, function, *args, **kwargs)
+        if (now := _surroundings()) != self.outside:
+            library("cpt_core.integrations.checkpointing:catch_again", "")(self, now[0])
         before, self.multiplying = self.multiplying, True
         try:
             return rule(self, function, *args, **kwargs)
         finally:
             self.multiplying = before
+
+    def constant(self, *operands: Tensor) -> bool:
+        """Whether operands are constant; with gradients off, those that were not with gradients on are not."""
+        alike = constant(*operands)
+        if torch.compiler.is_compiling():
+            return alike
+        torchs = (__name__, "torch.functional")
+        frame = next(f for f, _ in walk_stack(sys._getframe(1)) if f.f_globals.get("__name__") not in torchs)
+        place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
+        if torch.is_grad_enabled() and not alike:
+            self.needed.add(place)
+        return alike and place not in self.needed
 
     def input(self, x: Tensor, weight: Tensor, kind: str = "linear") -> Tensor:
         """Return what meets a weight, rounded."""
@@ -135,12 +167,21 @@ def is_weight(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
-def only_scales(function: Any, args: Any) -> bool:
-    """Whether a product is a sum over one element of what needs no gradient and is no weight: a scaling."""
+def constant(*operands: Tensor) -> bool:
+    """Whether no operand needs a gradient or is a weight."""
+    return not any(x.requires_grad or is_weight(x) for x in operands)
+
+
+def only_scales(function: Any, args: Any, constant: Callable[..., bool] = constant) -> bool:
+    """Whether a product is a sum over one element of what is constant: a scaling."""
     if function not in PAIRS:
         return False
     a, b = args[:2]
-    return a.dim() > 0 and a.shape[-1] == 1 and not any(x.requires_grad or is_weight(x) for x in (a, b))
+    return a.dim() > 0 and a.shape[-1] == 1 and constant(a, b)
+
+
+def _surroundings() -> tuple[Any, bool]:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
 
 
 # --- rules: products, function, its arguments -> its result -----------------------------------------------------------
@@ -182,9 +223,10 @@ def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, b
         return _pair(c, lambda a, b, bias: scaled(beta, bias) + scaled(alpha, traced.matmul(a, b)), weights, a, b, bias)
 
     def summed(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return scaled(beta, input) + scaled(alpha, _pair(c, traced.matmul, weights, a, b))
+        product = scaled(alpha, _pair(c, traced.matmul, weights, a, b))
+        return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
 
-    return in_float32(c.precision, a, biased if is_weight(input) else summed, input, a, b)
+    return in_float32(c.precision, a, biased if is_weight(input) and beta != 0 else summed, input, a, b)
 
 
 def _pair(
@@ -201,8 +243,10 @@ def _pair(
     if not roles:
         lies_turned = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
         roles = ("query", "key") if lies_turned else ("probabilities", "value")
+    if outer := a.dim() > 1 < b.dim() and a.shape[-1] == 1:  # vectors lie across the sum
+        a, roles = a.mT, ("probabilities", "value")
     by_token = roles[1] == "key" and not c.per_feature
-    if p.execution == "integer" and not by_token and not bias and a.dim() > 1 < b.dim() and p.on_codes(a):
+    if p.execution == "integer" and not (outer or by_token) and not bias and a.dim() > 1 < b.dim() and p.on_codes(a):
         c.on_codes = True
         try:
             y = on_codes("matmul", p, roles, a, b)
@@ -212,7 +256,8 @@ def _pair(
             c.report(a, b, y)
         return y
     second = p.operand("key", b.mT, -1).mT if by_token else p.operand(roles[1], b)
-    return p.multiplied(multiply, p.operand(roles[0], a), second, *bias)
+    first = p.operand(roles[0], a)
+    return p.multiplied(multiply, first.mT if outer else first, second, *bias)
 
 
 def _attention(
@@ -224,19 +269,21 @@ def _attention(
     scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)
     """
 
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("attention takes a mask or is_causal=True, not both")
+
     def multiplied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         scores = _pair(c, traced.matmul, NEITHER, query, key.transpose(-2, -1), roles=("query", "key"))
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill(~mask, -math.inf)
         elif mask is not None:
             scores = scores + mask
-        probabilities = functional.dropout(scores.softmax(-1), dropout_p, dropout_p > 0)
+        probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, dropout_p > 0)
         return _pair(c, traced.matmul, NEITHER, probabilities, value, roles=("probabilities", "value"))
 
     return in_float32(c.precision, query, multiplied, query, key, value, attn_mask)
@@ -298,10 +345,8 @@ def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str,
     p, equation = c.precision, f"{terms[0]},{terms[1]}->{result}"
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
     weights = is_weight(a), is_weight(b)
-    constant = not any(weights) and not (a.requires_grad or b.requires_grad)
-    if constant and all(
-        x.shape[i] == 1 for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)
-    ):
+    places = [(x, i) for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)]
+    if all(x.shape[i] == 1 for x, i in places) and c.constant(a, b):
         return function(equation, a, b)
 
     def multiplied(a: Tensor, b: Tensor) -> Tensor:
@@ -467,8 +512,7 @@ class QuantOperations(QuantizedLayer):
     @staticmethod
     def run(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a module's own forward."""
-        with module.catching:
-            return forward(module, *args, **kwargs)
+        return module.catching.around(forward, module, *args, **kwargs)
 
     @staticmethod
     def by_feature(module: nn.Module) -> bool:
@@ -478,7 +522,8 @@ class QuantOperations(QuantizedLayer):
 
     @classmethod
     def check(cls, module: Any) -> None:
-        """Refuse fused kinds of attention of transformers that no mode can look into."""
+        """Refuse fused kinds of attention of transformers that no mode can look into, and names that are taken."""
+        super().check(module)
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if kind not in (None, "eager", "sdpa"):
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 
+import helpers
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
@@ -372,8 +373,30 @@ def test_what_names_a_product():
     assert not names_a_product(processed(print))
     assert all(map(names_a_product, (module(**through_a_method), module(forward=wrapped), Below(2, 1))))
     assert all(map(names_a_product, (processed(Processor()), processed(module_function))))
+    decorated = hidden(lambda self, x: x @ x)  # no wraps
+    renamed = {"forward": lambda this, x: this.helper(x), "helper": lambda this, x: module_function(x)}
+    by_name = (lambda self, x: times(x, x), lambda self, x: Held.product(x), lambda self, x: helpers.normal(x))
+    assert all(map(names_a_product, (module(forward=decorated), module(**renamed))))
+    assert all(names_a_product(module(forward=f)) for f in by_name[:2])
+    assert not names_a_product(module(forward=by_name[2]))
+    assert names_a_product(module(forward=lambda self, x: torch.linalg.multi_dot([x, x])))
     assert not any(map(names_a_product, (nn.ReLU(), nn.Sequential(), nn.BatchNorm2d(2), nn.Embedding(2, 2))))
     assert all(map(names_a_product, (nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.GRU(2, 2))))
+
+
+def hidden(function):
+    return lambda *args: function(*args)
+
+
+times = torch.matmul
+
+
+class Held:
+    """A class that holds a function."""
+
+    @staticmethod
+    def product(x):
+        return x @ x
 
 
 def module_function(x):
@@ -391,7 +414,7 @@ def test_products_that_no_rule_quantises_are_named(name):
 def test_every_product_that_has_a_rule_is_looked_for():
     """Modules are converted by these names, and the first pass goes by them, before any rule is loaded."""
     named = {f.__name__.partition(".")[0] for f in (*operations.RULES, *operations.INSIDE)}
-    named |= {"_transformer_encoder_layer_fwd"}
+    named |= {"_transformer_encoder_layer_fwd", "_nested_tensor_from_mask", "multi_dot"}  # names in code alone
     named |= {name.partition("::")[2] for name in operations.OPERATORS}
     assert coverage.NAMES == named
     assert {f.__name__ for f in operations.UNRULED} == set(coverage.UNRULED)

@@ -1,5 +1,6 @@
 // The operators of a CPU, see operators.py for what they are.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/TorchDispatchUtils.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -17,6 +18,8 @@
 
 namespace {
 
+constexpr auto UNDER_AUTOCAST =
+    "backward() runs under autocast, which rounds quantised products once more; leave its block before";
 constexpr float RUNNING_DECAY = 0.9f, NEW_SHARE = 0.1f;
 
 // The shape of the ranges of a granularity: which dimensions are kept, and how many there are.
@@ -309,6 +312,7 @@ struct RoundGradient : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     Tensor gradient = std::move(grads[0]);
     if (!gradient.defined() || gradient.numel() == 0) return {gradient};
+    if (at::autocast::is_autocast_enabled(at::kCPU)) TORCH_WARN(UNDER_AUTOCAST);
     Tensor rounded;
     const bool own = gradient.use_count() == 1 && gradient.storage().use_count() == 1 && !at::GradMode::is_enabled() &&
                      gradient.layout() == at::kStrided && gradient.scalar_type() == at::kFloat &&

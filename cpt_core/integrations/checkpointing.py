@@ -1,0 +1,39 @@
+"""What ``torch.utils.checkpoint`` computes again, quantised as it was before.
+
+A checkpoint around a function of a module calls it once more in the backward pass. The module's own forward, in which
+products are caught, has ended by then.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from traceback import walk_stack
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from cpt_core.quantization.operations import Products
+
+
+def catch_again(products: Products, hooks: Any) -> None:
+    """Let products be caught in what is computed again, of the innermost checkpoint inside a module's forward.
+
+    Args:
+        hooks: on tensors that are saved now, as torch keeps them; those of a checkpoint that is not reentrant know it.
+    """
+    if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        held = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__, strict=True))
+        _catch(products, held["frame"].cell_contents, "recompute_fn")
+    elif not torch.is_grad_enabled():
+        for frame, _ in walk_stack(None):
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                _catch(products, frame.f_locals["ctx"], "run_function")
+            if frame.f_code is Products.around.__code__ and frame.f_locals["self"] is products:
+                return
+
+
+def _catch(products: Products, checkpoint: Any, name: str) -> None:
+    again = getattr(checkpoint, name)
+    if not (isinstance(again, partial) and again.func == products.around):
+        setattr(checkpoint, name, partial(products.around, again))

@@ -1,0 +1,178 @@
+"""Ways in which models of other people are written, each of which once ran in float32, or crashed, without a word."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cpt_core.kernels import operators
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.scheduler import precision
+
+
+class Attention(nn.Module):
+    """Self-attention, perhaps with a checkpoint around a function of it."""
+
+    def __init__(self, fused=False, reentrant=None):
+        super().__init__()
+        self.qkv, self.out, self.fused, self.reentrant = nn.Linear(8, 24), nn.Linear(8, 8), fused, reentrant
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.reentrant is None:
+            return self.out(self.attend(q, k, v))
+        return self.out(checkpoint(self.attend, q, k, v, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_that_is_computed_again_is_quantised_again(fused, reentrant):
+    model, x = quantize_(Attention(fused)), torch.randn(2, 5, 8)
+    found = []
+    for how in (None, reentrant, reentrant):
+        model.reentrant = how
+        model.zero_grad()
+        with precision(model, 3, 32):
+            y = model(x)
+            y.square().sum().backward()
+        found.append((y.detach(), model.qkv.weight.grad))
+    for y, gradient in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(gradient, found[0][1])
+
+
+class Outer(nn.Module):
+    """Fast weights: keys times values, then read out."""
+
+    def __init__(self, einsum):
+        super().__init__()
+        self.qkv, self.einsum = nn.Linear(8, 24), einsum
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.einsum:
+            return torch.einsum("bi,bij->bj", q, torch.einsum("bi,bj->bij", k, v))
+        self.product = k.unsqueeze(-1) @ v.unsqueeze(-2)
+        return (q.unsqueeze(-2) @ self.product).squeeze(-2)
+
+
+@pytest.mark.parametrize("einsum", [False, True])
+def test_evaluation_without_gradients_is_of_the_model_that_was_trained(einsum):
+    model, x = quantize_(Outer(einsum)), torch.randn(4, 8)
+    with precision(model, 2, 8):
+        trained = model(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), trained)
+
+
+def test_vectors_across_the_sum_have_a_range():
+    model = quantize_(Outer(einsum=False))
+    with precision(model, 1, 8):
+        model(torch.randn(4, 8))
+    assert max(len(sample.unique()) for sample in model.product) <= 4  # two values of either vector
+
+
+def test_an_encoder_takes_padding_at_evaluation():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model, x = quantize_(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 4, 8)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    with precision(model, 20, 20), torch.no_grad():
+        model(x)  # the first pass is watched
+        y = model(x, src_key_padding_mask=padding)
+        alone = model(x[1:, :2])
+    torch.testing.assert_close(y[1:, :2], alone, rtol=1e-3, atol=1e-3)
+
+
+class Added(nn.Module):
+    """A product that is added to nothing, as scores of attention are where there is no mask."""
+
+    def forward(self, x):
+        nothing = torch.full((2, 3, 3), float("nan"))
+        return torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5)
+
+
+class Masked(nn.Module):
+    """Attention of torch with what a test gives it."""
+
+    def forward(self, q, k, v, **given):
+        return F.scaled_dot_product_attention(q, k, v, **given)
+
+
+def test_what_torch_does_not_read_is_not_read():
+    model, x = quantize_(Added()), torch.randn(2, 3, 4)
+    with precision(model, 20, 20):
+        torch.testing.assert_close(model(x), 0.5 * x @ x.mT, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_token_that_sees_nothing_gets_nothing(kind):
+    model, x = quantize_(Masked()), torch.randn(1, 3, 4, requires_grad=True)
+    sees = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    mask = sees if kind == torch.bool else torch.zeros(3, 3).masked_fill(~sees, -torch.inf)
+    with precision(model, 20, 20):
+        y = model(x, x, x, attn_mask=mask)
+    y.sum().backward()
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x, attn_mask=mask), rtol=1e-3, atol=1e-3)
+    assert not y[0, 1].any()
+    assert x.grad.isfinite().all()
+
+
+def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
+    model = quantize_(Masked())
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    with precision(model, 20, 20):
+        same = model(q, k, v.expand(1, 2, 3, 8), enable_gqa=True)
+        assert torch.equal(model(q, k, v, enable_gqa=True), same)
+        with pytest.raises(RuntimeError, match="a mask or is_causal=True"):
+            model(q, q, q, attn_mask=torch.zeros(3, 3), is_causal=True)
+
+
+class Own(nn.Module):
+    """A model with an attribute of its own."""
+
+    def __init__(self, name, value):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        setattr(self, name, value)
+
+    def forward(self, x):
+        return x @ self.w
+
+
+@pytest.mark.parametrize("name", ["precision", "products", "catching", "KIND", "run"])
+@pytest.mark.parametrize("value", [2.0, nn.Parameter(torch.ones(4)), nn.ReLU()])
+def test_names_of_the_model_are_not_taken_from_it(name, value):
+    model = Own(name, value)
+    before = copy.deepcopy(model.__dict__)
+    with pytest.raises(ValueError, match=rf"Own\.{name} has a name that a quantised layer has for itself; rename it"):
+        quantize_(model)
+    assert type(model) is Own
+    assert model.__dict__.keys() == before.keys()
+    layer = nn.Linear(2, 2)
+    layer.precision = 3
+    with pytest.raises(ValueError, match=r"Linear\.precision"):
+        quantize_(layer)
+
+
+def test_a_method_of_the_model_is_not_hidden():
+    kind = type("Checks", (Own,), {"check": lambda self, x: x})
+    with pytest.raises(ValueError, match=r"Checks\.check"):
+        quantize_(kind("scale", 1.0))
+
+
+@pytest.mark.parametrize("family", ["cpt", "cpt_reference"])
+def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
+    monkeypatch.setattr(operators, "active", getattr(torch.ops, family))
+    model = quantize_(nn.Linear(4, 4))
+    with precision(model, 4, 8), torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(2, 4)).float().sum()
+        with pytest.warns(UserWarning, match="under autocast, which rounds quantised products once more"):
+            loss.backward()
+    assert issubclass(QuantizationWarning, UserWarning)
