@@ -82,6 +82,7 @@ class Products(TorchFunctionMode):
         # whether a product of the module is running, and one on codes, whose parts are no products to count
         self.multiplying = self.on_codes = False
         self.outside: Any = None  # hooks on saved tensors, and whether gradients were on, where the forward began
+        self.given: tuple[Tensor, ...] = ()  # tensors in the place of parameters, as functional_call puts them there
         self.needed: set[tuple[str, int, int]] = set()  # places in programs where an operand needed a gradient
 
     def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ class Products(TorchFunctionMode):
 
     def constant(self, *operands: Tensor) -> bool:
         """Whether operands are constant; with gradients off, those that were not with gradients on are not."""
-        alike = constant(*operands)
+        alike = constant(*operands, given=self.given)
         if torch.compiler.is_compiling():
             return alike
         torchs = (__name__, "torch.functional")
@@ -162,14 +163,14 @@ def _has_a_grid(args: Any) -> bool:
     return plain and len(tensors) > 0 and tensors[0].is_floating_point()
 
 
-def is_weight(x: Tensor) -> bool:
-    """Whether a tensor is a parameter, or a view of one."""
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+def is_weight(x: Tensor, given: tuple[Tensor, ...] = ()) -> bool:
+    """Whether a tensor is a parameter, or in the place of one, or a view of one."""
+    return any(isinstance(y, nn.Parameter) or any(y is g for g in given) for y in (x, x._base))
 
 
-def constant(*operands: Tensor) -> bool:
+def constant(*operands: Tensor, given: tuple[Tensor, ...] = ()) -> bool:
     """Whether no operand needs a gradient or is a weight."""
-    return not any(x.requires_grad or is_weight(x) for x in operands)
+    return not any(x.requires_grad or is_weight(x, given) for x in operands)
 
 
 def only_scales(function: Any, args: Any, constant: Callable[..., bool] = constant) -> bool:
@@ -207,13 +208,13 @@ def _conv(c: Products, function: Any, input: Tensor, weight: Tensor, bias: Any =
 
 
 def _matmul(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
-    weights = is_weight(a), is_weight(b)
+    weights = is_weight(a, c.given), is_weight(b, c.given)
     return in_float32(c.precision, a, lambda a, b: _pair(c, traced.matmul, weights, a, b), a, b)
 
 
 def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Of ``beta input + alpha a @ b``; an ``input`` that is a parameter is a bias."""
-    weights = is_weight(a), is_weight(b)
+    weights = is_weight(a, c.given), is_weight(b, c.given)
 
     def scaled(factor: Any, x: Tensor) -> Tensor:
         return x if factor == 1 else factor * x
@@ -226,7 +227,7 @@ def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, b
         product = scaled(alpha, _pair(c, traced.matmul, weights, a, b))
         return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
 
-    return in_float32(c.precision, a, biased if is_weight(input) and beta != 0 else summed, input, a, b)
+    return in_float32(c.precision, a, biased if is_weight(input, c.given) and beta != 0 else summed, input, a, b)
 
 
 def _pair(
@@ -344,7 +345,7 @@ def _einsum(c: Products, function: Any, equation: Any, *operands: Any) -> Tensor
 def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor) -> Tensor:
     p, equation = c.precision, f"{terms[0]},{terms[1]}->{result}"
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
-    weights = is_weight(a), is_weight(b)
+    weights = is_weight(a, c.given), is_weight(b, c.given)
     places = [(x, i) for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)]
     if all(x.shape[i] == 1 for x, i in places) and c.constant(a, b):
         return function(equation, a, b)
@@ -512,7 +513,15 @@ class QuantOperations(QuantizedLayer):
     @staticmethod
     def run(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a module's own forward."""
-        return module.catching.around(forward, module, *args, **kwargs)
+        catching = module.catching
+        if torch.compiler.is_compiling():
+            return catching.around(forward, module, *args, **kwargs)
+        given = (p for p in module._parameters.values() if p is not None and not isinstance(p, nn.Parameter))
+        try:
+            catching.given = tuple(given)
+            return catching.around(forward, module, *args, **kwargs)
+        finally:
+            catching.given = ()
 
     @staticmethod
     def by_feature(module: nn.Module) -> bool:

@@ -176,3 +176,13 @@ def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
         with pytest.warns(UserWarning, match="under autocast, which rounds quantised products once more"):
             loss.backward()
     assert issubclass(QuantizationWarning, UserWarning)
+
+
+def test_tensors_in_the_place_of_parameters_round_as_these():
+    model, x = quantize_(Own("scale", 1.0)), torch.randn(3, 4)
+    with torch.no_grad():
+        model.w[:, 1] *= 100
+    given = {"w": model.w.detach().clone()}
+    with precision(model, 4, 8):
+        assert torch.equal(torch.func.functional_call(model, given, (x,)), model(x))
+    assert not model.catching.given
