@@ -14,7 +14,8 @@ import operator
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Real
@@ -23,6 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 MOST_BITS = 32
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # whose names are not those of their modules
 
 
 def arguments(inputs: Any) -> None:
@@ -159,12 +161,28 @@ def shown(value: Any) -> str:
 
 
 def library(name: str, extra: str) -> Any:
-    """Import an optional library, or "module:name" that needs one; ImportError names the extra that brings it."""
+    """Import an optional library, or "module:name" that needs one; ImportError names the extra as ``extra_named``."""
     try:
         return pkgutil.resolve_name(name if ":" in name else f"{name}:")
+    except ImportError:
+        with extra_named(extra, name):
+            raise
+
+
+@contextmanager
+def extra_named(extra: str = "", name: str = "") -> Iterator[None]:
+    """Let an ImportError inside name the extra that brings the module (``name``), by the metadata, else ``extra``."""
+    try:
+        yield
     except ImportError as error:
+        from importlib.metadata import distributions
+
         missing = (error.name or name).partition(".")[0]
-        if not extra or missing in ("cpt_core", "cpt_lab"):
+        needed = [line for d in distributions(name="cpt-core") for line in d.requires or ()]
+        package = PACKAGES.get(missing, missing).replace("_", "[-_]")
+        known = re.findall(rf"^{package}\b.* extra == .(\w+)", "\n".join(needed), re.M | re.I)
+        extra = extra if extra in known or not known else known[0]
+        if not missing or not extra or missing.startswith("cpt_"):
             raise
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
 
@@ -202,6 +220,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any], previous: Path | 
     Both ways on the disk too, so that the machine may stop at any moment. With ``previous`` the old one stays under
     that name, from when the new one is on the disk.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

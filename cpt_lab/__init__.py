@@ -5,12 +5,11 @@ def main() -> None:
     """Run a command of ``cpt``, or say which extra it needs."""
     import sys
 
-    from cpt_core.checks import library
+    from cpt_core.checks import extra_named
 
     try:
-        library("typer", "lab")
+        with extra_named("lab"):
+            from cpt_lab.commands import main as run
     except ImportError as missing:
         sys.exit(f"error: {missing}")
-    from cpt_lab.commands import main as run
-
     run()

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from cpt_core.checks import extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 app = typer.Typer(
@@ -286,7 +287,7 @@ def range_test(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],
     model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
     scale: Scale = "demo",
-    q_max: Annotated[int, typer.Option(help="bits that the others are compared with")] = 8,
+    q_max: Annotated[int, typer.Option(min=2, help="bits that the others are compared with")] = 8,
     bits: Annotated[list[int], typer.Option(help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out")] = [],  # noqa: B006
     dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
     mode: Annotated[str, typer.Option(help="reset, or continuing as the CPT paper words it")] = "reset",
@@ -393,7 +394,7 @@ def main() -> None:
     if find_spec("cpt_lessons"):  # the package above this one, which brings more of them
         import_module("cpt_lessons.commands")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), extra_named():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             app()
     except (ValueError, OSError, ImportError) as error:

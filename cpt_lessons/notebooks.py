@@ -79,7 +79,7 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
         **({} if hand_out else {folder / "solutions": solutions_dir()}),
         **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
     }
-    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl")
+    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl", ".sha256")
     copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
     for copy in copies:
         if copy.exists():

@@ -1,4 +1,7 @@
-"""A GPT-2 of Hugging Face learns Python's reference text character by character; the callback drives its precision."""
+"""A GPT-2 of Hugging Face learns Python's reference text character by character; the callback drives its precision.
+
+It needs the extra `text`.
+"""
 
 from pydoc_data.topics import topics
 

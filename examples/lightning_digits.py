@@ -1,4 +1,7 @@
-"""A module of Lightning learns digits; the callback drives its precision. ``--devices 2`` trains in two processes."""
+"""A module of Lightning learns digits; the callback drives its precision. ``--devices 2`` trains in two processes.
+
+It needs the extras `lab,lightning`.
+"""
 
 import argparse
 

@@ -2,6 +2,7 @@
 
 ``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``agreed_ranges`` all round on ranges
 of the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
+It needs the extra `lab`.
 """
 
 import torch

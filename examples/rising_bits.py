@@ -1,4 +1,7 @@
-"""Bits that rise when the loss stalls (FracTrain's rule, see ``AdaptiveScheduler``), in a training that resumes."""
+"""Bits that rise when the loss stalls (FracTrain's rule, see ``AdaptiveScheduler``), in a training that resumes.
+
+It needs the extra `lab`.
+"""
 
 import torch
 from sklearn.datasets import load_digits

@@ -3,6 +3,7 @@
 Here they are torch's own, ``torch.autocast`` to bfloat16, as every processor has them. The one line to change for
 other libraries is ``low_precision``: ``transformer_engine.pytorch.autocast(enabled=low)`` for its float8, for instance.
 The products are not ours then, so ``quantize_`` has no part in it; ``schedule(step)`` is all that is needed.
+The digits need the extra `lab`.
 """
 
 import torch

@@ -1,4 +1,6 @@
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -45,6 +47,28 @@ def test_library_blames_a_missing_library_and_nothing_else():
     assert "pip install" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("module", "asked", "extra"),
+    [("threadpoolctl", "vision", "lab"), ("PIL", "vision", "vision"), ("sklearn", "", "lab"), ("dgl", "", "graph")],
+)
+def test_the_extra_is_the_one_that_brings_what_is_missing(module, asked, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"^{module} cannot be imported; .* 'cpt-core\[{extra}\]'$"):
+        library(module, asked)
+    monkeypatch.setitem(sys.modules, "cpt_core.nonsense", None)
+    with pytest.raises(ImportError, match=r"^import of cpt_core\.nonsense halted"):
+        library("cpt_core.nonsense", "")
+
+
+@pytest.mark.parametrize(("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3])
+def test_a_callback_names_the_extra_that_it_misses(part, module, extra, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"cpt_core.integrations.{part}", raising=False)
+    for name in (module, f"{module}.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"^{module} cannot be imported; .* 'cpt-core\[{extra}\]'$"):
+        import_module(f"cpt_core.integrations.{part}")
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path):
     path = tmp_path / "state.json"
     path.write_text("old")
@@ -57,6 +81,8 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     with pytest.raises(OSError, match="the disk is full"):
         write_atomically(path, write)
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
+        write_atomically(tmp_path, write)
     with path.open() as reader:
         write_atomically(path, lambda temporary: temporary.write_text("new"))
         assert reader.read() == "old"  # the file it has opened is another one now

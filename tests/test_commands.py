@@ -44,12 +44,15 @@ def keep(spec, status="ok", **more):
     ("words", "message"),
     [
         (["plan", "figure_33"], "no grid 'figure_33'; the nearest of "),
-        (["plan", "digits/mlp6", "--scale", "paper"], "no grid of digits/mlp6 has scale 'paper'"),
+        (["plan", "digits/mlp6", "--scale", "paper"], "of digits/mlp6 has scale 'paper'; choose from smoke, demo"),
+        (["plan", "--scale", "big"], "no grid has scale 'big'; choose from smoke, demo, paper"),
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
         (["run", "figure_3", "--device", "cpu"], "python -m cpt_lab download cifar10"),
         (["run", "ogbn-arxiv/deficit_length", "--device", "cpu"], "python -m cpt_lab download ogbn-arxiv"),
         (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
+        (["range-test", "digits", "--q-max", "1"], "Invalid value for '--q-max'"),
+        (["range-test", "digits", "--q-max", "2"], "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2"),
         (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
         (["range-test", "digits", "--figure", "no/such/folder.png"], "there is no folder no/such"),
         (["run", "nope"], "; `plan` lists them all"),
@@ -66,6 +69,7 @@ def keep(spec, status="ok", **more):
           for part in ("0/2", "3/2", "1/18", "2")),
         (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["report", __file__], "line 1 is no JSON"),
+        (["explorer", "."], ". is a folder; name a file"),
         (["explorer", "no/such/page.html"], "there is no folder no/such"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
         (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, paper; got 'big'"),
@@ -102,6 +106,14 @@ def test_wrong_input_ends_with_one_clear_line_before_any_work(words, message, co
     assert "Traceback" not in said
     assert len(said) < 500
     assert [p for p in (place / "runs").rglob("*.jsonl") if p.read_text()] == []
+
+
+def test_a_command_names_the_extra_of_what_its_modules_import(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "cpt_lab.sweeps.outlook")
+    said = "error: pandas cannot be imported; get it with: pip install 'cpt-core[lab]'"
+    status, _, err = command("plan")
+    assert (status, err.splitlines()[-1]) == (2, said)
 
 
 def test_an_empty_archive_is_no_ctrl_d(command, place):
@@ -194,8 +206,8 @@ def test_every_figure_and_table_has_its_grids():
             else:
                 assert len(specs) >= 3  # a window, and both controls
     frame = outlook.plan(measured=False)
-    assert len(frame) == len(GRIDS)
-    assert f"grids: {len(GRIDS)};" in outlook.text(frame)
+    assert list(frame["grid"]) == [*GRIDS, *grids.QUESTIONS]
+    assert f"grids: {len(frame)};" in outlook.text(frame)
 
 
 @pytest.mark.slow

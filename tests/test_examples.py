@@ -33,6 +33,11 @@ def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
     assert len(text.splitlines()) <= 60
     assert (ast.get_docstring(ast.parse(text)) or "").count(".") >= 1
     assert path.stem in Path(__file__).read_text()
+    brings = {"sklearn": "lab", "lightning": "lightning", "transformers": "text"}
+    needed = {brings[name] for name in re.findall(r"^(?:from|import) (\w+)", text, re.M) if name in brings}
+    assert re.findall(r"extras? `([\w,]+)`", text) == [",".join(sorted(needed))]
+    page = (FOLDER.parent / "docs" / "integrations.md").read_text()
+    assert f"[`{path.name}`](../examples/{path.name}) | `{','.join(sorted(needed))}` |" in page
 
 
 def test_a_training_whose_bits_rise_resumes_bit_for_bit():

@@ -96,6 +96,14 @@ def test_every_import_is_declared():
             assert names & declared, f"{path.relative_to(ROOT)} imports {module}; pyproject.toml declares no {names}"
 
 
+def test_the_command_without_its_extra_names_it():
+    run = f"EntryPoint('cpt', {PROJECT['scripts']['cpt']!r}, 'console_scripts').load()()"
+    code = f"import sys; sys.modules['typer'] = None; from importlib.metadata import EntryPoint; {run}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = "error: typer cannot be imported; get it with: pip install 'cpt-core[lab]'\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows():
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert [name.split("=")[0] for name in conda] == ["python", "pip"]

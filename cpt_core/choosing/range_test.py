@@ -115,6 +115,8 @@ def range_tested(
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
     dwell = whole("dwell", dwell, 4, MOST_STEPS)
     q_max = check_bits("q_max", q_max)
+    if bits is None and q_max < 3:
+        raise ValueError(f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}")
     tried = tuple(range(2, q_max)) if bits is None else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
     if not tried or tried[-1] > q_max:
         raise ValueError(f"bits must name precisions below q_max = {q_max}, got {bits!r}")

@@ -19,16 +19,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
-from transformers import TrainerControl as Control
-from transformers import TrainerState as State
-from transformers import TrainingArguments as Arguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from cpt_core.checks import whole, write_atomically
+from cpt_core.checks import extra_named, whole, write_atomically
 from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
+
+with extra_named("text"):
+    from transformers import TrainerCallback
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Arguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 FILE = "precision.pt"  # beside the files that the Trainer writes into a checkpoint
 UNREADABLE = (EOFError, RuntimeError, UnpicklingError)  # what torch.load raises for a file of another kind

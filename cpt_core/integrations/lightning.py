@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
-from cpt_core.checks import whole
+from cpt_core.checks import extra_named, whole
 from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.scheduler import Schedules, check_eval_bits
+
+with extra_named("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class PrecisionCallback(Callback):

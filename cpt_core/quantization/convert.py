@@ -192,7 +192,7 @@ def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
-            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3] or ["none, as it has no parts"]
             raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
         if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
             raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")

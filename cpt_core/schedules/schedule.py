@@ -147,7 +147,7 @@ class StaticSchedule(Schedule):
 
     def __post_init__(self) -> None:
         set_integers(self, "q_max", "total_steps")
-        set_range(self, self.q_max, self.q_max, self.total_steps)
+        set_range(self, check_bits("q_max", self.q_max), self.q_max, self.total_steps)
 
     def values(self) -> Array:
         """Return ``q_max`` for every step."""
@@ -241,7 +241,7 @@ class TableSchedule(Schedule):
             pairs = [(bits, steps) for bits, steps in self.runs]
         except (TypeError, ValueError):
             raise ValueError(f"runs must be pairs (bits, steps), got {shown(self.runs)}") from None
-        runs = tuple((whole("bits of runs", b), whole("steps of runs", s)) for b, s in pairs)
+        runs = tuple((whole("bits of runs", b, 1, MOST_BITS), whole("steps of runs", s)) for b, s in pairs)
         object.__setattr__(self, "runs", runs)
         if not runs or min(s for _, s in runs) < 1:
             raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {shown(self.runs)}")

@@ -108,7 +108,7 @@ _EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_sm
 _WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
 
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
-# Lists of what the paper needs leave them out, and their runs are pooled with no others.
+# Their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
     **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
     **{
@@ -119,8 +119,8 @@ QUESTIONS: dict[str, Grid] = {
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:
-    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; without a name all of the paper."""
-    known = GRIDS if name is None else {**GRIDS, **QUESTIONS}
+    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; of no name all, the paper's first."""
+    known = {**GRIDS, **QUESTIONS}
     found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
     if not found:
         names = [*known, *sorted({grid.artefact for grid in known.values()})]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from cpt_core.checks import extra_named
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import record_loss, supervise
@@ -30,11 +31,8 @@ from cpt_lab.sweeps.worker import Job, Outcome
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import choose_device
 
-try:
+with extra_named("cluster"):
     import distributed
-except ImportError as error:  # pragma: no cover
-    raise ImportError("executor 'dask' needs the extra: pip install 'cpt-core[cluster]'") from error
-
 
 STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
 CONNECT_SECONDS = 20

@@ -10,11 +10,12 @@ from statistics import median
 
 import pandas as pd
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, offer
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.waiting import waiting
 from cpt_lab.experiments.grids import find_grids
+from cpt_lab.experiments.recipe import SCALES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.calibration import Calibration, kept, measure
@@ -51,8 +52,9 @@ def plan(
     """
     found = find_grids(name)
     choose("device", device, DEVICES)
-    if scale is not None and not any(scale in grid.scales for grid in found.values()):
-        raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
+    scales = [s for s in SCALES if any(s in grid.scales for grid in found.values())]
+    if scale not in (None, *scales):
+        raise ValueError(f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}")
     rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
     lines = []
     bar = waiting("measuring", found.items(), progress=bool(progress and measured), leave=False)

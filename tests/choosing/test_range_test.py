@@ -217,7 +217,7 @@ def test_the_figure_shows_every_seed_and_the_threshold():
         ({"threshold": 1}, "threshold must lie between 0 and 1, got 1"),
         ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
         ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
-        ({"q_max": 2, "bits": None}, "bits must name precisions below q_max = 2"),
+        ({"q_max": 2, "bits": None}, "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2"),
         ({"seeds": ()}, "seeds must name at least one"),
         ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
     ],

@@ -68,6 +68,9 @@ REFUSED = {  # what -> model, arguments, and what is said
     "pattern without a match": (
         net, (QuantConfig(float32=("own", "head*")),), r"pattern 'head\*' matches no module; similar names: ",
     ),
+    "pattern of a model without parts": (
+        lambda: nn.Linear(4, 4), (QuantConfig(float32=("own",)),), "matches no module; similar names: none, as it has",
+    ),
     "converted already": (lambda: quantize_(net()), (), ALREADY),
     "converted in part": (lambda: nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2)), (), ALREADY),
     "nothing selected": (net, (None, lambda module, name: False), f"{NOTHING}ModuleDict was selected by filter_fn"),

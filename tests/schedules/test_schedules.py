@@ -94,6 +94,8 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (changed((1, 9)), "bits must be a whole number of at least 3 and at most 8, got 9"),
         (changed((1, 4.5)), "bits must be a whole number of at least 3 and at most 8, got 4.5"),
         (changed((0, 6)), "a step is changed once"),
+        (partial(StaticSchedule, 40, 100), "^q_max must be an integer from 1 to 32, got 40$"),
+        (partial(TableSchedule, ((40, 9),)), "^bits of runs must be a whole .* at most 32, got 40$"),
         (grouped(), "needs groups of layers"),
         (grouped(((), StaticSchedule(4, 10), 1)), "each with a pattern"),
         (grouped(GROUPS[0], GROUPS[0]), "'conv\\*' is in two groups"),

@@ -15,6 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from cpt_lab.analysis import report
 from cpt_lab.machine import usable_cores
 from cpt_lab.paths import results_dir
+from cpt_lab.sweeps.lines import integrity
 from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
 from cpt_lessons.export import clean
@@ -261,6 +262,7 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
         for link in re.findall(r"\]\(([\w./-]+\.(?:ipynb|md|py))", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     copies[0].write_text("my answers")
+    assert integrity([tmp_path / "mine/data/results/cycles_digits.jsonl"]).bare == 0
     with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):
         copy_notebooks(tmp_path / "mine")
     assert copies[0].read_text() == "my answers"
