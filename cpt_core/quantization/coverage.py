@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dis
-import inspect
 import pkgutil
 import sys
 import warnings
@@ -243,7 +242,7 @@ def names_a_product(module: nn.Module) -> bool:
     left: list[Any] = [vars(kind)["forward"] for kind in own if "forward" in vars(kind)]  # some call those above them
     while left:
         function = left.pop()
-        function = inspect.unwrap(getattr(function, "__func__", function))
+        function = getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
