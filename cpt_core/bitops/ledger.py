@@ -123,9 +123,8 @@ class BitOpsLedger:
             for found in backward:
                 self._add(found, formats, ("error", "weight"))
 
-        for output in outputs if call.trainable else ():
-            if output.requires_grad:
-                output.register_hook(on_gradient)
+        for output in outputs:
+            output.register_hook(on_gradient)
 
     def _add(self, call: Call, formats: Mapping[str, Operands], passes: tuple[str, ...]) -> None:
         for convention, operands in formats.items():

@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from cpt_core.bitops.watch import tensors_in
 from cpt_core.graphs.layers import MatrixNorm
 from cpt_core.quantization.coverage import module_kind, own_form
+from cpt_core.quantization.layers import QuantizedLayer
 
 Elements = tuple[int, int, int]
 
@@ -42,12 +44,24 @@ def lstm_gate_operations(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int
     The authors add 15.2 million by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and step, and 5 per unit
     and sequence that their rounded numbers have besides.
     """
-    x = inputs[0]
+    return units_of(module) * (27 * rows_of(y) + 5 * sequences_of(module, inputs[0])[0])
+
+
+def sequences_of(module: Any, x: Any) -> tuple[int, int]:
+    """Return how many sequences start in the first step of a recurrent layer, and how many end in the last one."""
     if isinstance(x, PackedSequence):
-        sequences = int(x.batch_sizes[0])
-    else:
-        sequences = x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 1
-    return units_of(module) * (27 * rows_of(y) + 5 * sequences)
+        return int(x.batch_sizes[0]), int(x.batch_sizes[-1])
+    return (x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 1,) * 2
+
+
+def started_macs(module: Any, inputs: tuple[Any, ...]) -> int:
+    """MACs with hidden states that a layer starts from and that need no gradient: only fused LSTMs compute one."""
+    x, *given = inputs
+    fused = not isinstance(x, PackedSequence) or isinstance(module, QuantizedLayer)
+    if (module.mode == "LSTM" and not module.proj_size and fused) or any(t.requires_grad for t in tensors_in(given)):
+        return 0
+    starts = sum(sequences_of(module, x)[: 1 + module.bidirectional])  # backwards, the first step is the last
+    return starts * module.num_layers * module.weight_hh_l0.numel()
 
 
 def rows_of(y: Tensor) -> int:

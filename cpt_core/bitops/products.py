@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -24,7 +24,7 @@ class Product:
     elements: tuple[int, int, int]
 
 
-Count = Callable[[tuple[Any, ...], Any], Iterator[Product]]
+Count = Callable[[tuple[Any, ...], Any], Iterable[Product]]
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 FUSED_ATTENTION = (
     "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable "
@@ -108,9 +108,10 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
 
 
 def _times_columns(args: tuple[Any, ...], out: Any, first: int = 0) -> Iterator[Product]:
-    """Every element of the first operand, if it is stored, meets every column of the second (one of a vector)."""
+    """Every stored element of the first operand meets every column of the second; a vector's partner needs no sum."""
     x, w = args[first : first + 2]
-    yield _product(_stored(x) * (w.shape[-1] if w.dim() > 1 else 1), x, w)
+    found = _product(_stored(x) * (w.shape[-1] if w.dim() > 1 else 1), x, w)
+    yield replace(found, error=found.error and w.dim() > 1, weight=found.weight and x.dim() > 1)
 
 
 def _grouped(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
@@ -128,10 +129,6 @@ def _grouped_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
 
 def _linear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield _product(out.numel() * args[0].shape[-1], *args[:2])
-
-
-def _deformable(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
-    yield _product(out.numel() * args[1][0].numel(), *args[:2])
 
 
 def _trilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
@@ -160,25 +157,29 @@ def _fast_path(args: tuple[Any, ...], out: Any, weights: tuple[int, ...]) -> Ite
     yield Product(x.numel() // x.shape[-1] * per_token, False, False, (x.numel(), stored, 0))
 
 
-def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
-    """A fused recurrent layer, one direction (oneDNN's) or all of them (cuDNN's): every row meets every weight."""
+def _recurrent(args: tuple[Any, ...], out: Any, backward: bool = False) -> Iterator[Product]:
+    """Rows of a fused recurrent layer, or of one direction, meet all weights; backward twice, if the input needs it."""
     x, first, second = args[:3]
     weights = [w for w in first if w.dim() == 2] if isinstance(first, (tuple, list)) else [first, second]
     stored = sum(w.numel() for w in weights)
-    yield Product(x.numel() // x.shape[-1] * stored, _needs(x), _needs(weights[0]), (x.numel(), stored, 0))
+    rows, needed = x.numel() // x.shape[-1], stored - (0 if _needs(x) else weights[0].numel())
+    yield Product(rows * (stored + backward * needed), _needs(x), _needs(weights[0]), (x.numel(), stored, 0))
 
 
 ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm")  # their first argument is added
 OWN: dict[str, Count] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_cdist_backward"), _times_columns),
     **dict.fromkeys(ADDS, partial(_times_columns, first=1)),
     **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), _grouped),
     "transformers::grouped_mm_fallback_backward": _grouped_backward,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
-    **dict.fromkeys(("linear", "mkldnn::_linear_pointwise"), _linear),
+    **dict.fromkeys(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward"), partial(_recurrent, backward=True)),
+    **dict.fromkeys(("linear", "mkldnn::_linear_pointwise", "_euclidean_dist", "_cdist_forward"), _linear),
+    "conv_tbc": lambda args, out: [_product(out.numel() * args[1][..., 0].numel(), *args[:2])],
+    "linalg_matrix_exp": lambda args, out: [_product(5 * out.numel() * out.shape[-1], args[0], None)],  # unsquared
     "_trilinear": _trilinear,
     "convolution_backward": _convolution_backward,
-    "torchvision::deform_conv2d": _deformable,
+    "torchvision::deform_conv2d": lambda args, out: [_product(out.numel() * args[1][0].numel(), *args[:2])],
     "_native_multi_head_attention": partial(_fast_path, weights=(5, 7)),
     "_transformer_encoder_layer_fwd": partial(_fast_path, weights=(3, 5, 14, 16)),
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED_ATTENTION},

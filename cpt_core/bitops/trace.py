@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -39,12 +39,12 @@ class Call:
     layer: str
     kind: str
     macs: int
-    trainable: bool  # the output needs a gradient: there is a backward pass at all
-    error: bool  # the error product is computed: the input needs a gradient
-    weight: bool  # the weight-gradient product is computed: the weight needs one
+    error: bool  # the error product is computed, if a gradient comes back: the input needs one
+    weight: bool  # the weight-gradient product likewise: the weight needs one
     owner: str | None = None  # the layer at whose bits it runs; None: float32 (FP-Agg)
     once: bool = False  # computed once per bit width in a whole run: the sum of constant features
     elements: Elements = (0, 0, 0)  # of the first operand, of the second (the weight), of the result
+    again: bool = False  # recomputed in the backward pass, which the paper does not price
 
     @property
     def module(self) -> str:
@@ -57,7 +57,7 @@ class Call:
 
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
-        if self.kind in LEFT_OUT[convention]:
+        if self.kind in LEFT_OUT[convention] or (self.again and convention == "paper"):
             return ()
         if convention == "paper":
             return PASSES
@@ -70,8 +70,9 @@ class Call:
 
 
 def _count_of(module: nn.Module) -> Any:
-    """Look a module up in ``MACS`` by class."""
-    return next((count for kind, count in MACS.items() if isinstance(module, kind)), None)
+    """Look a module up in ``MACS`` by class; one with a forward of its own is no layer, but what runs in it."""
+    kind = module_kind(module)
+    return next((c for k, c in MACS.items() if issubclass(kind, k) and k.forward is kind.forward), None)
 
 
 def _counted(model: nn.Module) -> dict[str, nn.Module]:
@@ -107,7 +108,7 @@ class Calls(Watch):
 
     Args:
         model: what to watch.
-        on_call: called with the module, the call and its outputs.
+        on_call: called with the module, the call and those of its outputs that need a gradient.
         on_other: called with the name and the output elements of every operation that nothing reports.
         unseen: modules not to look into. What runs in them cannot be told from what runs around them, so if there are
             any, only layers are reported.
@@ -157,7 +158,7 @@ class Calls(Watch):
         given = signature(module.forward).bind(*args, **kwargs)
         given.apply_defaults()
         for call in _calls_of(name, module, given.args, output, outputs[0]):
-            self.on_call(module, call, outputs)
+            self.on_call(module, call, [y for y in outputs if y.requires_grad])
 
     def pause(self) -> None:
         """Report what has run."""
@@ -180,9 +181,8 @@ class Calls(Watch):
         """Report a product on codes."""
         self._report_last()
         macs, elements = a.numel() * b.shape[-1], (a.numel(), b.numel(), y.numel())
-        needed = y.requires_grad, a.requires_grad, b.requires_grad
-        call = Call(part_of(name, PRODUCTS), PRODUCTS, macs, *needed, name, elements=elements)
-        self.on_call(self.model.get_submodule(name), call, [y])
+        call = Call(part_of(name, PRODUCTS), PRODUCTS, macs, a.requires_grad, b.requires_grad, name, elements=elements)
+        self.on_call(self.model.get_submodule(name), call, [y] * y.requires_grad)
 
     def _catcher(self) -> tuple[str | None, bool]:
         """Return the name of the module that quantises the product that is running, None where none does.
@@ -196,13 +196,11 @@ class Calls(Watch):
         return None, False
 
     def _report_last(self) -> None:
-        """Report the operation that ran last: a gradient comes back only if its output needs one."""
+        """Report the operation that ran last."""
         if self.last is not None:
             (calls, output), self.last = self.last, None
             for call in calls:
-                if not output.requires_grad:
-                    call = replace(call, trainable=False, error=False, weight=False)
-                self.on_call(self.model.get_submodule(call.owner or ""), call, [output])
+                self.on_call(self.model.get_submodule(call.owner or ""), call, [output] * output.requires_grad)
 
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Keep a product that no layer reports, until the next operation."""
@@ -210,7 +208,7 @@ class Calls(Watch):
         if not on_codes:
             layer = part_of(self.names[-1], PRODUCTS)
             self.last = (
-                [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
+                [Call(layer, PRODUCTS, p.macs, p.error, p.weight, owner, elements=p.elements) for p in found],
                 first_of(out),
             )
 
@@ -231,7 +229,6 @@ class Calls(Watch):
 
 def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
     """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
-    grad = torch.is_grad_enabled()
     features = next(tensors_in(inputs))
     weights = [p for n, p in module.named_parameters() if any(w.startswith("weight") for w in n.split("."))]
     stored = sum(p.numel() for p in weights)
@@ -239,9 +236,8 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         layer=name,
         kind=module_kind(module).__name__,
         macs=0,
-        trainable=output.requires_grad,
-        error=grad and features.requires_grad,
-        weight=grad and any(p.requires_grad for p in weights),
+        error=features.requires_grad,
+        weight=any(p.requires_grad for p in weights),
         owner=name,
         elements=(features.numel(), stored, output.numel()),
     )
@@ -268,7 +264,9 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         yield replace(call, macs=int(count(module, inputs, output)))
     if isinstance(module, nn.RNNBase):
         inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
-        yield replace(inner, macs=counted.rows_of(output) * inner_elements[1])
+        macs, started = counted.rows_of(output) * inner_elements[1], counted.started_macs(module, inputs)
+        yield replace(inner, macs=macs - started)
+        yield replace(inner, macs=started, error=False, elements=(0, 0, 0))  # they are moved with the others
     if isinstance(module, nn.LSTM):
         operations, moved = counted.lstm_gate_operations(module, inputs, output), counted.gate_elements(module, output)
         yield inner.part(GATES, macs=operations, weight=False, owner=None, elements=moved)
@@ -323,14 +321,23 @@ def _run(
     shadow: nn.Module, inputs: tuple[Any, ...], meta: bool, answer: bool = False
 ) -> tuple[list[Call], dict[str, int], bool]:
     """Return the calls, the other operations, and whether the model asked for data that are not there."""
-    calls: list[Call] = []
-    others: Counter[str] = Counter()
-    watch = Calls(
-        shadow, lambda _, call, outputs: calls.append(call), lambda name, n: others.update({name: n}), answer=answer
-    )
+    calls, others, reached = list[Call](), Counter[str](), set[int]()
+
+    def on_call(_: nn.Module, call: Call, outputs: list[Tensor]) -> None:
+        calls.append(call)
+        for y in outputs:
+            y.register_hook(lambda _: reached.add(id(call)))
+
+    watch = Calls(shadow, on_call, lambda name, n: others.update({name: n}), answer=answer)
     with watch.on(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-        shadow(*inputs_of(inputs, meta, {}))
-    return calls, dict(others), watch.asked
+        returned = list(tensors_in(shadow(*inputs_of(inputs, meta, {}))))
+        found, before, first = calls.copy(), dict(others), len(calls)
+        with suppress(Exception):  # where no backward pass runs, or none is known, every call is taken to have one
+            torch.autograd.backward([y.real.float().sum() for y in returned if y.requires_grad])
+            for i, c in enumerate(calls if returned else ()):
+                got = id(c) in reached
+                found[i : i + 1] = [replace(c, error=got and c.error, weight=got and c.weight, again=i >= first)]
+    return found, before, watch.asked
 
 
 def _where(problem: Exception, model: nn.Module) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,7 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
             "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
         ) from problem
     for module in shadow.modules():
+        module._backward_hooks, module._backward_pre_hooks = {}, {}  # the copy's gradients are nobody's
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(hooks.items()):  # of whoever watches the original, such as a ledger
                 if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
@@ -138,16 +140,18 @@ def inputs_of(value: Any, meta: bool, memo: dict[int, Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and dicts."""
+    """Yield the tensors of nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
+    elif is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
     elif isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
 
 
 def floating_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of nested lists, tuples and dicts."""
+    """Return the floating-point tensors among them."""
     return [t for t in tensors_in(value) if t.is_floating_point()]
 
 

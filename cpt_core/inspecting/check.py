@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import ADDS, Product, name_of
-from cpt_core.bitops.watch import Watch, as_it_was, floating_in, storage_of, within
+from cpt_core.bitops.watch import Watch, as_it_was, floating_in, storage_of, tensors_in, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
@@ -35,6 +35,7 @@ from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
 
 BITS = 8  # any number would do: what is watched is whether an operand was rounded
@@ -71,18 +72,21 @@ class Check:
             product, or with others besides, each with the module that used it in float32; "?" where a tensor was made
             from the weight first.
         unused: layers that took no part in the step.
-        mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) of the forward pass, where they differ.
+        mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) of the forward pass, where they differ;
+            "(backward)" -> those of the backward pass of all layers.
+        no_gradient: parameters need gradients, and none got one: the backward pass was not seen.
     """
 
     products: tuple[Executed, ...]
     bypassed: Mapping[str, str]
     unused: tuple[str, ...]
     mispriced: Mapping[str, tuple[int, int]]
+    no_gradient: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether every layer that is listed as quantised ran quantised, and every product is priced."""
-        return not self.bypassed and not self.mispriced
+        """Whether both passes were seen, all layers listed as quantised ran quantised, and every product is priced."""
+        return not (self.bypassed or self.mispriced or self.no_gradient)
 
     @property
     def float32(self) -> list[Executed]:
@@ -112,6 +116,8 @@ class Check:
             lines.append(f"took no part in the step: {', '.join(self.unused)}")
         for layer, (ran, priced) in self.mispriced.items():
             lines.append(f"executed and priced MACs differ: {layer or '(model)'}: {ran:,} ran, {priced:,} priced")
+        if self.no_gradient:
+            lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
         return "\n".join(lines)
 
 
@@ -119,7 +125,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """Run one step of a converted model and tell which of its products were quantised.
 
     A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
-    Gradients, statistics, running ranges, bits and random numbers are afterwards what they were. What a layer computes
+    Parameters, gradients, statistics, ranges, bits and random numbers are afterwards what they were. What is computed
     on codes, or in other formats than the paper's, is checked as the paper's simulation, which has the same operands;
     ``summary`` says which products are on codes.
 
@@ -128,13 +134,13 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         inputs: the arguments of its forward; real data of any batch size.
 
     Raises:
-        ValueError: when nothing in the model is quantised, or its parameters are sharded.
+        ValueError: when nothing in the model is quantised, it is sharded, or it has a reentrant checkpoint.
     """
     arguments(inputs)
     layers = layer_precisions(model)
     unsharded(model, "check it")
     watch = _Grids(model)
-    with as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS):
+    with as_it_was(model), watch.undone(), _simulated(layers.values()), precision(model, BITS, BITS):
         with warnings.catch_warnings(), watch.following(dict(model.named_modules())), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
@@ -157,7 +163,8 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
             bypassed[name] = "?"
         elif name not in ran and not own & used:
             unused.append(name)
-    return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products))
+    no_gradient = not used and any(p.requires_grad for p in model.parameters())
+    return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products), no_gradient)
 
 
 @contextmanager
@@ -178,26 +185,36 @@ def _simulated(layers: Iterable[LayerPrecision]) -> Iterator[None]:
 
 
 def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Executed]) -> dict[str, tuple[int, int]]:
-    """Compare the MACs of the forward pass, layer by layer, with the plan that prices every operation by itself."""
+    """Compare the MACs with the plan that prices every operation by itself: forward by layer, backward in sum."""
     ran: Counter[str] = Counter()
     for p in products:
         ran[p.layer] += 0 if p.backward else p.macs
-    plan = count_bitops(model, inputs, convention="per_op").macs
-    priced = {layer: plan.get(layer, 0) + plan.get(part_of(layer, PRODUCTS), 0) for layer in ran}
-    known = {part_of(layer, PRODUCTS) for layer in ran}
-    more = {name: (0, macs) for name, macs in plan.items() if name.endswith(f"({PRODUCTS})") and name not in known}
-    return {layer: (ran[layer], macs) for layer, macs in priced.items() if ran[layer] != macs} | more
+    plan = count_bitops(model, inputs, convention="per_op")
+    names = {layer: {layer, part_of(layer, PRODUCTS)} for layer in ran}
+    names |= {n: {n} for n in plan.macs.keys() - set().union(*names.values()) if n.endswith(f"({PRODUCTS})")}
+    found = {layer: (ran[layer], sum(plan.macs.get(n, 0) for n in of)) for layer, of in names.items()}
+    passes = [plan.bitops.get(n, {}) for of in names.values() for n in of]
+    priced = sum(p.get("error", 0) + p.get("weight", 0) for p in passes) // FULL_PRECISION**2
+    found["(backward)"] = sum(p.macs for p in products if p.backward), priced
+    return {layer: both for layer, both in found.items() if both[0] != both[1]}
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Grids) -> set[str]:
     """Run forward and backward; return the names of the parameters that took part."""
-    outputs = [y for y in floating_in(model(*inputs)) if y.requires_grad]
-    if not outputs:
-        return set()
+    sums = [y.real.float().sum() for y in tensors_in(model(*inputs)) if y.requires_grad]
     watch.backward = True
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad([y.float().sum() for y in outputs], list(trained.values()), allow_unused=True)
-    return {name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    wanted = [*trained.values(), *(x for x in tensors_in(inputs) if x.requires_grad)]
+    if not sums or not wanted:
+        return set()
+    try:
+        with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
+            gradients = torch.autograd.grad(sums, wanted, allow_unused=True)
+    except RuntimeError as problem:
+        if "use_reentrant" not in str(problem):
+            raise
+        raise ValueError("a reentrant checkpoint hides its products; give it use_reentrant=False") from problem
+    return {name for name, gradient in zip(trained, gradients, strict=False) if gradient is not None}
 
 
 class _Grids(Watch):
@@ -213,10 +230,25 @@ class _Grids(Watch):
         self.macs: Counter[tuple[str, str, bool, bool, tuple[str, ...]]] = Counter()
         self._rounded: set[StorageWeakRef] = set()
         self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
+        self._written: list[tuple[Tensor, Tensor]] = []  # parts of parameters, and what they were
         self.rounded: set[str] = set()  # parameters that a grid was made from
         self._parameters = {storage_of(p): name for name, p in model.named_parameters() if storage_of(p) is not None}
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put parameters that were written to back afterwards."""
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in reversed(self._written):
+                    tensor.copy_(value)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            self._written += [(t, t.clone()) for t in tensors_in(written) if storage_of(t) in self._parameters]
         if (loop := LOOPS.get(func._schema.name)) is not None:  # its plain execution, which gives the same bits
             with self:
                 return loop(*args, **(kwargs or {}))
@@ -225,7 +257,7 @@ class _Grids(Watch):
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Count a product, and see whether its operands are quantised."""
         name = name_of(operation)
-        operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+        operands = [a for a in args if isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex())]
         if name in ADDS:
             operands = operands[1:]
         elif name in _BIASED:
@@ -233,11 +265,12 @@ class _Grids(Watch):
         keys = [storage_of(a) for a in operands]
         known = [self._layer_of[k] for k in keys if k in self._layer_of]
         layer = self.names[-1] if self.names else known[0] if known else ""
-        if not self.backward:
+        backward = self.backward and not self.names  # else it is recomputed there
+        if not backward:
             self._layer_of |= dict.fromkeys((k for k in keys if k is not None), layer)
-        quantized = all(map(self.on_grid, operands))
+        quantized = bool(operands) and all(map(self.on_grid, operands))
         reads = tuple(self._parameters[k] for k in keys if k in self._parameters)
-        self.macs[layer, name, self.backward, quantized, reads] += sum(product.macs for product in found)
+        self.macs[layer, name, backward, quantized, reads] += sum(product.macs for product in found)
 
     def on_grid(self, operand: Tensor) -> bool:
         return storage_of(operand) in self._rounded and operand.dtype not in HALF
@@ -267,7 +300,8 @@ _ROUNDS = frozenset(
     for family in FAMILIES
     for name in ("round_to_grid", "round_in_range", "fake_quantize", *graph.ON_GRID)
 )
-_BIASED = ("convolution", "linear", "mkldnn::_linear_pointwise", "torchvision::deform_conv2d")  # the third is added
+# the third is added
+_BIASED = "convolution conv_tbc linear mkldnn::_linear_pointwise torchvision::deform_conv2d".split()
 
 # what moves values without changing them (to a wider type at most: products in half precision do not count) ...
 _MOVES = frozenset(

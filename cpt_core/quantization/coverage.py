@@ -48,7 +48,7 @@ NAMES = frozenset(
     "multi_dot multi_head_attention_forward mv rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
     "scaled_dot_product_attention tensordot vdot".split()
 )
-UNRULED = ("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_")
+UNRULED = ("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_", "cdist", "conv_tbc", "linalg_matrix_exp", "matrix_exp")
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
 

@@ -452,7 +452,7 @@ def in_order(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, 
 def factors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the first two operands that a product multiplies."""
     ordered = in_order(function, args, kwargs)[0] if function in RULES else args
-    return ordered[1:3] if function in UNRULED or RULES[function][0] is _added else ordered[:2]
+    return ordered[1:3] if function.__name__.startswith(("add", "badd")) else ordered[:2]
 
 
 def _seen_inside(function: Any) -> FunctionType:

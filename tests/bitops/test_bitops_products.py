@@ -192,8 +192,11 @@ def test_the_plan_says_what_its_total_lacks():
     ("function", "passes"),
     [
         (lambda layer, w, x: x @ w, {"forward": 80, "weight": 80}),  # data
-        (lambda layer, w, x: layer(x) @ w, {"forward": 80, "error": 80, "weight": 80}),
-        (lambda layer, w, x: layer(x) @ w.detach(), {"forward": 80, "error": 80}),
+        (lambda layer, w, x: layer(x) @ w, {"forward": 80, "weight": 80}),  # the matrix has dy w', which sums nothing
+        (lambda layer, w, x: layer(x) @ w.detach(), {"forward": 80}),
+        (lambda layer, w, x: layer(x)[0] @ w[:, None], {"forward": 40, "error": 40, "weight": 40}),
+        (lambda layer, w, x: layer(x)[0] @ w[:, None].detach(), {"forward": 40, "error": 40}),
+        (lambda layer, w, x: layer(x)[0, 0].dot(w), {"forward": 8}),
         (lambda layer, w, x: layer(x).detach() @ w.detach(), {"forward": 80}),
         (lambda layer, w, x: torch.no_grad()(torch.matmul)(layer(x), w), {"forward": 80}),
         (
@@ -211,6 +214,36 @@ def test_only_products_that_are_computed_are_priced(function, passes):
     for found in (ledger, count_bitops(model, (x,), convention="per_op")):
         bitops = found.bitops("per_op") if isinstance(found, BitOpsLedger) else found.bitops
         assert {k: v / 32**2 for k, v in bitops["(products)"].items()} == passes
+
+
+class Adapted(nn.Linear):
+    """A layer that multiplies more than its class says, as adapters do."""
+
+    def __init__(self, *lengths):
+        super().__init__(*lengths)
+        self.down, self.up = nn.Parameter(torch.randn(2, 8)), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(x @ self.down.T)
+
+
+class Conditioned(nn.BatchNorm1d):
+    """A norm whose scale a layer inside it makes."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale(x)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_what_runs_in_it():
+    adapted = Adapted(8, 8)
+    adapted.weight.requires_grad_(False)
+    plan = count_bitops(nn.Sequential(adapted, Conditioned()), (sequences(),))
+    assert plan.macs == {"0 (products)": 10 * 8 * (8 + 2), "0.up": 10 * 2 * 8, "1.scale": 10 * 8 * 8}
+    assert check(quantize_(nn.Sequential(adapted, Conditioned())), (sequences(),)).ok
 
 
 def test_a_product_of_sparse_matrices_costs_what_they_hold():

@@ -1,14 +1,17 @@
 """What ``check`` says of a model is what runs in it."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import pictures, refused, small
+from helpers import Does, pictures, refused, small
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cpt_core.bitops.macs import MACS
+from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.lstm import recurrence
@@ -130,9 +133,126 @@ def test_rounding_that_is_undone_is_found(monkeypatch, how):
 def test_a_plan_that_prices_other_products_than_run_is_found(monkeypatch):
     monkeypatch.setitem(MACS, nn.Linear, lambda module, inputs, y: y.numel())
     found = check(quantize_(small()), (pictures(),))
-    assert found.mispriced == {"5": (len(pictures()) * 64 * 5, len(pictures()) * 5)}
+    n, in_both = len(pictures()), sum(p.macs for p in found.products if p.backward)
+    assert found.mispriced == {"5": (n * 64 * 5, n * 5), "(backward)": (in_both, in_both - 2 * n * 63 * 5)}
     assert not found.ok
     assert "executed and priced MACs differ: 5: " in str(found)
+
+
+def backward_of(found):
+    return [(p.layer, p.operation, p.quantized, p.macs) for p in found.products if p.backward]
+
+
+def test_complex_products_are_in_float32():
+    model = Does(lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real, layer=nn.Linear(4, 4))
+    model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    found = check(quantize_(model), (torch.randn(3, 4),))
+    assert (found.ok, found.bypassed) == (False, {"": ""})
+    assert [p.quantized for p in found.products if p.layer == ""] == [False] * 3
+
+
+UNLISTED = {
+    "cdist": (lambda m, y: torch.cdist(y, m.w), 3 * 4 * 4),
+    "cdist of many": (lambda m, y: torch.cdist(y.repeat(10, 1), m.w), 30 * 4 * 4),
+    "cdist by absolute values": (lambda m, y: torch.cdist(y, m.w, 1.0), 3 * 4 * 4),
+    "conv_tbc": (lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)), 3 * 4 * 4),
+    "matrix_exp": (lambda m, y: y + torch.matrix_exp(m.w)[0], 5 * 4**3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
+@pytest.mark.parametrize("name", UNLISTED)
+def test_products_that_no_rule_knows_are_listed_and_priced(name):
+    function, macs = UNLISTED[name]
+    model = Does(lambda m, x: function(m, m.layer(x)), layer=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4, 4)))
+    found = check(quantize_(model), (torch.randn(3, 4),))
+    assert [(p.layer, p.macs) for p in found.float32] == [("", macs)]
+    assert count_bitops(model, (torch.randn(3, 4),)).macs["(products)"] == macs
+    # 2n x 2n matrices and more: that of the exponential is more than is priced, which is said
+    assert found.mispriced.keys() == ({"(backward)"} if name == "matrix_exp" else set())
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+WRAPPED = {
+    "dataclass": (Output, True),
+    "dict": (lambda y: {"y": [y]}, True),
+    "complex": (lambda y: y + 0j, True),
+    "object": (Opaque, False),
+    "detached": (lambda y: y.detach(), False),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_backward_pass_is_seen_or_missed_aloud(kind):
+    wrap, seen = WRAPPED[kind]
+    found = check(quantize_(Does(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))), (torch.randn(3, 4),))
+    assert len(backward_of(found)) == seen
+    assert (found.ok, found.no_gradient, "no parameter got a gradient" in str(found)) == (seen, not seen, not seen)
+
+
+def test_an_input_that_needs_a_gradient_gets_one():
+    x = torch.randn(3, 4, requires_grad=True)
+    for frozen, macs in ((True, 48), (False, 96)):
+        found = check(quantize_(nn.Linear(4, 4).requires_grad_(not frozen)), (x,))
+        assert found.ok, found.mispriced
+        assert backward_of(found) == [("", "mm", True, macs)]
+    assert x.grad is None
+
+
+def test_the_backward_pass_runs_outside_of_an_autocast_block():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = check(quantize_(nn.Linear(4, 4)), (torch.randn(3, 4),))
+    assert backward_of(found) == [("", "mm", True, 48)]
+
+
+@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
+def test_parameters_that_forward_writes_to_are_put_back():
+    def forward(m, x):
+        y = m.layer(x)
+        with torch.no_grad():
+            m.mean[0].mul_(0.9).add_(y.mean(0))
+            torch.mul(m.layer.weight, 2, out=m.layer.weight)
+        return y * m.mean
+
+    model = Does(forward, layer=nn.Linear(4, 4), mean=nn.Parameter(torch.randn(2, 1, 4), requires_grad=False))
+    before = copy.deepcopy(model.state_dict())
+    check(quantize_(model), (torch.randn(3, 4),))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = Does(
+        lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant), first=nn.Linear(4, 4), block=block
+    )
+    x = torch.randn(3, 4)
+    if reentrant:
+        refused("give it use_reentrant=False", check, quantize_(model), (x,))
+        return
+    found = check(quantize_(model), (x,))
+    assert found.ok, found.mispriced
+    plan = count_bitops(model, (x,), convention="paper")
+    assert plan.forward_macs == 3 * 48  # the paper knows of no second time
+    assert plan.unpriced == {"block.0": 48}
+    assert count_bitops(model, (x,)).macs == {"first": 48, "block.0": 96, "block.2": 48}
+
+
+def test_what_no_gradient_reaches_has_no_backward_price():
+    model = Does(lambda m, x: m.head(m.encoder(x).detach()), encoder=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    assert count_bitops(model, (x,)).bitops["encoder"] == {"forward": 48 * 32**2}
+    found = check(quantize_(model), (x,))
+    assert (found.ok, backward_of(found)) == (True, [("head", "mm", True, 24)])
 
 
 def test_the_model_is_left_as_it_was_when_it_fails():
