@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core import kernels as kernels
     from cpt_core import quantization as quantization
     from cpt_core import schedules as schedules
-    from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
     from cpt_core.bitops.plan import count_bitops as count_bitops
     from cpt_core.choosing.solver import solve_schedule as solve_schedule
     from cpt_core.formats.format import FORMATS as FORMATS
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.graphs.layers import GraphConv as GraphConv
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
     from cpt_core.inspecting.check import check as check
+    from cpt_core.inspecting.ledger import BitOpsLedger as BitOpsLedger
     from cpt_core.inspecting.summary import summary as summary
     from cpt_core.integrations.export import export as export
     from cpt_core.kernels.backend import backend as backend

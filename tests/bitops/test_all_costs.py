@@ -7,13 +7,13 @@ from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.formats.costs import COSTS, Operands
 from cpt_core.formats.ladder import LADDERS, FormatLadder
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.roles import RoleSchedules

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import precision
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models import MODELS
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.models.mobilenet import InvertedResidual

@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
 

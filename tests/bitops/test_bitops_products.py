@@ -26,11 +26,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.bitops.watch import tensors_in
 from cpt_core.inspecting.check import check
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import convertible, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from bench.zoo import BITS, on_grid
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.schedule import StaticSchedule

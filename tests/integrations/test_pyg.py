@@ -22,9 +22,9 @@ from helpers import refused
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.graphs.graph import Graph
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.coverage import QuantizationWarning, float32_reason
 
 NODES, REAL = 40, find_spec("torch_geometric") is not None

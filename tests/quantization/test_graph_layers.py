@@ -12,11 +12,11 @@ from helpers import Ran
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.graphs import layers as graph_layers
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_

@@ -12,10 +12,10 @@ from quantization.test_integer import Calls
 from torch import nn
 from torch.nn import functional as F
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.inspecting.check import check
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import coverage, operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_

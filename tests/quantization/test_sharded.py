@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.measure import measure_cost
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.precision import LayerPrecision

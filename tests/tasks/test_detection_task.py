@@ -12,8 +12,8 @@ from helpers import smoke_spec
 from torch import nn
 
 from cpt_core.bitops import plan
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_core.quantization.convert import quantize_
