@@ -6,8 +6,6 @@ Also what files have in common: numbers that JSON cannot hold, and writing in on
 'cosine'
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import operator

@@ -1,7 +1,5 @@
 """Figures that notebooks show sharp, with a description in words and numbers of what is drawn. Needs matplotlib."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

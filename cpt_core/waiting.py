@@ -1,7 +1,5 @@
 """Bars of progress for those who wait: one way to show them, or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

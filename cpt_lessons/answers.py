@@ -1,7 +1,5 @@
 """Reading what the answer of an exercise means: a number in any spelling, a word, a schedule, a function's results."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What the exercises of the notebooks accept, with hints; kept apart: a check gives its answer away."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

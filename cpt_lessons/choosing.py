@@ -1,7 +1,5 @@
 """What notebooks 08, 11 and 12 draw and print of committed rows and of budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache

@@ -1,7 +1,5 @@
 """The commands of ``cpt`` that run notebooks or make pages for lessons."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

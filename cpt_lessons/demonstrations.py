@@ -1,7 +1,5 @@
 """Small worlds to look into: demonstrations that notebooks print."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

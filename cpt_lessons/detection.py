@@ -1,7 +1,5 @@
 """What notebook 04 runs and shows of detectors: an experiment, overlaps, average precision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

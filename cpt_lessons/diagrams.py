@@ -1,7 +1,5 @@
 """Drawings that explain an idea: the slope of a staircase, rounding at random, the three products of a layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What only the notebooks need: predictions, self-checking exercises, bands for live numbers."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterable, Iterator

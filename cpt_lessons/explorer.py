@@ -5,8 +5,6 @@ the costs and the static rival of ``cpt_core``, with the constants taken from th
 its noise and the network of notebook 00. ``explorer.js`` is the page's own code.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

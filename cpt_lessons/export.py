@@ -1,7 +1,5 @@
 """An executed notebook as one HTML page that needs nothing from the network. Needs the extra "notebooks"."""
 
-from __future__ import annotations
-
 import re
 from html import escape
 from typing import Any

@@ -1,7 +1,5 @@
 """What notebook 05 shows of graph networks: a star, a small graph, and the runs at every scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

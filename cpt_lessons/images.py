@@ -1,7 +1,5 @@
 """What notebook 03 runs and draws: an experiment, and two of its arms seed by seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ No cell has a limit of time but at smoke scale: a slow machine is no failure. Ke
 system, for two that start at once can take each other's ports and then wait for ever; one that dies is tried once more.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

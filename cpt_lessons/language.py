@@ -1,7 +1,5 @@
 """The text, the runs and the picture of notebook 06."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -5,8 +5,6 @@
 ('03_image_classification', '03_image_classification.my-pictures-0-1-e9f736f0')
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

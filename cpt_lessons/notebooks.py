@@ -3,8 +3,6 @@
 Running them needs the extra "notebooks", copying does not.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What a notebook says of the runs that it made itself."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 

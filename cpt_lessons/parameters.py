@@ -6,8 +6,6 @@ papermill passes misspelt parameters on without an error; the notebooks and the 
 ['CR']
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import re

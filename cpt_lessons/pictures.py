@@ -1,7 +1,5 @@
 """Pictures that only the notebooks draw."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

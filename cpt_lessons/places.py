@@ -1,7 +1,5 @@
 """Where a reproduction is: a line on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import html
 import os
 import signal

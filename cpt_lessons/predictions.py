@@ -1,7 +1,5 @@
 """The answers of the predictions, kept apart from the notebooks: nobody reads them there before having chosen."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Runs that a class can watch: a figure of their bits and training losses, drawn anew while they train."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

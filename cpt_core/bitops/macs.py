@@ -5,8 +5,6 @@ convolution reads its image once, not once per window; a recurrent layer its wei
 What no product reads, such as a bias, is not counted.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping

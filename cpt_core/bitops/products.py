@@ -1,7 +1,5 @@
 """Products that no layer reports: what a matmul, convolution or attention written as a plain function costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@
 (((4, 5), (8, 1)), 0.51)
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ budget lies between them.)
 [4, 5]
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

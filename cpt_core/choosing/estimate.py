@@ -12,8 +12,6 @@ That is a heuristic: it knows nothing of how later steps undo an error, which me
 Biases, hidden states of an LSTM and inputs that need no gradient (those of the first layer) are not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -16,8 +16,6 @@ throughout, from the same weights and on the same batches. ``cpt.choosing.alloca
 (((0, 10), (10, 20)), (('0',), ('2',)), (16384, 4096))
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The answer of a precision range test: how it is judged, printed and drawn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -21,8 +21,6 @@ L_q is the mean training loss over the second half of a short training at q bits
 4
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing

@@ -8,8 +8,6 @@ x**power, which moves its rise and with it the cost, continuously.
 (0.65, 3, 8)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

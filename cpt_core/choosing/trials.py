@@ -1,7 +1,5 @@
 """Trainings that are repeated from one start: what the range test and sensitivities have in common."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

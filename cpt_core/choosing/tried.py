@@ -5,8 +5,6 @@ enough, two schedules of the same cost, and fewer bits for gradients. Seeds are 
 on is clear, or the time is over. Beyond the paper.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

@@ -16,8 +16,6 @@ Sequential: 12 trainings, 1 seed; nothing is clear with so few; plus is better, 
 Bits:      With ... bits it is perhaps as good as in float32, which reaches -0.0... (...
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -11,8 +11,6 @@ zero points, Hadamard rotations, rounding.
 (0.03125, 32.0, 44.0)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

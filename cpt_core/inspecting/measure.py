@@ -7,8 +7,6 @@
 ((3, 8), ['0', '2'], True)
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

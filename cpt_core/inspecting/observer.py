@@ -1,7 +1,5 @@
 """What rounding does to the tensors of one layer, summed up on their device; for ``record``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

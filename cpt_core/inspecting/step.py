@@ -5,8 +5,6 @@
 (True, 60)
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict

@@ -13,8 +13,6 @@ module  kind             parameters    MACs  precision
 in force in 1 layer: bits=not set, execution=simulated
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

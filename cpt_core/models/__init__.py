@@ -4,8 +4,6 @@
 mlp4, mlp6, resnet8_w8, ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

@@ -1,7 +1,5 @@
 """The language model of the Penn Treebank experiments: embedding, LSTM, decoder.  Paper: section 4.4."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 State = tuple[Tensor, Tensor]

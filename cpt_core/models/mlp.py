@@ -1,7 +1,5 @@
 """Plain multi-layer perceptrons without normalisation: small networks on which low precision shows within seconds."""
 
-from __future__ import annotations
-
 import itertools
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@
 2296922
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 # (expansion, channels, blocks, stride of the first block)

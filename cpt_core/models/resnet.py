@@ -6,8 +6,6 @@ Shapes: N batch, C channels, H x W pixels.  Paper: section 4.2 (image classifica
 1147418
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

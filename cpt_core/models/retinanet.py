@@ -7,8 +7,6 @@ Shapes: N images of H x W pixels, A anchors over all pyramid levels, K classes. 
 20165400
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

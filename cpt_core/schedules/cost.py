@@ -11,8 +11,6 @@ True
 0.648
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Schedules made for questions: a deficit, another schedule later, another schedule adjusted.  Paper: section 5."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar

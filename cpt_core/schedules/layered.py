@@ -1,7 +1,5 @@
 """A schedule for every group of layers, as one value that specs and rows can hold.  Beyond the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Make a schedule by name, or from the description that ``to_dict`` gave."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

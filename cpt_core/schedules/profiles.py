@@ -3,8 +3,6 @@
 Add a schedule here: a profile, if it needs a new one, with its line of ``PROFILES``, and a line of ``SCHEDULES``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

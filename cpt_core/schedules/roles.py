@@ -9,8 +9,6 @@ Beyond the paper, which has one schedule for weights and activations, and static
 Levels(activation=8, weight=3, error=32, weight_gradient=32)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

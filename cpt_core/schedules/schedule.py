@@ -10,8 +10,6 @@ A schedule is a *profile* (a curve from 0 to 1 over one cycle), repeated ``n_cyc
 (3, 8, 0.633)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Sampled neighbourhoods for training in batches.  Paper: section 4.3 (OGBN-Products)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
