@@ -74,7 +74,7 @@ class Check:
         unused: layers that took no part in the step.
         mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) of the forward pass, where they differ;
             "(backward)" -> those of the backward pass of all layers.
-        no_gradient: parameters need gradients, and none got one: the backward pass was not seen.
+        no_gradient: parameters need gradients, and no backward pass was seen.
     """
 
     products: tuple[Executed, ...]
@@ -163,7 +163,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
             bypassed[name] = "?"
         elif name not in ran and not own & used:
             unused.append(name)
-    no_gradient = not used and any(p.requires_grad for p in model.parameters())
+    no_gradient = any(p.requires_grad for p in model.parameters()) and not (used or any(p.backward for p in products))
     return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products), no_gradient)
 
 
