@@ -140,10 +140,8 @@ class _QuantizeGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_autocast_enabled(gradient.device.type):
-            from cpt_core.quantization.coverage import QuantizationWarning
-
             said = "backward() runs under autocast, which rounds quantised products once more; leave its block before"
-            warnings.warn(said, QuantizationWarning, stacklevel=2)
+            warnings.warn(said, stacklevel=2)
         return round_gradient(gradient, ctx.levels, ctx.quantizer, ctx.key), None, None, None
 
 
