@@ -121,8 +121,9 @@ def on_a_cluster(script, tmp_path, **programs):
     for name, text in {"cpt": f'exec {sys.executable} -m cpt_lab "$@"', **programs}.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
+        if not path.exists():  # of a job that is running it cannot be written
+            path.write_text(f"#!/bin/bash\n{text}\n")
+            path.chmod(0o755)
     found = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CPT_RUNS_DIR": str(tmp_path / "runs")}
     found |= {"CPT_DATA_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(FOLDER.parent)}
     found |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "GPUS": "2"}
