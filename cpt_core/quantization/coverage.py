@@ -40,7 +40,8 @@ FORMS = {
     "torch_geometric.nn.conv.sage_conv.SAGEConv": "integrations.pyg:QuantPyGSAGEConv",
     "torch_geometric.nn.conv.graph_conv.GraphConv": "integrations.pyg:QuantPyGGraphConv",
 }
-# functions of torch that multiply and have a rule in ``operations``, and of libraries that do so; those that have none
+# functions of torch that multiply and have a rule in ``operations``, and of libraries that do so; those that have none.
+# By ``_nested_tensor_from_mask`` an encoder leaves for a path without its layers, which it does not where it is caught.
 NAMES = frozenset(
     "__matmul__ __rmatmul__ _grouped_mm _nested_tensor_from_mask _transformer_encoder_layer_fwd addmm addmv baddbmm "
     "bilinear bmm chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot einsum "

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import Does, Ran
+from helpers import Ran
 from torch import nn
 from torch.nn import functional as F
 
@@ -106,19 +106,6 @@ def test_products_that_nothing_caught_are_named_once(copied):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     found = {p.layer for p in check(model, (torch.ones(2, 4),)).float32}
     assert found == {f"0.parts.{i}" for i in range(5)}
-
-
-@pytest.mark.parametrize("name", ["cdist", "conv_tbc", "matrix_exp", "baddbmm_"])
-def test_products_that_no_rule_knows_are_named(name):
-    given = {
-        "cdist": lambda y, w: torch.cdist(y, w),
-        "conv_tbc": lambda y, w: torch.conv_tbc(y[:, None], w[None], w[0]),
-        "matrix_exp": lambda y, w: y + torch.matrix_exp(w)[0],
-        "baddbmm_": lambda y, w: y[None].clone().baddbmm_(y[None], w[None]),
-    }[name]
-    model = Does(lambda m, x: given(m.layer(x), m.layer.weight), layer=nn.Linear(4, 4))
-    with precision(quantize_(model), 4), pytest.warns(QuantizationWarning, match=f"asked for: {name} in the model"):
-        model(torch.randn(3, 4))
 
 
 def test_what_was_asked_for_is_not_named():

@@ -404,11 +404,20 @@ def module_function(x):
     return torch.einsum("ij,jk->ik", x, x)
 
 
-@pytest.mark.parametrize("name", ["addbmm", "addmm_"])
+UNRULED = {
+    "addbmm": lambda m, x: torch.addbmm(m.b, x, x.mT),
+    "addmm_": lambda m, x: x[0].clone().addmm_(x[0], x[1]),
+    "baddbmm_": lambda m, x: x.clone().baddbmm_(x, x),
+    "cdist": lambda m, x: torch.cdist(x, m.w),
+    "conv_tbc": lambda m, x: torch.conv_tbc(x, m.w[None], m.b),
+    "matrix_exp": lambda m, x: x + torch.matrix_exp(m.w)[0],
+}
+
+
+@pytest.mark.parametrize("name", UNRULED)
 def test_products_that_no_rule_quantises_are_named(name):
-    sums = {"addbmm": lambda m, x: torch.addbmm(m.b, x, x.mT), "addmm_": lambda m, x: x[0].clone().addmm_(x[0], x[1])}
-    model = quantize_(nn.Sequential(nn.Linear(6, 6), Does(sums[name], 6, 6)))
-    with precision(model, 4), pytest.warns(QuantizationWarning, match=f"{name} in 1"):
+    model = quantize_(nn.Sequential(nn.Linear(6, 6), Does(UNRULED[name], 6, 6)))
+    with precision(model, 4), pytest.warns(QuantizationWarning, match=f"asked for: {name} in 1"):
         model(torch.randn(2, 6, 6))
 
 
