@@ -235,6 +235,19 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize(("off", "verdict"), [(1.45, "within tolerance"), (1.47, "NOT REPRODUCED")])
+def test_seeds_tell_how_far_a_first_loss_may_be_off(off, verdict, row):
+    rows = [copy.deepcopy(row) for _ in range(4)]
+    for other, factor in zip(rows, (0.6, 0.6, 1.4, 1.4), strict=True):  # their standard deviation is .46
+        other["loss"][0] *= factor
+    found = copy.deepcopy(row)
+    row["provenance"]["machine"]["cpu"] = "another"
+    found["loss"][0] *= off
+    finding = verify.compare(row, found, rows)
+    assert finding.verdict == verdict
+    assert "(46% allowed: a standard deviation between seeds)" in finding.said[0]
+
+
 @pytest.mark.slow
 def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monkeypatch):
     rows = load_rows(results_dir() / "image_digits.jsonl")
