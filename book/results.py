@@ -4,11 +4,11 @@ Grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code.
 ``results.md.j2``, a mark before each; what can be counted is filled in here.
 """
 
-from __future__ import annotations
-
+import json
 import re
 import textwrap
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,7 @@ def pages() -> dict[Path, str]:
         won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],
         spent=h7.gains(h7.tasks(runs)[0]),
         switched=h10.gains(h10.tasks(runs)[0]),
+        again=_again(answers),
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     found = {name: re.sub(r"\n{3,}", "\n\n", text).strip() for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -144,6 +145,17 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     shown = {of: f"**{e.shown()}**" if adjusted[of] < ALPHA else e.shown() for of, e in gains.items()}
     tasks = dict.fromkeys(task for task, _ in gains)
     return pd.DataFrame({"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks})
+
+
+def _again(answers: list[preregistered.Answer]) -> list[preregistered.Repeated]:
+    """The effects that ``bench.fresh_seeds`` kept, beside those of the committed rows."""
+    before = {e.what: e for a in answers for e in a.primary}
+    grids = json.loads((results_dir() / "fresh_seeds.json").read_text(encoding="utf-8"))["grids"]
+    pairs = [
+        [(before[what], replace(before[what], values=np.array(values))) for what, values in grid["effects"].items()]
+        for grid in grids.values()
+    ]
+    return [one for of_grid in pairs for one in preregistered.compared(of_grid)]
 
 
 def _kept(name: str) -> str:

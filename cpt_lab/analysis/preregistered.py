@@ -221,6 +221,11 @@ def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
     both = zip(studies("arms"), studies("outcome"), strict=True)
     (study,) = (outcome for arms, outcome in both if grid in arms.GRIDS)
     before, now = ({(a.question, e.what): e for a in study.answers(runs) for e in a.primary} for runs in (known, mixed))
-    pairs = [(e, now[name]) for name, e in before.items() if name in now and list(e.values) != list(now[name].values)]
+    return compared((e, now[k]) for k, e in before.items() if k in now and list(e.values) != list(now[k].values))
+
+
+def compared(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[Repeated]:
+    """Return what became of the effects of a grid: each from the committed rows, and from fresh seeds."""
+    pairs = list(pairs)
     p = holm([float(stats.ttest_ind(a.values, b.values, equal_var=False).pvalue) for a, b in pairs])
     return [Repeated(a, b, found) for (a, b), found in zip(pairs, p, strict=True)]

@@ -1,9 +1,13 @@
 """Whether an effect repeats with fresh seeds, from rows that were made up so that the answer is known."""
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from helpers import written
 
+from bench import fresh_seeds
 from cpt_lab.analysis import preregistered as repeated
 from cpt_lab.analysis.runs import committed, table
 from cpt_lab.experiments.grids import grid_specs
@@ -52,6 +56,36 @@ def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(da
     assert (status, asked) == (code, repeated.fresh(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
     assert ("DIFFERS" in said) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"), [({}, True), ({"status": "failed"}, False), ({"data_checksum": "other"}, False)]
+)
+def test_effects_of_complete_grids_on_the_same_data_are_kept(change, kept, monkeypatch, tmp_path):
+    of_row = {"data_checksum": "same", "schema": 1, "seconds": 1.0, "device": "cpu"}
+    stored, again = ([row | of_row for row in made(1, fresh, sd)] for fresh, sd in ((False, 0.1), (True, 0.11)))
+    for row in again:
+        row["provenance"] = {**row["provenance"], "machine": {"cpu": "one"}}
+    again[-1] |= change
+    (tmp_path / "verdicts" / "h3").mkdir(parents=True)
+    written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
+    for module, name, value in [
+        (repeated, "committed", lambda: table(stored)),
+        (fresh_seeds, "runs_dir", lambda: tmp_path),
+        (fresh_seeds, "results_dir", lambda: tmp_path),
+    ]:
+        monkeypatch.setattr(module, name, value)
+    fresh_seeds.main()
+    grids = json.loads((tmp_path / "fresh_seeds.json").read_text())["grids"]
+    assert list(grids) == [GRID] * kept
+    for grid in grids.values():
+        (values,) = grid["effects"].values()
+        assert values == list(repeated.repeated(GRID, again)[0].now.values)
+    for row in again:
+        row["provenance"]["dirty"] = True
+    written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
+    with pytest.raises(ValueError, match="not those of a clean commit") if kept else nullcontext():
+        fresh_seeds.main()
 
 
 def test_effects_on_other_data_are_no_answer(monkeypatch, command):

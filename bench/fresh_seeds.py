@@ -1,0 +1,54 @@
+"""Primary effects of the studies with fresh seeds: ``python -m bench.fresh_seeds``.
+
+``cpt verify --verdict GRID`` runs a preregistered grid with seeds that nothing committed has; its rows stay in
+``runs/verdicts``. This reads the grids that are complete there, and writes their effects to
+``data/results/fresh_seeds.json``, a value per seed, with the commits that ran them. Each is compared with the committed
+rows where it is shown, docs/reproducing/repeating.md, by the rule of ``analysis.preregistered.Repeated``.
+"""
+
+import json
+from typing import Any
+
+from cpt_core.checks import write_text
+from cpt_lab.analysis.preregistered import data_of, fresh, repeated
+from cpt_lab.experiments.grids import studies
+from cpt_lab.paths import results_dir, runs_dir
+from cpt_lab.sweeps.lines import Row, load_rows
+
+
+def complete(grid: str) -> list[Row]:
+    """Return the rows of a grid with fresh seeds, or none where some are missing, or its data were others."""
+    store = runs_dir() / "verdicts" / f"{grid}.jsonl"
+    if not store.is_file():
+        return []
+    known = {row["key"]: row for row in load_rows(store) if row["status"] != "failed"}
+    keys = [spec.key for spec in fresh(grid)]
+    rows = [known[key] for key in keys if key in known]
+    checksums = {checksum for _, checksum in data_of(grid)}
+    whole = len(rows) == len(keys) and {row["data_checksum"] for row in rows} == checksums
+    return rows if whole else []
+
+
+def main() -> None:
+    """Compare, print, write."""
+    kept: dict[str, Any] = {"command": "python -m bench.fresh_seeds", "grids": {}}
+    for grid in (name for study in studies("arms") for name in study.GRIDS):
+        if not (rows := complete(grid)):
+            continue
+        found = repeated(grid, rows)
+        print(grid, *found, sep="\n  ", flush=True)
+        sources = {(row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows}
+        if not all(commit and dirty is False for commit, dirty in sources):
+            raise ValueError(f"{grid}: some of its rows are not those of a clean commit")
+        kept["grids"][grid] = {
+            "runs": len(rows),
+            "commits": sorted(commit for commit, _ in sources),
+            "data_checksum": sorted({row["data_checksum"] for row in rows}),
+            "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
+            "effects": {one.now.what: list(one.now.values) for one in found},
+        }
+    write_text(results_dir() / "fresh_seeds.json", json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
