@@ -27,6 +27,7 @@ Two conventions price them:
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -228,6 +229,10 @@ def formats_per_layer(
     if schedule is None:
         return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
     precisions = all_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
+    driven = {name: p.driver for name, p in precisions.items() if model.training and not p.training}
+    if apart := [name for name, driver in driven.items() if getattr(driver, "eval_bits", "current") != "current"]:
+        said = f"{', '.join(apart)}: in eval mode inside a model that trains, so at eval_bits; priced by the schedule"
+        warnings.warn(said, stacklevel=3)
     owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
     groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
     for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():

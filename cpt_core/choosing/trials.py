@@ -119,14 +119,14 @@ def of_model(
     elif config is not None:
         raise ValueError("the model is quantised already, so that config= would change nothing")
     layers = layer_precisions(model).values()
-    former = [(layer, layer.in_force, layer.highest) for layer in layers]
+    former = [(layer, layer.in_force, layer.highest, layer.driver) for layer in layers]
     trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)
     try:
         for seed in seeds:
             yield trial, seed * batches
     finally:
         trial.put_back()
-        for layer, in_force, top in former:
-            layer.in_force, layer.highest = in_force, top
+        for layer, in_force, top, driver in former:
+            layer.in_force, layer.highest, layer.driver = in_force, top, driver
         if convert:
             restore_(model)

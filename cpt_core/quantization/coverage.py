@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from threading import Lock
 from traceback import walk_stack
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from cpt_core.quantization.layers import Changed, QuantizedLayer
 
@@ -166,24 +167,37 @@ class FirstPass(TorchFunctionMode):
     def __init__(self, model: nn.Module, asked: Collection[str] = ()) -> None:
         """Put hooks on the model; ``asked``: names of the modules that are to stay in float32."""
         super().__init__()
-        self.model, self.asked, self.depth, self.seen = model, frozenset(asked), 0, dict[str, str]()
+        self.model, self.asked, self.seen = model, frozenset(asked), dict[str, str]()
+        self.passes, self.done = 0, False  # running, in all threads; whether one has not failed
         model.register_forward_pre_hook(self.enter)
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: object) -> None:
         """Forward hook: start to watch."""
-        if not torch.compiler.is_compiling():
-            self.depth += 1
-            self.__enter__()
+        if torch.compiler.is_compiling():
+            return
+        with _counting:
+            if self.done:
+                return
+            self.passes += 1
+        frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code.co_name == "_call_impl")
+        running = [frame.f_locals.get("self") for frame in frames][1:]  # without this pass
+        while (modes := _get_current_function_mode_stack()) and isinstance(left := modes[-1], FirstPass):
+            if modes.count(left) <= running.count(left.model):
+                break
+            left.leave(left.model, (), None)  # of a pass that was interrupted: no hook runs then
+        self.__enter__()
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
         """Forward hook: stop; after a pass that has not failed (``output`` is None then) say what was seen."""
-        if torch.compiler.is_compiling() or not self.depth:
+        if torch.compiler.is_compiling() or _get_current_function_mode_stack()[-1:] != [self]:
             return
-        self.depth -= 1
         self.__exit__(None, None, None)
-        if output is None:
-            return
+        with _counting:
+            self.passes -= 1
+            self.done = self.done or output is not None
+            if self.passes or not self.done:
+                return
         forget_first_pass(module)
         for m in module.modules():
             if isinstance(m, QuantizedLayer) and not m.precision.called:
@@ -215,6 +229,9 @@ class FirstPass(TorchFunctionMode):
                 if not any(running == a or running.startswith(f"{a}.") for a in self.asked):
                     self.seen.setdefault(running, getattr(function, "__name__", str(function)))
         return function(*args, **(kwargs or {}))
+
+
+_counting = Lock()
 
 
 def _running(model: nn.Module) -> str:

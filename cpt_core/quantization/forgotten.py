@@ -67,7 +67,8 @@ class ForgottenStep:
         self.handle.remove()
         warnings.warn(
             f"{max(self.updates, self.starts)} updates of the weights at step {self.step} of the schedule: call step() "
-            "of the PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force",
+            "of the PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force. "
+            "Where several updates are one step of yours, as those of a critic, nothing is wrong",
             stacklevel=2,
         )
 

@@ -284,7 +284,7 @@ def _attention(
             scores = scores.masked_fill(~mask, -math.inf)
         elif mask is not None:
             scores = scores + mask
-        probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, dropout_p > 0)
+        probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
         return _pair(c, traced.matmul, NEITHER, probabilities, value, roles=("probabilities", "value"))
 
     return in_float32(c.precision, query, multiplied, query, key, value, attn_mask)

@@ -93,10 +93,12 @@ class LayerPrecision(RunningState):
     sums: Mapping[str, int] = MappingProxyType({})  # role -> dimension over which its product sums, if not the last
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
+    fixed = False  # inside a ``precision`` block, where schedulers wait
     called: bool | None = None
     must_be_there = True  # in any checkpoint: but a module whose forward may, as it turns out, multiply nothing
     gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
 
+    @torch.inference_mode(False)  # what is made here is written to elsewhere
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__(quantizers, key, running_start)
@@ -339,7 +341,7 @@ class LayerPrecision(RunningState):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the scheduler out of a copy."""
-        return {**vars(self), "driver": self.driver is not None}
+        return {**vars(self), "driver": self.driver is not None, "fixed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""

@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from cpt_core.checks import check_bits, declared
+from cpt_core.checks import check_bits, declared, whole
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.forgotten import ForgottenStep
@@ -58,10 +58,15 @@ class PrecisionScheduler:
     cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
     ``optimizer.step()``. Past the last step the last bits stay. A copy of the model (``deepcopy``, pickle,
     ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no precision: run it inside
-    ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its scheduler stays driven.
+    ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its scheduler stays driven, but
+    copies of optimizers are not followed: call ``step()`` there.
+
+    Raises:
+        ValueError: for schedules that do not fit the layers, or when another scheduler that drives other layers follows
+            the optimizer.
 
     Warns:
-        UserWarning: once, when ``step()`` seems to be forgotten, see ``ForgottenStep``.
+        UserWarning: once, when ``step()`` seems to be forgotten, see ``ForgottenStep``; for a copy that should follow.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
@@ -85,10 +90,10 @@ class PrecisionScheduler:
             changes = changes or len(used) > 1
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
-        self._apply()
         if optimizer is not None:
             follow(optimizer, self)
-        elif changes:
+        self._apply()
+        if optimizer is None and changes:
             ForgottenStep(self, model)
 
     @property
@@ -101,9 +106,14 @@ class PrecisionScheduler:
         self._eval_bits = check_eval_bits(value)
         self._apply()
 
+    @property
+    def follows(self) -> bool:
+        """Whether the steps of an optimizer are those of the scheduler."""
+        return any(s is self for s in _followers.values())
+
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
-        if any(s is self for s in _followers.values()):
+        if self.follows:
             raise RuntimeError("this scheduler follows its optimizer: every optimizer.step() calls step() already")
         self.advance()
 
@@ -121,29 +131,36 @@ class PrecisionScheduler:
         step = min(self.last_step, self.total_steps - 1)
         return [schedule(step) for schedule, _ in self.schedules.values()]
 
-    def _apply(self) -> None:
+    def __repr__(self) -> str:
+        """Show where it is."""
+        return f"{type(self).__name__}(step {self.last_step} of {self.total_steps}, bits {self.get_last_bits()})"
+
+    def _apply(self, only: Collection[LayerPrecision] | None = None) -> None:
         for pattern, layers in self._groups.items():
-            levels = self._of_step(pattern)
-            for layer in layers:
-                self._set(layer, levels, pattern)
+            of_step = self._of_step(pattern)
+            for layer in layers if only is None else [x for x in layers if x in only]:
+                layer.highest, levels = self.schedules[pattern][0].highest, of_step
+                if not layer.training and self.eval_bits != "current":
+                    levels = merged(resolve("eval_bits", self.eval_bits, layer, pattern), levels)
+                if not layer.fixed:
+                    layer.set_levels(levels, self)
 
     def _of_step(self, pattern: str) -> Levels:
         return self.schedules[pattern][0].levels_at(min(self.last_step, self.total_steps - 1), self.q_grad)
 
-    def _set(self, layer: LayerPrecision, levels: Levels, pattern: str) -> None:
-        layer.highest = self.schedules[pattern][0].highest
-        if not layer.training and self.eval_bits != "current":
-            levels = merged(resolve("eval_bits", self.eval_bits, layer, pattern), levels)
-        layer.set_levels(levels, self)
-
     def hear(self, layer: LayerPrecision) -> None:
         """Give a layer that changed between training and evaluation the bits of its mode."""
         if self.eval_bits != "current":
-            pattern = next(p for p, layers in self._groups.items() if any(x is layer for x in layers))
-            self._set(layer, self._of_step(pattern), pattern)
+            self._apply({layer})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the optimizer out of a copy."""
+        return {**vars(self), "follows": self.follows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drive the layers that were copied together with their scheduler."""
+        if state.pop("follows", False):
+            warnings.warn("the copy of a PrecisionScheduler follows no optimizer: call its step()", stacklevel=2)
         vars(self).update(state)
         self._apply()
 
@@ -169,6 +186,7 @@ class PrecisionScheduler:
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
+        whole("last_step", state["last_step"], 0)
         theirs, mine = _bare(state), _bare({**self.state_dict(), "layers": self._layers})
         for key in ("schedules", "q_grad", "ladders"):
             if _plain(theirs[key]) != _plain(mine[key]):
@@ -180,6 +198,9 @@ class PrecisionScheduler:
         if odd := {name for name in odd if name not in layers or layers[name].must_be_there}:
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
         for name, running in theirs["layers"].items():
+            if set(running) != (known := set(layers[name].get_running())):
+                raise ValueError(f"the checkpoint holds {sorted(running)} of layer {name!r}, which has {sorted(known)}")
+        for name, running in theirs["layers"].items():
             layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
@@ -190,14 +211,26 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if optimizer not in _followers:
+    if (former := _followers.get(optimizer)) is not None:
+        if any(p.driver is former for p in set(former._layers.values()) - set(scheduler._layers.values())):
+            raise ValueError(
+                "the optimizer is followed already, by a scheduler that drives other layers: make one scheduler for "
+                "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
+            )
+    else:
         try:
             optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
             optimizer.register_load_state_dict_pre_hook(_load)
-            optimizer.register_step_post_hook(lambda optimizer, *_: _followers[optimizer].advance())
+            optimizer.register_step_post_hook(_stepped)
         except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
             raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
     _followers[optimizer] = scheduler
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    left_out = getattr(optimizer, "found_inf", None)  # GradScaler lets fused optimizers find that out by themselves
+    if left_out is None or not left_out:
+        _followers[optimizer].advance()
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +283,7 @@ def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collecti
 def precision(
     model: nn.Module, bits: int | str | Mapping[str, int], q_grad: int | str | None = None
 ) -> Iterator[nn.Module]:
-    """Run ``model`` at a fixed precision inside a ``with`` block, then put the former one back.
+    """Run ``model`` at a fixed precision inside a ``with`` block, also while it trains, then put the former one back.
 
     Args:
         model: a model converted by ``quantize_``.
@@ -259,7 +292,8 @@ def precision(
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
-    The backward pass belongs into the block, too. A copy of the model that is made inside keeps the bits of the block.
+    The backward pass belongs into the block, too. Schedulers count on, and set their bits after it. A copy of the
+    model that is made inside keeps the bits of the block.
 
     Raises:
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
@@ -268,7 +302,7 @@ def precision(
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _patterns_of(layers, by_pattern, "bits")
     wanted = {name: resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
-    before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
+    before = [(layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()]
     try:
         for name, values in wanted.items():
             layer = layers[name]
@@ -276,12 +310,13 @@ def precision(
                 layer.set_levels(merged(values, layer.in_force or values))
             else:
                 layer.set_levels(Levels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:]))
+            layer.fixed = True
         yield model
     finally:
-        for layer, in_force, driver in before:
-            layer.in_force, layer.driver = in_force, driver
-            if driver is not None:
-                driver.hear(layer)  # whose mode may have changed inside
+        for layer, in_force, driver, fixed in before:
+            layer.in_force, layer.driver, layer.fixed = in_force, driver, fixed
+        for driver in dict.fromkeys(driver for _, _, driver, _ in before if driver is not None):
+            driver._apply(set(layers.values()))  # a step, or another mode, may have come inside
 
 
 def merged(values: Levels, gradients: Levels) -> Levels:

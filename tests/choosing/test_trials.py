@@ -76,6 +76,20 @@ def test_a_converted_model_keeps_its_precision(repeat):
 
 
 @every
+def test_its_scheduler_still_drives_a_model(repeat):
+    model, train_step, optimizer, _ = problem()
+    quantize_(model)
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=10, n_cycles=2)
+    cpt.PrecisionScheduler(model, schedule, optimizer=optimizer, eval_bits="q_max")
+    repeat(model, train_step, optimizer)
+    of_mode = []
+    for training in (True, False):
+        model.train(training)
+        of_mode.append({layer.bits for layer in layer_precisions(model).values()})
+    assert of_mode == [{3}, {6}]
+
+
+@every
 def test_a_model_is_put_back_at_once_after_an_error(repeat):
     """Not when the error is forgotten: a notebook keeps it for long, and trains on meanwhile."""
     model, train_step, optimizer, seen = problem()

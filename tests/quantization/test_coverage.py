@@ -5,18 +5,21 @@ import functools
 import pickle
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 from helpers import Ran
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.coverage import FirstPass, QuantizationWarning
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.scheduler import precision
@@ -106,6 +109,64 @@ def test_products_that_nothing_caught_are_named_once(copied):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     found = {p.layer for p in check(model, (torch.ones(2, 4),)).float32}
     assert found == {f"0.parts.{i}" for i in range(5)}
+
+
+class Stopped(nn.Module):
+    """Calls something before it multiplies."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.linear, self.before = nn.Linear(4, 4), before
+
+    def forward(self, x):
+        self.before(self, x)
+        return self.linear(x)
+
+
+def interrupted(model, x):
+    raise KeyboardInterrupt
+
+
+def on_this_thread():
+    return sum(isinstance(mode, FirstPass) for mode in _get_current_function_mode_stack())
+
+
+def test_what_an_interrupted_first_pass_left_on_is_put_off_by_the_next():
+    x, models = torch.ones(2, 4), [quantize_(Stopped(interrupted)) for _ in range(2)]
+    for model in models:
+        with precision(model, 4), pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert on_this_thread() == 1  # the second has put off that of the first
+    models[1].before = lambda model, x: None
+    with precision(models[1], 4):
+        models[1](x)
+    assert on_this_thread() == 0
+    assert not models[1]._forward_hooks
+
+
+def test_first_passes_inside_each_other_and_beside_each_other_end():
+    def again(model, x):
+        model.before = lambda model, x: None
+        model(x)
+
+    inner = quantize_(Stopped(again))
+    outer = quantize_(Stopped(lambda model, x: (held[0](x), seen.append(on_this_thread()))))
+    held, seen, meeting = [inner], [], Barrier(3, timeout=60)
+    with precision(inner, 4), precision(outer, 4):
+        outer(torch.ones(2, 4))
+    assert seen == [1]  # that of the outer model; both of the inner one have ended
+    assert on_this_thread() == 0
+
+    def served(_):
+        model(torch.ones(2, 4))
+        return on_this_thread()
+
+    model = quantize_(Stopped(lambda model, x: meeting.wait())).eval()
+    with precision(model, 4), ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(served, range(3))) == [0, 0, 0]
+    for module in (inner, outer, model):
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 def test_what_was_asked_for_is_not_named():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import KEY
 
 STEPS, EVERY = 24, 10
@@ -77,8 +78,11 @@ def test_a_checkpoint_of_theirs_resumes_bit_for_bit():
     assert again != their_loop(*made()[:2], start=EVERY)[0]
 
 
-def test_only_updates_count():
-    model, optimizer, follower = made()
+@pytest.mark.parametrize("fused", [False, True])  # GradScaler calls the step of a fused one, which leaves itself out
+def test_only_updates_count(fused):
+    model, optimizer, _ = made(follow=False)
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    follower = cpt.PrecisionScheduler(model, SCHEDULE, optimizer=optimizer)
     for step in range(3):  # accumulated
         loss_of(model, step).backward()
     assert follower.last_step == 0
@@ -89,6 +93,11 @@ def test_only_updates_count():
     scaler.scale(loss_of(model, 4) * float("inf")).backward()
     scaler.step(optimizer)  # it leaves out what is not finite
     assert follower.last_step == 1
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 5)).backward()
+    scaler.step(optimizer)
+    assert follower.last_step == 2
 
 
 def test_a_second_scheduler_takes_the_place_of_the_first():
@@ -98,6 +107,57 @@ def test_a_second_scheduler_takes_the_place_of_the_first():
     optimizer.step()
     assert (first.last_step, second.last_step) == (0, 1)
     assert optimizer.state_dict()[KEY]["last_step"] == 1
+
+
+def test_two_models_of_one_optimizer_have_one_scheduler():
+    (encoder, *_), (decoder, _, its_own) = made(follow=False), made(follow=False)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    first = cpt.PrecisionScheduler(encoder, SCHEDULE, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"followed already.*PrecisionScheduler\(nn.ModuleList\(\[first, second\]\)"):
+        cpt.PrecisionScheduler(decoder, SCHEDULE, optimizer=optimizer)
+    assert all(p.driver is its_own for p in layer_precisions(decoder).values())
+    loss_of(encoder, 0).backward()
+    optimizer.step()
+    assert first.last_step == 1
+    both = cpt.PrecisionScheduler(nn.ModuleList([encoder, decoder]), SCHEDULE, optimizer=optimizer)
+    assert both.follows
+    assert not first.follows
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_follows_nothing_and_says_so(copied):
+    with pytest.warns(UserWarning, match=r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)"):
+        model, _, scheduler = copied(made())
+    scheduler.step()
+    assert repr(scheduler) == f"PrecisionScheduler(step 1 of {STEPS}, bits [{SCHEDULE(1)}])"
+    assert all(p.bits == SCHEDULE(1) for p in layer_precisions(model).values())
+    copied(made(follow=False))  # a warning would be an error here
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_block_keeps_its_bits_while_the_model_trains(follow):
+    model, optimizer, scheduler = made(follow)
+    ran = []
+    model[0].register_forward_hook(lambda layer, *_: ran.append((layer.precision.bits, layer.precision.q_grad)))
+
+    def train(steps):
+        for _ in range(steps):
+            loss_of(model, scheduler.last_step).backward()
+            optimizer.step()
+            if not follow:
+                scheduler.step()
+
+    with cpt.precision(model, 6, 7):
+        train(2)
+        with cpt.precision(model, "float"):
+            train(2)
+            within = copy.deepcopy(model)
+        train(1)
+    train(1)
+    assert ran == [(6, 7)] * 2 + [(None, None)] * 2 + [(6, 7), (SCHEDULE(5), 8)]
+    assert model[0].precision.bits == SCHEDULE(6)
+    cpt.PrecisionScheduler(within, SCHEDULE)
+    assert within[0].precision.bits == SCHEDULE(0)
 
 
 def test_wrapped_optimizers_are_followed():

@@ -249,6 +249,17 @@ class Side(nn.ModuleList):
 
 
 @pytest.mark.slow
+def test_attention_compiles_with_shapes_and_dropout_that_change():
+    model = quantize_(nn.MultiheadAttention(8, 2, batch_first=True))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with precision(model, 4):
+        for length, model.dropout in ((5, 0.0), (6, 0.0), (7, 0.5)):
+            x = torch.randn(2, length, 8)
+            assert run(x, x, x, need_weights=False)[0].shape == x.shape
+
+
+@pytest.mark.slow
 def test_compiled_code_computes_what_eager_code_does():
     config = QuantConfig().with_gradient_rounding("nearest")
     modules, inputs, _ = zip(*(made(name, config) for name in OF_EVERY_RULE), strict=True)

@@ -181,6 +181,35 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
     assert in_force(model) == before
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.update(last_step=-3), "last_step must be a whole number of at least 0, got -3"),
+        (lambda state: state["layers"]["0"].pop("noise_key"), "of layer '0', which has"),
+        (lambda state: state["layers"]["0"].update(other=torch.ones(3)), "holds .*'other'.* of layer '0', which has"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
+    model = quantize_(small())
+    scheduler = PrecisionScheduler(model, schedule_of())
+    scheduler.step()
+    state, before = copy.deepcopy(scheduler.state_dict()), in_force(model)
+    damage(state)
+    with pytest.raises(ValueError, match=message):
+        scheduler.load_state_dict(state)
+    assert scheduler.last_step == 1
+    assert in_force(model) == before
+
+
+def test_a_model_that_was_converted_in_inference_mode_trains():
+    model = small()
+    with torch.inference_mode():
+        quantize_(model)
+    scheduler = PrecisionScheduler(model, schedule_of())
+    model(pictures()).sum().backward()
+    scheduler.step()
+
+
 def named(**parts):
     return nn.ModuleDict(parts)
 
