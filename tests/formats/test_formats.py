@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import refused
+from helpers import refused, said_by
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -205,6 +204,4 @@ def test_a_stored_ladder_is_found_again_in_another_process():
         "import pickle; from cpt_core.formats.ladder import FormatLadder\n"
         f"print({{FormatLadder({{3: 'mxfp4', 8: 'e4m3'}}): 1}}[pickle.loads({stored!r})])"
     )
-    other = os.environ | {"PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=other)
-    assert done.stdout == "1\n", done.stderr
+    assert said_by(sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"}) == "1\n"

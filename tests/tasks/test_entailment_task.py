@@ -1,7 +1,6 @@
 """Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import same, smoke_spec
+from helpers import said_by, same, smoke_spec
 from layouts import write
 
 from cpt_core.bitops.plan import count_bitops
@@ -102,10 +101,10 @@ from cpt_lab.tasks.entailment import _tokenizer, load_entailment
 r = replace(recipe("smoke", "templates"), vocabulary=120)
 print(_tokenizer(r, load_entailment(r)).to_str())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    there = json.loads(said_by(sys.executable, "-c", code))["model"]["vocab"]
     r = replace(recipe("smoke", "templates"), vocabulary=120)
     here = entailment_task._tokenizer(r, entailment_task.load_entailment(r)).get_vocab()
-    assert json.loads(done.stdout)["model"]["vocab"] == here, done.stderr
+    assert there == here
     assert len(here) == 120
 
 

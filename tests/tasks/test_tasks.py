@@ -3,12 +3,11 @@
 import itertools
 import json
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import same, smoke_spec
+from helpers import said_by, same, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
@@ -79,9 +78,7 @@ print(json.dumps(out))
 @pytest.mark.slow
 def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     """In one process in which no library of an extra can be imported."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said_by(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS))
     assert (found["tested"], found["needed"]) == ([2, 4, 8], [])  # a model of one's own needs no task either
     assert found["imported"] == []  # a task is imported when it is asked for
     assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [("ok", 3, True)] * len(BASE)
