@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import pictures, refused, small
+from helpers import identical, pictures, refused, small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -104,8 +104,7 @@ def compare(model, plain, x, run=None):
         own.set_bits(layer.bits, layer.q_grad)
         own.set_running(layer.get_running())
     of_twin, x.grad = results(twin.train(model.training), x), None
-    for found, wanted in zip(results(model, x, run), of_twin, strict=True):
-        assert torch.equal(found, wanted)
+    assert identical(results(model, x, run), of_twin)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
