@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import refused
+from helpers import NAN, Does, refused
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -90,14 +90,6 @@ def test_an_encoder_takes_padding_at_evaluation():
     torch.testing.assert_close(y[1:, :2], alone, rtol=1e-3, atol=1e-3)
 
 
-class Added(nn.Module):
-    """A product that is added to nothing, as scores of attention are where there is no mask."""
-
-    def forward(self, x):
-        nothing = torch.full((2, 3, 3), float("nan"))
-        return torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5)
-
-
 class Masked(nn.Module):
     """Attention of torch with what a test gives it."""
 
@@ -106,7 +98,9 @@ class Masked(nn.Module):
 
 
 def test_what_torch_does_not_read_is_not_read():
-    model, x = quantize_(Added()), torch.randn(2, 3, 4)
+    """Scores of attention are added to nothing where there is no mask."""
+    nothing, x = torch.full((2, 3, 3), NAN), torch.randn(2, 3, 4)
+    model = quantize_(Does(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5)))
     with precision(model, 20, 20):
         torch.testing.assert_close(model(x), 0.5 * x @ x.mT, rtol=1e-3, atol=1e-3)
 
