@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import said_by, same, smoke_spec
+from helpers import refused, said_by, same, smoke_spec
 from layouts import write
 
 from cpt_core.bitops.plan import count_bitops
@@ -197,8 +197,7 @@ def test_checkpoints_that_cannot_be_used(data_folder):
         ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),
         ("gpt", ValueError, r"gpt holds a model of type 'gpt2'; only 'bert' can be used"),
     ):
-        with pytest.raises(error, match=message):
-            EntailmentTask(spec(checkpoint=name), CPU)
+        refused(message, EntailmentTask, spec(checkpoint=name), CPU, error=error)
 
 
 def test_operations_are_counted_and_all_linear_layers_quantised():

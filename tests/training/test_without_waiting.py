@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import smoke_spec
+from helpers import refused, smoke_spec
 from phantom import Phantom, PhantomTensor
 from training.test_train import stop_at
 
@@ -201,8 +201,7 @@ def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
     monkeypatch.setattr(ImageTask, "optimizer", lambda task, model: (torch.optim.SGD(model.parameters()), None))
     spec = spec_of("mlp")
     with Phantom():
-        with pytest.raises(ValueError, match="on cuda:0 a task's optimizer must be fused, got SGD"):
-            Session(task_of(spec), spec, GPU)
+        refused("on cuda:0 a task's optimizer must be fused, got SGD", Session, task_of(spec), spec, GPU)
         Session(task_of(spec), spec, "cpu")
         monkeypatch.setattr(ImageTask, "optimizer", optimizer)
         Session(task_of(spec), spec, GPU)
