@@ -132,7 +132,7 @@ def quietly(call, *args, **kwargs):
         return call(*args, **kwargs)
 
 
-def refused(message, call, *given, error=ValueError, **options):
+def refused(message, call, /, *given, error=ValueError, **options):
     """Assert that a call is refused with a message."""
     with pytest.raises(error, match=message):
         call(*given, **options)

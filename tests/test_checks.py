@@ -4,6 +4,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from cpt_core.checks import choose, declared, library, offer, whole, write_atomically
 
@@ -12,20 +13,16 @@ from cpt_core.checks import choose, declared, library, offer, whole, write_atomi
 def test_whole(value):
     if value == 3:
         assert whole("steps", value) == whole("steps", value, 3) == 3
-        with pytest.raises(ValueError, match="steps must be a whole number of at least 4, got 3"):
-            whole("steps", value, 4)
+        refused("steps must be a whole number of at least 4, got 3", whole, "steps", value, 4)
     else:
-        with pytest.raises(ValueError, match=f"steps must be an integer, got {value!r}"):
-            whole("steps", value)
-        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, got {value!r}"):
-            whole("steps", value, 1)
+        refused(f"steps must be an integer, got {value!r}", whole, "steps", value)
+        refused(f"steps must be a whole number of at least 1, got {value!r}", whole, "steps", value, 1)
 
 
 def test_choose_takes_any_names():
     for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
         assert choose("letter", "b", names) == "b"
-    with pytest.raises(ValueError, match=r"unknown letter 'c'; choose from a, b$"):
-        choose("letter", "c", {"a": 1, "b": 2})
+    refused(r"unknown letter 'c'; choose from a, b$", choose, "letter", "c", {"a": 1, "b": 2})
 
 
 def test_of_many_names_the_nearest_are_offered():
@@ -53,11 +50,9 @@ def test_library_blames_a_missing_library_and_nothing_else():
 )
 def test_the_extra_is_the_one_that_brings_what_is_missing(module, asked, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"^{module} cannot be imported; .* 'cpt-core\[{extra}\]'$"):
-        library(module, asked)
+    refused(rf"^{module} cannot be imported; .* 'cpt-core\[{extra}\]'$", library, module, asked, error=ImportError)
     monkeypatch.setitem(sys.modules, "cpt_core.nonsense", None)
-    with pytest.raises(ImportError, match=r"^import of cpt_core\.nonsense halted"):
-        library("cpt_core.nonsense", "")
+    refused(r"^import of cpt_core\.nonsense halted", library, "cpt_core.nonsense", "", error=ImportError)
 
 
 @pytest.mark.parametrize(("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3])
@@ -78,11 +73,9 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
         assert path.read_text() == "old"
         raise OSError("the disk is full")
 
-    with pytest.raises(OSError, match="the disk is full"):
-        write_atomically(path, write)
+    refused("the disk is full", write_atomically, path, write, error=OSError)
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-    with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
-        write_atomically(tmp_path, write)
+    refused("is a folder; name a file", write_atomically, tmp_path, write, error=IsADirectoryError)
     with path.open() as reader:
         write_atomically(path, lambda temporary: temporary.write_text("new"))
         assert reader.read() == "old"  # the file it has opened is another one now
@@ -111,8 +104,7 @@ def test_values_are_of_the_types_that_annotations_declare():
         ("pairs", [], r"Mapping\[str, Sequence\[int\]\]"), ("pairs", {"a": ["1"]}, r"Mapping\[str, Sequence\[int\]\]"),
         ("call", 3, "a function"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{name} must be {wanted}, got "):
-            described(**right | {name: value})
+        refused(f"^{name} must be {wanted}, got ", described, **right | {name: value})
 
 
 @pytest.mark.parametrize("value", ["abc", b"abc", {"a": 1}, 3, None])
@@ -120,5 +112,4 @@ def test_a_string_is_no_list_even_where_nobody_looks_at_its_parts(value):
     def take(many: Sequence[str]) -> None: ...
 
     declared(take, {"many": ("a", 1)})
-    with pytest.raises(ValueError, match=r"^many must be Sequence\[str\], got "):
-        declared(take, {"many": value})
+    refused(r"^many must be Sequence\[str\], got ", declared, take, {"many": value})

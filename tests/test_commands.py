@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import said_by, specs_of
+from helpers import refused, said_by, specs_of
 
 from cpt_lab.analysis import pages, trying
 from cpt_lab.analysis.claims import judged
@@ -225,8 +225,7 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     assert kept(spec) == found
     bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
-    with pytest.raises(RuntimeError, match="vgg on cifar100 does not run here: KeyError: 'vgg'"):
-        measure(bad)
+    refused("vgg on cifar100 does not run here: KeyError: 'vgg'", measure, bad, error=RuntimeError)
 
 
 def test_a_measurement_takes_the_steps_of_training(monkeypatch):
@@ -282,8 +281,7 @@ def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(mo
 
 def test_random_data_on_which_training_diverges_are_no_measurement():
     (spec,) = specs_of("CR", clip=None, lr=1e30)
-    with pytest.raises(ArithmeticError, match="the loss of random data is not finite"):
-        calibration._steps(spec, "cpu")
+    refused("the loss of random data is not finite", calibration._steps, spec, "cpu", error=ArithmeticError)
 
 
 def test_how_many_runs_share_a_gpu():

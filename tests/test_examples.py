@@ -13,7 +13,7 @@ import papermill
 import pytest
 import torch
 import yaml
-from helpers import said_by
+from helpers import refused, said_by
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
@@ -89,8 +89,7 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path, monkeypatch,
     store.write_text("".join(f"{line}\n" for line in kept[:-3]))
     assert study(3) == said
     assert store.read_text().splitlines() == kept
-    with pytest.raises(ValueError, match="give 3 or more, got 2"):
-        study(2)
+    refused("give 3 or more, got 2", study, 2)
     book = papermill.execute_notebook(
         folder / "study.ipynb", None, {"seeds": 3}, cwd=folder, progress_bar=False, kernel_name="python3"
     )

@@ -4,6 +4,7 @@ import stat
 import sys
 
 import pytest
+from helpers import refused
 
 from bench import image
 
@@ -66,16 +67,13 @@ def test_builds_starts_asks_and_runs_a_notebook(pretend, capsys):
 
 def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend):
     pretend(NOTEBOOKS[1:])
-    with pytest.raises(SystemExit, match="does not list 00_start_here"):
-        image.main()
+    refused("does not list 00_start_here", image.main, error=SystemExit)
     log = pretend(NOTEBOOKS, status=1)
-    with pytest.raises(SystemExit, match="notebook 00 does not run inside"):
-        image.main()
+    refused("notebook 00 does not run inside", image.main, error=SystemExit)
     assert log.read_text().splitlines()[-1].startswith("rm -f"), "the container is removed all the same"
 
 
 def test_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["image"])
-    with pytest.raises(SystemExit, match="needs one of docker, podman, buildah"):
-        image.main()
+    refused("needs one of docker, podman, buildah", image.main, error=SystemExit)

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from helpers import said_by
+from helpers import refused, said_by
 
 from bench import mutants
 from bench.changes import changed_lines, changes
@@ -166,8 +166,7 @@ def repository(project):
 def test_lines_that_a_commit_does_not_have(repository):
     assert changed_lines("HEAD", repository) == {"cpt_core/room/new.py": {1, 2, 3}}
     assert changed_lines("HEAD~1", repository) == {"cpt_core/half.py": {3, 4, 5, 6}, "cpt_core/room/new.py": {1, 2, 3}}
-    with pytest.raises(ValueError, match=r"git diff .* nowhere"):
-        changed_lines("nowhere", repository)
+    refused(r"git diff .* nowhere", changed_lines, "nowhere", repository)
 
 
 def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, capsys):
@@ -207,14 +206,12 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
     assert everything == [str(i) for i in range(30)]
     assert all("2" in what for what in only)
     monkeypatch.setattr("sys.argv", ["mutants", "--changed", "--only", "nothing like it"])
-    with pytest.raises(SystemExit, match="nothing to change in the lines that HEAD does not have"):
-        mutants.main()
+    refused("nothing to change in the lines that HEAD does not have", mutants.main, error=SystemExit)
 
 
 def test_what_is_no_commit_is_said_without_a_traceback(monkeypatch):
     monkeypatch.setattr("sys.argv", ["mutants", "--changed", "no-such-commit"])
-    with pytest.raises(SystemExit, match=r"^git diff .* no-such-commit"):
-        mutants.main()
+    refused(r"^git diff .* no-such-commit", mutants.main, error=SystemExit)
 
 
 def test_the_nearest_tests_come_first():

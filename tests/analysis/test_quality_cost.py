@@ -10,7 +10,7 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import paper_dir
 from cpt_lab.sweeps import stores
-from tests.helpers import PROVENANCE, kept_row, quietly, row_of, written
+from tests.helpers import PROVENANCE, kept_row, quietly, refused, row_of, written
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -87,16 +87,11 @@ def test_correlation_of_little():
 
 def test_mixed_experiments_are_refused():
     rows = rows_of(lambda arm, seed, cost: 0.5)
-    with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
-        quality_cost.by_arm(table([*changed(rows[:1], scale="paper"), *rows[1:]]))
-    with pytest.raises(ValueError, match="rows mix q_mins: 3, 4"):
-        quality_cost.by_arm(table([*changed(rows[:1], {"q_min": 4}), *rows[1:]]))
-    with pytest.raises(ValueError, match="there are no rows"):
-        quality_cost.by_arm(table([]))
-    with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
-        quality_cost.by_arm(table(rows + as_perplexity(rows)))
-    with pytest.raises(ValueError, match="at least three arms"):
-        predictors.rank_correlation(table(r for r in rows if r["spec"]["arm"] == "CR"))
+    refused("rows mix scales: demo, paper", quality_cost.by_arm, table([*changed(rows[:1], scale="paper"), *rows[1:]]))
+    refused("rows mix q_mins: 3, 4", quality_cost.by_arm, table([*changed(rows[:1], {"q_min": 4}), *rows[1:]]))
+    refused("there are no rows", quality_cost.by_arm, table([]))
+    refused("rows mix tasks: image, language_model", quality_cost.by_arm, table(rows + as_perplexity(rows)))
+    refused("at least three arms", predictors.rank_correlation, table(r for r in rows if r["spec"]["arm"] == "CR"))
 
 
 def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
@@ -212,8 +207,7 @@ def test_figure_5_shows_curves_and_paired_differences():
     (legend,) = figure.legends  # below both panels: it hides no curve
     assert [t.get_text() for t in legend.get_texts()] == ["FP-Agg, static 8 bits", "Q-Agg, static 8 bits"]
     assert left.get_legend() is None
-    with pytest.raises(ValueError, match="no finished run of static 4 with FP-Agg"):
-        aggregation.figure_5(both_aggregations(), bits=4)
+    refused("no finished run of static 4 with FP-Agg", aggregation.figure_5, both_aggregations(), bits=4)
 
 
 # --- perplexity: less is better -------------------------------------------------------------------
@@ -383,5 +377,4 @@ def test_every_q_max_and_aggregation_has_a_row_of_panels():
     (alone,) = figures.figure_3(table(rows[:11])).axes
     assert alone.get_title() == ""
     other = [row_of(s, 0.5) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])]
-    with pytest.raises(ValueError, match="rows mix datasets: digits-graph, ogbn-arxiv"):
-        figures.figure_6(table([*rows, *other]))
+    refused("rows mix datasets: digits-graph, ogbn-arxiv", figures.figure_6, table([*rows, *other]))

@@ -10,7 +10,7 @@ from cpt_lab.analysis import critical_periods, equal_cost, groups, predictors, q
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs
 from cpt_lab.paths import paper_dir
-from tests.helpers import row_of
+from tests.helpers import refused, row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -35,8 +35,7 @@ def test_a_group_counts_on_seeds_that_all_its_arms_have():
     assert quality_cost.of_arms(runs, "large", "accuracy").to_dict() == {0: pytest.approx(0.6)}
     assert quality_cost.of_arms(runs, "RR", "accuracy").to_dict() == {0: 0.5, 1: 0.5}
     assert quality_cost.paired_difference(runs, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
-    with pytest.raises(ValueError, match="no rows for 'small'; there are RR, RTH, static 8"):
-        quality_cost.of_arms(runs, "small", "accuracy")
+    refused("no rows for 'small'; there are RR, RTH, static 8", quality_cost.of_arms, runs, "small", "accuracy")
 
 
 def test_share_at_q_min_of_static_precisions():
@@ -131,14 +130,12 @@ def test_rows_of_other_kinds_are_refused(deficit_rows):
     (other,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
     assert groups.deficit_groups(table([row_of(other, 0.9)])) == []
     mixed = table([*deficit_rows, row_of(other, 0.9)])
-    with pytest.raises(ValueError, match="rows of deficits with at most one window"):
-        critical_periods.deficits(mixed)
+    refused("rows of deficits with at most one window", critical_periods.deficits, mixed)
     (group,) = groups.deficit_groups(mixed)
     assert len(group) == len(deficit_rows)
     twice = {**deficit_rows[0], "spec": {**deficit_rows[0]["spec"]}}
     twice["spec"]["schedule"] = {**twice["spec"]["schedule"], "windows": [[0, 10], [20, 30]]}
-    with pytest.raises(ValueError, match="rows of deficits with at most one window"):
-        critical_periods.deficits(table([*deficit_rows, twice]))
+    refused("rows of deficits with at most one window", critical_periods.deficits, table([*deficit_rows, twice]))
 
 
 @pytest.mark.parametrize(("dataset", "arms"), [("cifar10", 9), ("imagenet", 3)])
@@ -222,8 +219,7 @@ def test_two_budgets_are_kept_apart():
     ]  # fmt: skip
     assert second.spent.between(0.99, 1.001).all()
     assert len(found[found.base == "RR"]) == 5
-    with pytest.raises(ValueError, match="no rows of RR"):
-        equal_cost.equal_cost(runs[~runs.arm.str.startswith("RR")])
+    refused("no rows of RR", equal_cost.equal_cost, runs[~runs.arm.str.startswith("RR")])
 
 
 def test_equal_cost_of_a_perplexity_is_positive_when_better():
@@ -297,11 +293,9 @@ def test_too_little_for_a_prediction():
     with pytest.raises(ValueError, match="ten arms and two seeds are needed, there are 11 and 1"):
         predictors.predictors(quality_runs(by_cost, seeds=[0]))
     few = quality_runs(by_cost, schedules=["CR", "RR"])
-    with pytest.raises(ValueError, match="there are 3 and 3"):
-        predictors.predictors(few)
+    refused("there are 3 and 3", predictors.predictors, few)
     alike = table(row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", seeds=[0, 1]))
-    with pytest.raises(ValueError, match="all arms have the same accuracy; there is nothing to rank"):
-        predictors.predictors(alike)
+    refused("all arms have the same accuracy; there is nothing to rank", predictors.predictors, alike)
     rows = [row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", schedules=["CR", "RR"], seeds=[0])]
     rows += [row_of(s, 0.5 + by_cost(s)) for s in designs.quality_cost("demo", "digits-graph", seeds=[0, 1])]
     assert list(predictors.predictors_by_title(table(rows))) == ["made up, demo scale"]

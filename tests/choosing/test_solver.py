@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import INF, NAN, make, price, quietly, refused
+from helpers import INF, NAN, price, quietly, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,21 +34,6 @@ def test_one_precision_has_one_budget():
     assert solve_schedule(1, 8, 8, 100) == StaticSchedule(8, 100)
     for budget in (0.9, 1.5):
         refused(f"{budget} cannot be met: q_min and q_max are both 8, and static", solve_schedule, budget, 8, 8, 100)
-
-
-@pytest.mark.parametrize(
-    ("name", "family", "q_min", "q_max", "steps", "n_cycles"),
-    [
-        ("RR", "rex", 3, 8, 64_000, 8),
-        ("CR", "cosine", 3, 6, 64_000, 8),
-        ("LR", "linear", 4, 8, 450_450, 8),
-        ("ER", "exponential", 5, 8, 53_120, 2),
-    ],
-)
-def test_the_cost_of_a_paper_s_schedule_gives_it_again(name, family, q_min, q_max, steps, n_cycles):
-    known = make(name, q_min=q_min, q_max=q_max, total_steps=steps, n_cycles=n_cycles)
-    found = solve_schedule(known.relative_cost(), q_min, q_max, steps, n_cycles, family)
-    assert np.array_equal(found.bits(), known.bits())
 
 
 @pytest.mark.parametrize(("budget", "q_grad"), [(0.5, 3), (0.65, 8), (0.8, 12)])

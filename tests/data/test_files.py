@@ -254,8 +254,7 @@ def changed(files, **contents):
 )  # fmt: skip
 def test_hostile_content_is_refused_with_its_reason(task, files, message, data_folder):
     dataset = own_data(data_folder, files())
-    with pytest.raises(ValueError, match=message):
-        LOAD[task](own(task, dataset))
+    refused(message, LOAD[task], own(task, dataset))
 
 
 # --- content that is read rightly -----------------------------------------------------------------

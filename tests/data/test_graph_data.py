@@ -2,7 +2,6 @@
 
 import io
 import shutil
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from helpers import said_by
 from layouts import archive, graph_arrays, ogb_folder, planetoid, table, write
 
 from cpt_lab import data
@@ -170,10 +170,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
         "evaluator('ogbn-arxiv')\n"
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert said_by(sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code) == ""
 
 
 def test_evaluator_of_ogb_agrees_with_ours():

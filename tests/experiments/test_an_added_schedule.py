@@ -1,10 +1,10 @@
 """A schedule that is added as CONTRIBUTING says leaves everything of the paper's as it is."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from helpers import said_by
 
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, SUITE, SuiteEntry
 from cpt_lab.analysis.schedules import figure_2
@@ -50,8 +50,7 @@ print(json.dumps({
 def told():
     names = [*list(find_grids("figure_3"))[:2], "ptb/lstm", "digits/equal_cost"]
     code = f"{ADD}\nNAMES = {names!r}\n{ASK}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return json.loads(said_by(sys.executable, "-W", "ignore", "-c", code))
 
 
 def test_the_grids_of_the_paper_stay_as_they_are(told):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,15 +35,6 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-class GCN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = cpt.GraphConv(32, 64), cpt.GraphConv(64, 7)
-
-    def forward(self, graph, x):
-        return self.second(graph, self.first(graph, x).relu())
-
-
 def resnet50(size=224):
     models = pytest.importorskip("torchvision.models")
     return models.resnet50(), (torch.randn(1, 3, size, size),)
@@ -63,8 +55,10 @@ def gpt():
 
 
 def gcn():
+    layers = {"first": cpt.GraphConv(32, 64), "second": cpt.GraphConv(64, 7)}
+    model = Does(lambda m, graph, x: m.second(graph, m.first(graph, x).relu()), **layers)
     start = torch.arange(0, 606, 6)  # 100 nodes of six neighbours
-    return GCN(), (cpt.Graph(start, torch.randint(100, (600,))), torch.randn(100, 32))
+    return model, (cpt.Graph(start, torch.randint(100, (600,))), torch.randn(100, 32))
 
 
 MADE = (lambda: resnet50(64), resnet50, gpt2, gpt, gcn)

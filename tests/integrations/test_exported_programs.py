@@ -2,12 +2,11 @@
 
 import copy
 import operator
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import identical, pictures, refused, small
+from helpers import identical, pictures, refused, said_by, small
 from torch import nn
 
 import cpt_core as cpt
@@ -91,8 +90,7 @@ def alone(tmp_path_factory):
         torch.export.save(programs[name], folder / f"{name}.pt2")
         expected[name], inputs[name] = evaluated(model, others, bits), others
     torch.save(inputs, folder / "inputs.pt")
-    done = subprocess.run([sys.executable, "-c", ALONE], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(sys.executable, "-c", ALONE, cwd=folder)
     return programs, {name: (torch.load(folder / f"{name}.pt"), expected[name]) for name in MODELS}
 
 

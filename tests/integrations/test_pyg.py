@@ -7,7 +7,6 @@ import copy
 import gc
 import importlib
 import pickle
-import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ import dgl.nn
 import pytest
 import stand_in_geometric
 import torch
-from helpers import refused
+from helpers import refused, said_by
 from torch import nn
 
 import cpt_core as cpt
@@ -355,8 +354,7 @@ def test_nobody_imports_it_who_does_not_use_it():
         " cpt.QuantConfig(aggregation='quantized'))\n"
         "assert not [m for m in sys.modules if m.startswith(('torch_geometric', 'cpt_core.integrations.pyg'))]"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(sys.executable, "-c", code)
 
 
 # --- with the library itself ----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.test_integer import SOME_KIND, drawn, values64
@@ -101,9 +102,7 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
         runs.append([y for y, *_ in three_products(a, w, g, None, Geometry((2, 2), (1, 1), (1, 1)))])
     with reference():
         runs.append([y for y, *_ in three_products(a, w, g, None, Geometry((2, 2), (1, 1), (1, 1)))])
-    for other in runs[1:]:
-        for y, z in zip(runs[0], other, strict=True):
-            assert torch.equal(y, z)
+    assert all(identical(runs[0], other) for other in runs[1:])
 
 
 @pytest.mark.parametrize("how", [nullcontext, reference], ids=["as it runs", "plain"])

@@ -79,8 +79,7 @@ def test_gradients_pass_the_roundings_unchanged(name, scaled):
     expected = {"scale_round": [expected], "scale_round_add": [expected + bias]}.get(name, [expected, x.sum(0)])
     wanted = [x, bias] if name == "scale_round_add" else [x]
     upstream = [normal(*e.shape) for e in expected]
-    for found, right in zip(*(torch.autograd.grad(v, wanted, upstream) for v in (y, expected)), strict=True):
-        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(v, wanted, upstream) for v in (y, expected)))
 
 
 # --- on codes ----------------------------------------------------------------------------------------

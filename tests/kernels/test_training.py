@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import losses_of, make, pictures
+from helpers import losses_of, make, pictures, refused
 from torch import nn
 
 from cpt_core.formats.quantizer import Quantizer
@@ -132,5 +132,4 @@ def test_levels_that_are_no_number_are_refused(cpp_kernels, bad):
 
 
 def test_an_unknown_granularity_is_refused():
-    with pytest.raises((KeyError, RuntimeError), match="rows"):
-        torch.ops.cpt.fake_quantize(torch.ones(3), LEVELS, "rows", None)
+    refused("rows", torch.ops.cpt.fake_quantize, torch.ones(3), LEVELS, "rows", None, error=(KeyError, RuntimeError))

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import pictures, small
+from helpers import identical, pictures, refused, small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -104,8 +104,7 @@ def compare(model, plain, x, run=None):
         own.set_bits(layer.bits, layer.q_grad)
         own.set_running(layer.get_running())
     of_twin, x.grad = results(twin.train(model.training), x), None
-    for found, wanted in zip(results(model, x, run), of_twin, strict=True):
-        assert torch.equal(found, wanted)
+    assert identical(results(model, x, run), of_twin)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -122,8 +121,7 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
     assert scheduler.get_last_bits() != [RISING(0)]
     another = "state_dict" in way or "meta" in way  # driven by a scheduler of its own
     if not inside and not another:
-        with pytest.raises(RuntimeError, match=r'copy of a model whose bits .*precision\(copy, "q_max"\)'):
-            twin(pictures())
+        refused(r'copy of a model whose bits .*precision\(copy, "q_max"\)', twin, pictures(), error=RuntimeError)
     expected = (6, 6) if another else (2 if inside else RISING.q_max, RISING.q_max)
     with nullcontext() if inside or another else precision(twin, "q_max"):
         assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
@@ -190,8 +188,7 @@ def test_an_average_made_before_there_are_bits_says_so():
     average = AveragedModel(model, use_buffers=True)
     PrecisionScheduler(model, make_schedule("STATIC", q_max=6, total_steps=4))
     average.update_parameters(model)
-    with pytest.raises(RuntimeError, match="no precision yet"):
-        average(pictures())
+    refused("no precision yet", average, pictures(), error=RuntimeError)
     with precision(average, 6), precision(model, 6):
         assert torch.equal(average(pictures()), model(pictures()))
 

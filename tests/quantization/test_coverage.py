@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from helpers import Ran
+from helpers import Ran, refused
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
@@ -99,8 +99,7 @@ def test_products_that_nothing_caught_are_named_once(copied):
     model[0].fails = True
     said = "^products in float32 that nobody asked for: linear in 0.parts.0, linear in 0.parts.1, linear in 0.parts.2 "
     with precision(model, 4):
-        with pytest.raises(RuntimeError, match="not yet"):
-            model(torch.ones(2, 4))
+        refused("not yet", model, torch.ones(2, 4), error=RuntimeError)
         model[0].fails = False
         with pytest.warns(QuantizationWarning, match=f"{said}and 2 more; check") as seen:
             model(torch.ones(2, 4))
@@ -209,8 +208,7 @@ def wrapped(module):
 
 def test_a_forward_of_the_instance_is_refused_where_it_would_hide_the_quantised_one():
     model = nn.Sequential(nn.Linear(4, 4), wrapped(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match="layer '1' has a forward of its own"):
-        quantize_(model)
+    refused("layer '1' has a forward of its own", quantize_, model)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear]
     model = quantize_(model, QuantConfig(float32=("1",)))
     assert [row.name for row in summary(model).quantized] == ["0"]

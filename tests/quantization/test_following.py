@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 import cpt_core as cpt
@@ -179,16 +180,13 @@ def test_nobody_is_kept_alive():
 
 def test_what_would_go_wrong_without_a_word_is_an_error():
     model, optimizer, follower = made()
-    with pytest.raises(RuntimeError, match=r"every optimizer\.step\(\) calls step\(\) already"):
-        follower.step()
+    refused(r"every optimizer\.step\(\) calls step\(\) already", follower.step, error=RuntimeError)
     plain = copy.deepcopy(optimizer).state_dict()
-    with pytest.raises(ValueError, match="make it after load_state_dict; with torch"):
-        optimizer.load_state_dict(plain)
+    refused("make it after load_state_dict; with torch", optimizer.load_state_dict, plain)
     other = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)
     saved = optimizer.state_dict()
     cpt.PrecisionScheduler(model, other, optimizer=optimizer)
-    with pytest.raises(ValueError, match="the checkpoint has schedules"):
-        optimizer.load_state_dict(saved)
+    refused("the checkpoint has schedules", optimizer.load_state_dict, saved)
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=[])
 

@@ -122,8 +122,7 @@ def test_gradients_are_rounded_as_the_simulation_does_whatever_bits_were_set_bet
             y.square().mean().backward()
         found.append([p.grad for p in model.parameters()])
     largest = max(float(b.abs().max()) for b in found[1])  # a bias before BatchNorm has none but noise
-    for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * largest)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4 * largest)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from choosing.test_trials import problem
-from helpers import OnRing, losses_of
+from helpers import OnRing, losses_of, refused
 from torch import nn
 
 import cpt_core as cpt
@@ -229,8 +229,7 @@ LAYERED = cpt.LayeredSchedule(((("0",), StaticSchedule(3, 2), 1), (("*",), Stati
     ],
 )
 def test_a_role_has_one_schedule_and_one_ladder_given_once(ask, said):
-    with pytest.raises(ValueError, match=said):
-        ask()
+    refused(said, ask)
 
 
 @pytest.mark.parametrize("ladder", [None, LADDER.filled()])
@@ -264,8 +263,7 @@ ONCE = cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
 )
 def test_what_a_layer_cannot_take_is_refused_before_training(kind, ladder, schedule, said):
     model, _ = converted(kind, ladder=ladder)
-    with pytest.raises(ValueError, match=said):
-        cpt.PrecisionScheduler(nn.Sequential(model), schedule)
+    refused(said, cpt.PrecisionScheduler, nn.Sequential(model), schedule)
     assert all(p.in_force is None for p in layer_precisions(nn.Sequential(model)).values())
 
 
@@ -298,8 +296,7 @@ def test_products_on_codes_are_the_simulated_ones(kind, gradient, levels):
         y = model(x.requires_grad_())
         upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
         results.append([y, *torch.autograd.grad(y, [x, model.weight], upstream)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 # --- what else is done with a model whose levels are other formats: nothing may take them for bits ----
@@ -348,24 +345,20 @@ def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
     assert torch.equal(model(inputs()), expected)
 
 
-def test_a_program_holds_no_weights_of_other_formats():
-    model = net({1: "affine4", 3: "e4m3"})
-    with cpt.precision(model, 3, 3):
+@pytest.mark.parametrize(
+    ("ladder", "trained", "exported"),
+    [({1: "affine4", 3: "e4m3"}, 3, 1), ({"weight": None, "activation": {8: "e4m3"}, "gradient": None}, 8, 8)],
+)
+def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(ladder, trained, exported):
+    model = net(ladder)
+    with cpt.precision(model, trained, trained):
         model(inputs())
     model.eval()
-    with pytest.raises(ValueError, match="layer '0' would have weights in e4m3, and a program holds codes of the"):
-        cpt.export(model, (inputs(),), bits=3)
-    program = cpt.export(model, (inputs(),), bits=1)
-    with cpt.precision(model, 1):
-        assert torch.equal(program.module()(inputs()), model(inputs()))
-
-
-def test_inputs_of_a_program_may_have_another_format():
-    model = net({"weight": None, "activation": {8: "e4m3"}, "gradient": None})
-    with cpt.precision(model, 8, 8):
-        model(inputs())
-    program = cpt.export(model.eval(), (inputs(),), bits=8)
-    with cpt.precision(model, 8):
+    if trained != exported:
+        said = "layer '0' would have weights in e4m3, and a program holds codes of the"
+        refused(said, cpt.export, model, (inputs(),), bits=trained)
+    program = cpt.export(model, (inputs(),), bits=exported)
+    with cpt.precision(model, exported):
         assert torch.equal(program.module()(inputs()), model(inputs()))
 
 

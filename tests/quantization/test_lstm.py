@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -282,15 +283,11 @@ def test_dropout_between_layers():
 
 def test_bad_input():
     module = lstm_of(5, 4)
-    with pytest.raises(RuntimeError, match="no precision yet"):
-        module(torch.randn(6, 3, 5))
+    refused("no precision yet", module, torch.randn(6, 3, 5), error=RuntimeError)
     with precision(module, 4):
-        with pytest.raises(ValueError, match="2 or 3 dimensions"):
-            module(torch.randn(5))
-        with pytest.raises(ValueError, match="at least one step"):
-            module(torch.randn(0, 3, 5))
-        with pytest.raises(RuntimeError, match=r"input.size\(-1\) must be equal to input_size"):
-            module(torch.randn(6, 3, 7))
+        refused("2 or 3 dimensions", module, torch.randn(5))
+        refused("at least one step", module, torch.randn(0, 3, 5))
+        refused(r"input.size\(-1\) must be equal to input_size", module, torch.randn(6, 3, 7), error=RuntimeError)
         with pytest.raises(RuntimeError, match="Expected hidden"):
             module(torch.randn(6, 3, 5), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
 

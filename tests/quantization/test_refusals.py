@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers import pictures, small
+from helpers import pictures, refused, small
 from quantization.test_attention import bert, unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -96,8 +96,7 @@ def test_a_refused_model_is_what_it_was(name):
     make, args, said = REFUSED[name]
     model = make()
     before = everything(model)
-    with pytest.raises((ValueError, KeyError), match=said):
-        quantize_(model, *args)
+    refused(said, quantize_, model, *args, error=(ValueError, KeyError))
     assert everything(model) == before
 
 
@@ -188,8 +187,7 @@ def test_what_quantize_did_not_make_is_refused_until_it_is_undone(change):
     with precision(model, 4):
         expected = model(pictures())
     kind = type(model[5]).__name__
-    with pytest.raises(ValueError, match=f"layer '5' was made a {kind} after quantize_; undo that first"):
-        restore_(model)
+    refused(f"layer '5' was made a {kind} after quantize_; undo that first", restore_, model)
     assert [type(m) for m in model.modules()] == kinds
     with precision(model, 4):
         assert torch.equal(model(pictures()), expected)
@@ -226,5 +224,4 @@ def test_norms_that_are_hooks_stay(norm, layer, before):
 
 
 def test_a_model_that_is_not_converted_cannot_be_restored():
-    with pytest.raises(ValueError, match="the model has no quantised layers"):
-        restore_(small())
+    refused("the model has no quantised layers", restore_, small())

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import pictures, small
+from helpers import pictures, refused, small
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
@@ -79,15 +79,13 @@ def test_layers_can_have_schedules_of_their_own():
 )
 def test_patterns_must_fit_the_layers(patterns, message):
     model = quantize_(small())
-    with pytest.raises(ValueError, match=message):
-        PrecisionScheduler(model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
+    refused(message, PrecisionScheduler, model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
     assert in_force(model) == [(None, None)] * 3
 
 
 @pytest.mark.parametrize("use", [lambda m: PrecisionScheduler(m, schedule_of()), lambda m: precision(m, 8).__enter__()])
 def test_models_that_are_not_converted(use):
-    with pytest.raises(ValueError, match=r"no quantised layers; call quantize_\(model\) first"):
-        use(small())
+    refused(r"no quantised layers; call quantize_\(model\) first", use, small())
 
 
 def test_training_past_the_end_warns_once_and_keeps_the_bits():
@@ -175,8 +173,7 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
     model = quantize_(small(), config)
     scheduler = PrecisionScheduler(model, schedule, q_grad)
     before = in_force(model)
-    with pytest.raises(ValueError, match=message):
-        scheduler.load_state_dict(source.state_dict())
+    refused(message, scheduler.load_state_dict, source.state_dict())
     assert scheduler.last_step == 0
     assert in_force(model) == before
 
@@ -286,8 +283,7 @@ def test_without_a_scheduler_the_context_leaves_no_precision():
     model = quantize_(small())
     with precision(model, 6):
         assert in_force(model) == [(6, 6)] * 3
-    with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
-        model(pictures())
+    refused("no precision yet: make a PrecisionScheduler", model, pictures(), error=RuntimeError)
     with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
         precision(model, "q_max").__enter__()
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import refused
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,18 +62,15 @@ ASKED = {
 def test_a_sharded_model_is_checked_and_counted_before(mesh, shard, asked):
     ask, said = ASKED[asked]
     model = shard(quantize_(net()), mesh)
-    with pytest.raises(ValueError, match=f"parameter '0.weight' is sharded already, .*; {said}"):
-        ask(model)
+    refused(f"parameter '0.weight' is sharded already, .*; {said}", ask, model)
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer, in_parallel])
 def test_a_sharded_model_is_converted_before(mesh, shard):
     model = shard(net(), mesh)
-    with pytest.raises(ValueError, match=r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)"):
-        quantize_(model)
+    refused(r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)", quantize_, model)
     assert not any(isinstance(m, LayerPrecision) for m in model.modules())
-    with pytest.raises(ValueError, match=r"count, check and measure before .* tensor parallelism .* cannot be used"):
-        count_bitops(model, (X,))
+    refused(r"count, check and measure before .* tensor parallelism .* cannot be used", count_bitops, model, (X,))
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])

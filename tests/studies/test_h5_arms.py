@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from helpers import refused
 
 from bench import sensitivities
 from cpt_core.choosing.sensitivities import Sensitivity
@@ -43,7 +43,5 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, m
 def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
     stored.cache_clear()
-    with pytest.raises(ValueError, match="no sensitivity of 'digits'; measure it: "):
-        allocated("digits")
-    with pytest.raises(ValueError, match="unknown case 'mnist'"):
-        allocated("mnist")
+    refused("no sensitivity of 'digits'; measure it: ", allocated, "digits")
+    refused("unknown case 'mnist'", allocated, "mnist")

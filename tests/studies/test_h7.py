@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
@@ -58,8 +59,7 @@ def test_a_task_without_its_rates_has_no_runs(chosen, tmp_path, monkeypatch):
     (tmp_path / STUDY.file).write_text("".join(others))
     monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)
     tuned.held_out.cache_clear()
-    with pytest.raises(NotMeasuredError, match=r"lacks 1 of the 90 runs .* run h7-rates/characters"):
-        STUDY.runs("characters")
+    refused(r"lacks 1 of the 90 runs .* run h7-rates/characters", STUDY.runs, "characters", error=NotMeasuredError)
     assert len(STUDY.runs("digits")) == 10 * 6
     assert {a.word for a in outcome.answers(table([]))} == {"open: 0 of 360 runs"}
 
@@ -109,5 +109,4 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     assert len(first.notes) == 1
     assert len(first.table) == 5
     assert len(last.table) == 3 * 6 + 6
-    with pytest.raises(ValueError, match="no task of H7 is complete"):
-        outcome.figure([])
+    refused("no task of H7 is complete", outcome.figure, [])

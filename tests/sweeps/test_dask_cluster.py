@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import specs_of
+from helpers import refused, specs_of
 
 from bench.kill_sweep import claims, holder
 from cpt_lab.paths import ROOT
@@ -151,8 +151,7 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
     how = {"executor": "dask", "workers": 1}
     (good,) = specs_of("CR")
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        run_grid([bad], tmp_path / "rows.jsonl", **how)
+    refused("there is no folder", run_grid, [bad], tmp_path / "rows.jsonl", **how, error=FileNotFoundError)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "write_text", lambda self, text, **how: None)  # as if the workers were on another machine
         with pytest.raises(ValueError, match=r"does not see .*a file system that all workers share"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
-from helpers import written
+from helpers import refused, written
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -194,8 +194,7 @@ def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
 def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
     store = tmp_path / "rows.jsonl"
     store.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"rows\.jsonl.*{message}"):
-        stores.load_rows(store)
+    refused(rf"rows\.jsonl.*{message}", stores.load_rows, store)
     assert store.read_bytes() == content
 
 
@@ -244,8 +243,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
     for left in ("the run has no checkpoint", "the run's last checkpoint is kept"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
         try:
-            with pytest.raises(StoreError, match=f"cannot write .*; {left}"):
-                stores.append_row(store, row("b", "x" * 5000))
+            refused(f"cannot write .*; {left}", stores.append_row, store, row("b", "x" * 5000), error=StoreError)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert store.read_bytes() == before
@@ -258,23 +256,20 @@ def test_a_store_whose_lock_is_held_says_so(tmp_path, monkeypatch):
     with FileLock(tmp_path / "rows.jsonl.lock"):
         with pytest.raises(StoreError, match=r"rows\.jsonl\.lock is held by another process"):
             stores.check_writable(tmp_path / "rows.jsonl")
-        with pytest.raises(StoreError, match="cannot write"):
-            stores.append_row(tmp_path / "rows.jsonl", row("a"))
+        refused("cannot write", stores.append_row, tmp_path / "rows.jsonl", row("a"), error=StoreError)
 
 
 def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"rows\.jsonl: (Not a directory|File exists); nothing was started"):
         stores.check_writable(tmp_path / "file" / "rows.jsonl")
-    with pytest.raises(StoreError, match="it is a folder, not a file of rows"):
-        stores.check_writable(tmp_path)
+    refused("it is a folder, not a file of rows", stores.check_writable, tmp_path, error=StoreError)
     for kind in ("curves", "checkpoints", "locks", "logs"):
         (tmp_path / f"taken {kind}.{kind}").touch()
         with pytest.raises(StoreError, match=f"{kind} beside it is a file, not a folder of {kind}; nothing"):
             stores.check_writable(tmp_path / f"taken {kind}.jsonl")
     nowhere = Path("/proc/nowhere/rows.jsonl")  # read-only for everybody, root too
-    with pytest.raises(StoreError, match="cannot write /proc/"):
-        stores.check_writable(nowhere)
+    refused("cannot write /proc/", stores.check_writable, nowhere, error=StoreError)
     with pytest.raises(StoreError, match="cannot write /proc/nowhere"), stores.claim(nowhere, "a"):
         pass
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
@@ -409,8 +404,7 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
     assert curve.valid_accuracy_at_q_max.dropna().to_dict() == {1: 0.4}
     assert [p.name for p in (tmp_path / "rows.curves").iterdir()] == ["abc.parquet"]
     pd.testing.assert_frame_equal(curve, pd.read_parquet(tmp_path / "rows.curves" / "abc.parquet"))
-    with pytest.raises(FileNotFoundError, match="xyz"):
-        stores.load_curve(store, "xyz")
+    refused("xyz", stores.load_curve, store, "xyz", error=FileNotFoundError)
     (tmp_path / "full.curves").write_text("a file where the folder goes")
     with pytest.raises(StoreError, match=r"cannot write .*abc\.parquet: .*exists; the run has no checkpoint"):
         stores.write_curve(tmp_path / "full.jsonl", "abc", history)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import specs_of
+from helpers import refused, specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_lab.analysis.runs import table
@@ -324,8 +324,7 @@ def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monk
     monkeypatch.setattr(stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True))  # fills up later
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
     specs = specs_of("CR", "ER", "LR", "LT", seeds=range(5), steps=20)
-    with pytest.raises(StoreError, match=r"only \d+ MB free"):
-        run_grid(specs[:3], tmp_path / "rows.jsonl", workers=0)
+    refused(r"only \d+ MB free", run_grid, specs[:3], tmp_path / "rows.jsonl", workers=0, error=StoreError)
     tried = first_process(no_room)
     with pytest.raises(StoreError, match="no room, said the process of the run"):
         run_grid(specs, tmp_path / "rows.jsonl", workers=2)
@@ -377,10 +376,8 @@ def test_how_many_runs_share_a_process(changes, options, sizes, tmp_path):
 
 
 def test_side_by_side_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"timeout=5.0 is of a run alone in its process; got together=2"):
-        SweepOptions(timeout=5.0, together=2)
-    with pytest.raises(ValueError, match="together must be a whole number of at least 1"):
-        SweepOptions(together=0)
+    refused(r"timeout=5.0 is of a run alone in its process; got together=2", SweepOptions, timeout=5.0, together=2)
+    refused("together must be a whole number of at least 1", SweepOptions, together=0)
     monkeypatch.setattr(sweep_module, "choose_device", lambda device, spec: "cuda")
     with pytest.raises(ValueError, match="together=2 is for the CPU; a GPU replays the steps of every run"):
         sweep_module._jobs(specs_of("CR", "ER"), tmp_path / "rows.jsonl", SweepOptions(together=2))
@@ -454,8 +451,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
         assert signals.stop.is_set()
         assert not signals.kill.is_set()
         signals.asked -= 1
-        with pytest.raises(KeyboardInterrupt, match="stopped at once"):
-            signals._handle(signal.SIGINT, None)
+        refused("stopped at once", signals._handle, signal.SIGINT, None, error=KeyboardInterrupt)
         assert signals.kill.is_set()
     assert capsys.readouterr().err.count("stopping") == 1
 
@@ -466,8 +462,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
 def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     good = specs_of("CR", steps=20)[0]
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        run_grid([good, bad], tmp_path / "rows.jsonl")
+    refused("there is no folder", run_grid, [good, bad], tmp_path / "rows.jsonl", error=FileNotFoundError)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -498,8 +493,7 @@ def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_pat
     assert run_grid([first], store, workers=0) == [row]
     own_images(tmp_path, seed=1)
     for specs in ([first], [second], [first, second]):
-        with pytest.raises(ValueError, match=CHANGED):
-            run_grid(specs, store, workers=0)
+        refused(CHANGED, run_grid, specs, store, workers=0)
     assert stores.load_rows(store) == [row]
     own_images(tmp_path, seed=0)  # put back
     assert len(run_grid([first, second], store, workers=0)) == 2
@@ -514,8 +508,7 @@ def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_pat
     monkeypatch.setattr(sweep_module, "_check_data", lambda *_: None)  # as where the data are on the workers alone
     store, (first, second) = tmp_path / "rows.jsonl", own_specs
     stores.append_row(store, {**stores.describe(first), "status": "ok", "data_checksum": "that of other data"})
-    with pytest.raises(ValueError, match=CHANGED):
-        run_grid([second], store, executor="dask", workers=1)
+    refused(CHANGED, run_grid, [second], store, executor="dask", workers=1)
     assert quick == []
 
 
@@ -540,8 +533,7 @@ def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_pat
     ],
 )
 def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run_grid(specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices)
+    refused(message, run_grid, specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -663,8 +655,7 @@ def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_there_is_refused_at_every_scale(tmp_path):
-    with pytest.raises(ValueError, match="device 'cuda' was asked for"):
-        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", device="cuda")
+    refused("device 'cuda' was asked for", run_grid, specs_of("CR"), tmp_path / "rows.jsonl", device="cuda")
 
 
 @pytest.mark.slow

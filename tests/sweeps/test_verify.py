@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import stdev
 
 import pytest
-from helpers import PROVENANCE, kept_row, row_of, smoke_spec, specs_of, written
+from helpers import PROVENANCE, kept_row, refused, row_of, smoke_spec, specs_of, written
 
 from cpt_core.kernels import backend, reference
 from cpt_lab.experiments import designs
@@ -325,13 +325,10 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
     assert seeds(seed=1) == seeds(seed=1)
     assert len({tuple(seeds(seed=s)) for s in range(6)}) == 6
     assert verify.sample(store, 2, cheapest=True).seconds == 21.0
-    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
-        verify.sample(store, 0)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        verify.sample(tmp_path / "none.jsonl")
+    refused("rows must be a whole number of at least 1, got 0", verify.sample, store, 0)
+    refused("there is no file", verify.sample, tmp_path / "none.jsonl", error=FileNotFoundError)
     written(store, rows[11])
-    with pytest.raises(ValueError, match="has no finished row"):
-        verify.sample(store)
+    refused("has no finished row", verify.sample, store)
 
 
 def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, tmp_path):

@@ -1,7 +1,6 @@
 """Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import same, smoke_spec
+from helpers import refused, said_by, same, smoke_spec
 from layouts import write
 
 from cpt_core.bitops.plan import count_bitops
@@ -102,10 +101,10 @@ from cpt_lab.tasks.entailment import _tokenizer, load_entailment
 r = replace(recipe("smoke", "templates"), vocabulary=120)
 print(_tokenizer(r, load_entailment(r)).to_str())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    there = json.loads(said_by(sys.executable, "-c", code))["model"]["vocab"]
     r = replace(recipe("smoke", "templates"), vocabulary=120)
     here = entailment_task._tokenizer(r, entailment_task.load_entailment(r)).get_vocab()
-    assert json.loads(done.stdout)["model"]["vocab"] == here, done.stderr
+    assert there == here
     assert len(here) == 120
 
 
@@ -198,8 +197,7 @@ def test_checkpoints_that_cannot_be_used(data_folder):
         ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),
         ("gpt", ValueError, r"gpt holds a model of type 'gpt2'; only 'bert' can be used"),
     ):
-        with pytest.raises(error, match=message):
-            EntailmentTask(spec(checkpoint=name), CPU)
+        refused(message, EntailmentTask, spec(checkpoint=name), CPU, error=error)
 
 
 def test_operations_are_counted_and_all_linear_layers_quantised():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import refused
 from layouts import write
 
 from cpt_core.models.lstm_lm import LanguageModel
@@ -104,15 +105,12 @@ def test_the_reference_text_of_python():
 
 
 def test_files_are_found_and_missed(folder):
-    with pytest.raises(DataNotFoundError, match="there is no folder"):
-        text.load_text(toy(dataset="nowhere/"))
+    refused("there is no folder", text.load_text, toy(dataset="nowhere/"), error=DataNotFoundError)
     (folder / "other.train.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"several texts for train: other.train.txt, toy.train.txt"):
-        text.load_text(toy())
+    refused(r"several texts for train: other.train.txt, toy.train.txt", text.load_text, toy())
     (folder / "other.train.txt").unlink()
     (folder / "toy.test.txt").unlink()
-    with pytest.raises(DataNotFoundError, match=r"no file that ends in test.txt"):
-        text.load_text(toy())
+    refused(r"no file that ends in test.txt", text.load_text, toy(), error=DataNotFoundError)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,7 @@ def test_files_are_found_and_missed(folder):
 )  # fmt: skip
 def test_bad_text(folder, split, content, message):
     (folder / f"toy.{split}.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        text.load_text(toy())
+    refused(message, text.load_text, toy())
 
 
 def test_penn_treebank_is_checked_by_its_counts(folder):

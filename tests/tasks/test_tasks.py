@@ -3,14 +3,14 @@
 import itertools
 import json
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import same, smoke_spec
+from helpers import said_by, same, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from training.test_train import stop_at
 
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
@@ -19,7 +19,7 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import base as learning_rates
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import train
 
 CPU = torch.device("cpu")
 OPTIONAL = "torchvision PIL torchmetrics dgl ogb transformers tokenizers datasets accelerate".split()
@@ -78,9 +78,7 @@ print(json.dumps(out))
 @pytest.mark.slow
 def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     """In one process in which no library of an extra can be imported."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said_by(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS))
     assert (found["tested"], found["needed"]) == ([2, 4, 8], [])  # a model of one's own needs no task either
     assert found["imported"] == []  # a task is imported when it is asked for
     assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [("ok", 3, True)] * len(BASE)
@@ -196,10 +194,9 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [d for d in TINY if d != "digits"])  # of images: training/test_train.py
 def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
-    spec, asked, path = tiny(dataset), iter(range(6)), tmp_path / "c.pt"
+    spec, path = tiny(dataset), tmp_path / "c.pt"
     whole = train(task_of(spec), spec)
-    with pytest.raises(Stopped):
-        train(task_of(spec), spec, checkpoint=path, should_stop=lambda: next(asked) == 2)
+    stop_at(3, spec, path)
     torch.rand(7)  # the state of the random numbers comes from the checkpoint
     resumed = train(task_of(spec), spec, checkpoint=path)
     assert same(whole.model, resumed.model)

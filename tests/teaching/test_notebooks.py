@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import papermill
 import pytest
+from helpers import refused
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from cpt_lab.analysis import report
@@ -263,8 +264,7 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     copies[0].write_text("my answers")
     assert integrity([tmp_path / "mine/data/results/cycles_digits.jsonl"]).bare == 0
-    with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):
-        copy_notebooks(tmp_path / "mine")
+    refused(r"00_start_here\.ipynb is there already", copy_notebooks, tmp_path / "mine", error=FileExistsError)
     assert copies[0].read_text() == "my answers"
 
 
@@ -311,10 +311,8 @@ def test_a_table_of_what_was_handed_in(tmp_path, command):
     with pytest.warns(UserWarning, match=r"bo\.ipynb cannot be read"):
         table = collected(tmp_path)
     assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == ("correct", "not handed in")
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nobody"):
-        collected(tmp_path / "nobody")
-    with pytest.raises(ValueError, match=r"no notebook below .* says anything of an exercise"):
-        collected(tmp_path / "eve")
+    refused(r"there is no folder .*nobody", collected, tmp_path / "nobody", error=FileNotFoundError)
+    refused(r"no notebook below .* says anything of an exercise", collected, tmp_path / "eve")
 
 
 def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(place, tmp_path):
@@ -383,8 +381,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     for scale in ("smoke", "paper"):
         reproduce.reproduce(scale, "05", "my.npz", progress=False)
     assert asked["tried"] == ["my-text/", "my.npz"]  # at demo scale, and not a named one
-    with pytest.raises(ValueError, match=r"say which notebook 'my\.npz' is for"):
-        reproduce.reproduce("demo", dataset="my.npz", progress=False)
+    refused(r"say which notebook 'my\.npz' is for", reproduce.reproduce, "demo", dataset="my.npz", progress=False)
     with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
         reproduce.reproduce("demo", "03", "ogbn-arxiv", progress=False)
     asked.clear()

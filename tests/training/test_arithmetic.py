@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RECIPES, smoke_spec, specs_of
+from helpers import RECIPES, refused, smoke_spec, specs_of
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipe import SCALES
@@ -94,10 +94,8 @@ REFUSED = {
 def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_path):
     changes, message = REFUSED[name]
     (spec,) = specs_of("CR", **changes)
-    with pytest.raises(ValueError, match=message):
-        Session(task_of(spec), spec)
-    with pytest.raises(ValueError, match=message):
-        run_grid([spec], tmp_path / "rows.jsonl", workers=0)
+    refused(message, Session, task_of(spec), spec)
+    refused(message, run_grid, [spec], tmp_path / "rows.jsonl", workers=0)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -115,8 +113,7 @@ def test_tf32_is_refused_by_gpus_that_do_not_have_it(monkeypatch):
     pretend(monkeypatch, (8, 0))
     assert choose_device("cuda", spec) == "cuda"
     pretend(monkeypatch, (7, 5))
-    with pytest.raises(ValueError, match=r"tf32 needs a GPU of compute capability 8\.0; some GPU has 7\.5"):
-        choose_device("cuda", spec)
+    refused(r"tf32 needs a GPU of compute capability 8\.0; some GPU has 7\.5", choose_device, "cuda", spec)
 
 
 CHOSEN = {  # scale, device asked for -> on a machine with a GPU

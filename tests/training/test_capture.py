@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import smoke_spec
 from tape import TapeRecorder
+from training.test_train import stop_at
 
 from cpt_core.codes import convolution
 from cpt_core.graphs import graph
@@ -15,7 +16,7 @@ from cpt_core.schedules.schedule import TableSchedule
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import capture, session
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, evaluate, train
+from cpt_lab.training.train import evaluate, train
 
 pytestmark = pytest.mark.slow
 
@@ -100,9 +101,8 @@ def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(name, r
 @pytest.mark.parametrize("name", ["words", "graph"])  # a state that is carried; Adam, which counts its steps
 def test_a_resumed_run_records_anew(name, recorders, tmp_path):
     spec, file = spec_of(name), tmp_path / "run.pt"
-    whole, asked = train(task_of(spec), spec), iter(range(11))
-    with pytest.raises(Stopped):
-        train(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == 10)
+    whole = train(task_of(spec), spec)
+    stop_at(11, spec, file)
     resumed = train(task_of(spec), spec, checkpoint=file)
     assert (resumed.history, resumed.metrics) == (whole.history, whole.metrics)
     assert resumed.captured > 4

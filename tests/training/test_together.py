@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import identical, quietly, smoke_spec
+from helpers import identical, quietly, refused, smoke_spec
 
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.make import make_schedule
@@ -257,8 +257,7 @@ def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(factor, words, re
     session = Session(Spoilt, specs[0])
     batches = session.batches(0)
     session.step(next(batches), 0.01)
-    with pytest.raises(CannotReplay, match=words):
-        Replay(session, next(batches))
+    refused(words, Replay, session, next(batches), error=CannotReplay)
     with caplog.at_level("INFO"):
         assert all(map(equal, *both_ways(specs, task=Spoilt)))
     assert words in caplog.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import same, smoke_spec
+from helpers import refused, same, smoke_spec
 from torch import nn
 
 from cpt_core.checks import write_atomically
@@ -46,8 +46,7 @@ def test_every_metric_says_how_it_was_measured(run):
     assert all(m["bits"] == 8 for m in run.metrics if m["precision"] == "q_max")
     best = max(run.history["evaluations"], key=lambda e: e["valid"]["accuracy"])
     assert run.metric("accuracy", when="best_valid") == best["test"]["accuracy"]
-    with pytest.raises(KeyError, match="no metric"):
-        run.metric("f1")
+    refused("no metric", run.metric, "f1", error=KeyError)
 
 
 def test_evaluation_precision_makes_a_difference():
@@ -146,6 +145,7 @@ def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypat
 
 
 def stop_at(step, spec, checkpoint, **options):
+    """Train until so many steps are done, as a run that somebody stops."""
     asked = iter(range(step))
     with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
         train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda: next(asked) == step - 1, **options)
@@ -310,8 +310,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
 
 def test_unknown_task():
     spec = run_spec(replace(recipe("demo"), task="chess"), "CR", q_max=8, seed=0)
-    with pytest.raises(ValueError, match="unknown task 'chess'; choose from image"):
-        task_of(spec)
+    refused("unknown task 'chess'; choose from image", task_of, spec)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import smoke_spec
+from helpers import refused, smoke_spec
 from phantom import Phantom, PhantomTensor
+from training.test_train import stop_at
 
 from cpt_core.choosing.range_test import RangeTestWarning
 from cpt_core.quantization.convert import layer_precisions
@@ -19,7 +20,7 @@ from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import train as loop
 from cpt_lab.training.recipe_trials import recipe_range_test
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import train
 
 GPU = "cuda:0"
 # torch's loader pins nothing where there is no GPU, and says so
@@ -65,11 +66,10 @@ def values(model):
 
 @pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
 def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path):
-    spec, asked = spec_of(name), iter(range(4))
+    spec = spec_of(name)
     with Phantom():
         whole = start(spec)
-        with pytest.raises(Stopped):
-            start(spec, checkpoint=tmp_path / "run.pt", should_stop=lambda: next(asked) == 2)
+        stop_at(3, spec, tmp_path / "run.pt", device=GPU)
         resumed = start(spec, checkpoint=tmp_path / "run.pt")
         assert (resumed.history, resumed.metrics, resumed.bitops) == (whole.history, whole.metrics, whole.bitops)
         assert all(isinstance(p, PhantomTensor) for p in resumed.model.parameters())
@@ -201,8 +201,7 @@ def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
     monkeypatch.setattr(ImageTask, "optimizer", lambda task, model: (torch.optim.SGD(model.parameters()), None))
     spec = spec_of("mlp")
     with Phantom():
-        with pytest.raises(ValueError, match="on cuda:0 a task's optimizer must be fused, got SGD"):
-            Session(task_of(spec), spec, GPU)
+        refused("on cuda:0 a task's optimizer must be fused, got SGD", Session, task_of(spec), spec, GPU)
         Session(task_of(spec), spec, "cpu")
         monkeypatch.setattr(ImageTask, "optimizer", optimizer)
         Session(task_of(spec), spec, GPU)
@@ -210,12 +209,10 @@ def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", GPU), (GPU, "cpu")])
 def test_a_run_goes_on_on_another_device(first, second, tmp_path):
-    spec, asked = spec_of("gcn"), iter(range(9))  # Adam counts its steps where it computes
+    spec = spec_of("gcn")  # Adam counts its steps where it computes
     with Phantom() as gpu:
         gpu.whole = first == GPU
-        options = {"checkpoint": tmp_path / "run.pt", "should_stop": lambda: next(asked) == 2}
-        with pytest.raises(Stopped):
-            train(task_of(spec), spec, device=first, **options)
+        stop_at(3, spec, tmp_path / "run.pt", device=first)
         gpu.whole = second == GPU
         run = train(task_of(spec), spec, device=second, checkpoint=tmp_path / "run.pt")
         assert {str(p.device) for p in run.model.parameters()} == {second}
