@@ -75,7 +75,7 @@ reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|dem
 	@$(CPT) reproduce $${SCALE:+--scale "$$SCALE"} $(NARROWED)
 
 notebooks: setup  ## run the notebooks again and keep their outputs in place
-	$(CPT) run-notebooks
+	$(BIN)/python -m book.notebooks
 
 book: setup  ## the site, build/book/index.html: notebooks with their outputs, a reference, the pages; runs nothing
 	$(BIN)/python -m book

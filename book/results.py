@@ -5,6 +5,7 @@ Grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code.
 """
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterable
@@ -64,7 +65,7 @@ def pages() -> dict[Path, str]:
         tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
-        outcome=_listed(map(preregistered.sentence, answers)),
+        outcome=_listed(map(sentence, answers)),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
         equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],
@@ -85,6 +86,25 @@ def topic_of(place: str) -> str:
     ('graphs', 'method')
     """
     return next(page for page, words in TOPICS.items() if re.search(words, place))
+
+
+def sentence(a: preregistered.Answer) -> str:
+    """Return what became of a question in words: what it asks, its outcome, its primary effects."""
+    if a.told:
+        return f"{a.question}: {a.asks} {a.told[0].upper()}{a.told[1:]}."
+    word = re.sub("(confirmed|contradicted): ", "", a.word)
+    effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
+    if len(a.primary) > 2:  # too many for a sentence: how far they reach
+        highest: dict[tuple[str, str], float] = {}
+        for e in a.primary:
+            ends = (f" {e.unit}".rstrip(), f" (margin {e.margin:g})" if e.margin == e.margin else "")
+            highest[ends] = max(e.interval()[1], highest.get(ends, -math.inf))
+        reach = " and ".join(f"{high:+.2f}{unit}{margin}" for (unit, margin), high in highest.items())
+        seeds = {e.what.rpartition(", ")[0]: len(e.values) for e in a.primary}
+        counts = ", ".join(f"{task}: n = {n}" for task, n in seeds.items())
+        effects = f"the 95 % intervals reach up to {reach}; {counts}"
+    said = [part for part in (word, effects) if part]
+    return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
 
 
 def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:

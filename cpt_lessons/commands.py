@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cpt_core.checks import library
 from cpt_lab.commands import Many, Scale, app, stoppable
-from cpt_lab.paths import CHECKOUT, study_dir
+from cpt_lab.paths import study_dir
 
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
 Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
@@ -96,18 +95,3 @@ def collect(
     typer.echo(table.to_string())
     if out:
         table.to_csv(out, index_label="student")
-
-
-@app.command("run-notebooks", hidden=True)
-def run_notebooks() -> None:
-    """Run every notebook at smoke scale and save it with its outputs, before a commit."""
-    if CHECKOUT is None:
-        raise ValueError("the notebooks of an installed package stay as they are; copies: notebooks --copy FOLDER")
-    nbformat = library("nbformat", "notebooks")
-    from cpt_lessons import export, kernels
-    from cpt_lessons import notebooks as r
-
-    for path in r.notebooks():
-        started = time.monotonic()
-        nbformat.write(export.clean(kernels.execute(path, None, {})), path)  # at its defaults
-        typer.echo(f"{path.name}: {time.monotonic() - started:.0f} s")

@@ -91,15 +91,3 @@ def without_widgets(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
             cell.outputs = [output for output in cell.outputs if view not in output.get("data", {})]
     book.metadata.pop("widgets", None)
     return book
-
-
-def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove what papermill and the machine leave behind: timings, paths, widgets."""
-    without_widgets(book).metadata.pop("papermill", None)
-    book.metadata["language_info"] = {"name": "python"}
-    for cell in book.cells:
-        cell.metadata.pop("papermill", None)
-        cell.metadata.pop("execution", None)
-        if cell.metadata.get("tags") == []:
-            cell.metadata.pop("tags")
-    return book

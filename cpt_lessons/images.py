@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.metrics import metric_named, metric_of
-from cpt_lab.analysis.quality_cost import of_arms, paired_difference
-from cpt_lab.analysis.statistics import interval
+from cpt_lab.analysis.quality_cost import paired_difference, runs_of
+from cpt_lab.analysis.statistics import by_seed, interval
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
@@ -27,7 +27,7 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
     ``a`` is an arm, or a savings group ("large", "medium", "small"), and so is ``b``, which is subtracted from it.
     """
     metric = metric_named(metric_of(runs))
-    sides = [metric.factor * of_arms(runs, name, metric_of(runs)) for name in (a, b)]
+    sides = [metric.factor * by_seed(runs_of(runs, name), metric.name)[metric.name] for name in (a, b)]
     differences = metric.factor * paired_difference(runs, a, b)
     mean, low, high = interval(differences)
     alt = f"{metric.label} of {a} and {b}, a line per seed; beside it the {len(differences)} differences and their mean"

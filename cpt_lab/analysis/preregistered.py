@@ -100,25 +100,6 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def sentence(a: Answer) -> str:
-    """Return what became of a question in words: what it asks, its outcome, its primary effects."""
-    if a.told:
-        return f"{a.question}: {a.asks} {a.told[0].upper()}{a.told[1:]}."
-    word = re.sub("(confirmed|contradicted): ", "", a.word)
-    effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
-    if len(a.primary) > 2:  # too many for a sentence: how far they reach
-        highest: dict[tuple[str, str], float] = {}
-        for e in a.primary:
-            ends = (f" {e.unit}".rstrip(), f" (margin {e.margin:g})" if e.margin == e.margin else "")
-            highest[ends] = max(e.interval()[1], highest.get(ends, -math.inf))
-        reach = " and ".join(f"{high:+.2f}{unit}{margin}" for (unit, margin), high in highest.items())
-        seeds = {e.what.rpartition(", ")[0]: len(e.values) for e in a.primary}
-        counts = ", ".join(f"{task}: n = {n}" for task, n in seeds.items())
-        effects = f"the 95 % intervals reach up to {reach}; {counts}"
-    said = [part for part in (word, effects) if part]
-    return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
-
-
 def all_answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of all studies, as far as they are answered."""
     return [answer for study in studies("outcome") for answer in study.answers(runs)]

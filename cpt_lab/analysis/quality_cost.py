@@ -12,7 +12,7 @@ from cpt_lab.analysis import printed
 from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.statistics import by_seed, paired
+from cpt_lab.analysis.statistics import paired
 from cpt_lab.analysis.style import COLORS, LABELS, SMALL, TEXT, drawing, legend_below, name_points, title
 from cpt_lab.experiments.recipe import Metric
 from cpt_lab.experiments.recipes import EXPERIMENTS
@@ -73,14 +73,6 @@ def paired_difference(runs: pd.DataFrame, a: str, b: str, metric: str | None = N
     metric = metric or metric_of(runs)
     runs = at_q_max(runs, None)
     return paired(runs_of(runs, a), runs_of(runs, b), metric)
-
-
-def of_arms(runs: pd.DataFrame, name: str, value: str) -> pd.Series:
-    """Return a column of runs by seed, for an arm or averaged over a savings group ("large", "medium", "small").
-
-    Of a group only the seeds count that all its arms in the table have. ValueError when there is no such arm.
-    """
-    return by_seed(runs_of(runs, name), value)[value]
 
 
 def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:

@@ -40,10 +40,10 @@ class Stream(IntEnum):
     EVALUATE = 4  # of neighbours, in evaluation
 
 
-def generator_of(*numbers: int) -> torch.Generator:
-    """Return a generator whose stream is a function of the numbers alone, such as (seed, step, purpose)."""
+def generator_of(*numbers: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """Return a generator whose stream is a function of the numbers and the device, such as (seed, step, purpose)."""
     seed = int.from_bytes(hashlib.sha256(repr(tuple(map(int, numbers))).encode()).digest()[:7])
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device).manual_seed(seed)
 
 
 def batch_keys(count: int, batch: int, seed: int, start: int) -> Iterator[list[tuple[int, int]]]:

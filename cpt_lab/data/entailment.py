@@ -15,7 +15,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from cpt_core.checks import library
 from cpt_lab.data.common import SPLITS, generator_of
@@ -36,28 +35,17 @@ TEMPLATES = {"train": 4998, "valid": 999, "test": 999}  # pairs, a third of ever
 XNLI = "facebook/xnli"
 CHECKPOINTS = {"bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"}
 CHECKPOINT_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Sentence pairs of one split and language, n of them."""
-
-    premises: list[str]  # n sentences
-    hypotheses: list[str]  # n sentences
-    labels: Tensor  # (n,) int64, positions in ``LABELS``
-
-    def __len__(self) -> int:
-        return len(self.labels)
+COLUMNS = {name: name for name in ("premise", "hypothesis", "label")}  # of pairs: ours -> a file's
 
 
 @dataclass(frozen=True)
 class EntailmentData:
-    """A data set of sentence pairs."""
+    """Tables of sentence pairs, with the columns premise, hypothesis and label, a position in ``LABELS``."""
 
     # train, valid: in the recipe's language
-    train: Pairs
-    valid: Pairs
-    test: dict[str, Pairs]  # by language, in the recipe's order
+    train: pd.DataFrame
+    valid: pd.DataFrame
+    test: dict[str, pd.DataFrame]  # by language, in the recipe's order
     title: str  # what the numbers are measured on, as figures must call it
     checksum: str  # of all of this
 
@@ -88,27 +76,24 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     for split, parts in found.items():
         for language, pairs in parts.items():
             parts[language] = pairs = _limited(pairs, limits[split])
-            digest.update(repr((split, language, pairs.premises, pairs.hypotheses, pairs.labels.tolist())).encode())
+            digest.update(repr((split, language, *(pairs[name].tolist() for name in COLUMNS))).encode())
     train, valid = found["train"][recipe.language], found["valid"][recipe.language]
     title += f", {len(train):,} training pairs"
     return EntailmentData(train, valid, found["test"], title, digest.hexdigest()[:16])
 
 
-def _limited(pairs: Pairs, limit: int | None) -> Pairs:
+def _limited(pairs: pd.DataFrame, limit: int | None) -> pd.DataFrame:
     if limit is None or limit >= len(pairs):
         return pairs
-    chosen = torch.randperm(len(pairs), generator=generator_of(0))[:limit].sort().values
-    rows = chosen.tolist()
-    return Pairs([pairs.premises[i] for i in rows], [pairs.hypotheses[i] for i in rows], pairs.labels[chosen])
+    return pairs.iloc[torch.randperm(len(pairs), generator=generator_of(0))[:limit].sort().values.tolist()]
 
 
-def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Pairs]]:
+def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, pd.DataFrame]]:
     if others := {language for languages in wanted.values() for language in languages} - {"en"}:
         raise ValueError(f"templates: no language {', '.join(sorted(others))}; there is en")
     made, out = sentence_pairs(sum(TEMPLATES.values())), {}
     for split, count in TEMPLATES.items():
-        premises, hypotheses, labels = zip(*made[:count], strict=True)
-        out[split] = {"en": Pairs(list(premises), list(hypotheses), torch.tensor(labels))}
+        out[split] = {"en": pd.DataFrame(made[:count], columns=list(COLUMNS))}
         made = made[count:]
     return out
 
@@ -120,9 +105,6 @@ class _File:
     path: Path
     columns: dict[str, str]
     language: str | None = None
-
-
-COLUMNS = {name: name for name in ("premise", "hypothesis", "label")}
 
 
 def _official(folder: Path, split: str) -> list[_File]:
@@ -157,7 +139,7 @@ LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
 }
 
 
-def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, Pairs], bool]:
+def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, pd.DataFrame], bool]:
     """Return the pairs of a split by language, and whether the files say what language they are in."""
     layouts = {form: find for form, find in LAYOUTS.items() if any(find(folder, s) for s in SPLITS)}
     if not layouts:
@@ -181,7 +163,7 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
         rows = whole[whole.language == language]
         if rows.empty:
             raise ValueError(f"{folder}: no {split} pair in {language} has a label")
-        out[language] = Pairs(list(rows.premise), list(rows.hypothesis), torch.tensor(list(rows.label)))
+        out[language] = rows
     return out, said
 
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from cpt_core.checks import library
 from cpt_lab.data.common import batch_keys, generator_of, load_once, send
-from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
+from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
@@ -28,25 +30,15 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
-
-    pieces: Tensor
-    sentence: Tensor
-    lengths: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
 class _Data:
-    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
+    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer.
 
-    train: _Encoded
-    valid: _Encoded
-    test: dict[str, _Encoded]
+    Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) int64 lengths and labels.
+    """
+
+    train: TensorDataset
+    valid: TensorDataset
+    test: dict[str, TensorDataset]
     vocabulary: int
     title: str
     checksum: str
@@ -100,14 +92,14 @@ class EntailmentTask:
         """Yield a process's part of every batch, as wide as the whole one."""
         return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
 
-    def _batch(self, part: _Encoded, rows: Tensor) -> Batch:
-        lengths = part.lengths[rows]
+    def _batch(self, part: TensorDataset, rows: Tensor) -> Batch:
+        pieces, sentence, lengths, labels = part[rows]
         width = self.recipe.length if self.recipe.padding == "max" else int(lengths.max())
         # the form that BERT gives the mask itself: counting operations works on shapes alone, and cannot convert it
         hidden = torch.arange(width) >= lengths[:, None]
         mask = torch.zeros(len(rows), 1, 1, width).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
-        pieces, sentence = part.pieces[rows, :width].long(), part.sentence[rows, :width].long()
-        return cast(Batch, tuple(send(t, self.device) for t in (pieces, mask, sentence, part.labels[rows])))
+        parts = pieces[:, :width].long(), mask, sentence[:, :width].long(), labels
+        return cast(Batch, tuple(send(t, self.device) for t in parts))
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the model is called with: word pieces, mask, which sentence each belongs to."""
@@ -126,7 +118,7 @@ class EntailmentTask:
         further = {f"accuracy_{language}": self._measure(model, part)["accuracy"] for language, part in others}
         return {"valid": self._measure(model, self.data.valid), "test": {**self._measure(model, first), **further}}
 
-    def _measure(self, model: nn.Module, part: _Encoded) -> Metrics:
+    def _measure(self, model: nn.Module, part: TensorDataset) -> Metrics:
         batches = (self._batch(part, rows) for rows in torch.arange(len(part)).split(EVALUATION_BATCH))
         answers = ((model(*self.inputs(batch)).logits, batch[-1]) for batch in batches)
         return accuracy_and_loss(answers, len(part))
@@ -180,7 +172,7 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
         folder = checkpoint_folder(recipe.checkpoint)
         auto = library("transformers", "text").AutoTokenizer
         return auto.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    text = data.train.premises + data.train.hypotheses
+    text = [*data.train["premise"], *data.train["hypothesis"]]
     normalizer, words = tokenizers.normalizers.BertNormalizer(), tokenizers.pre_tokenizers.BertPreTokenizer()
 
     def tokenizer(vocabulary: dict[str, int]) -> Any:
@@ -205,11 +197,11 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
     return made
 
 
-def _encode(tokenizer: Any, pairs: Pairs, length: int, name: str) -> _Encoded:
+def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str) -> TensorDataset:
     """Encode a split once; pairs longer than ``length`` are cut and counted in the log."""
     tokenizer.enable_truncation(length, strategy="longest_first")
     tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]") or 0)
-    both = list(zip(pairs.premises, pairs.hypotheses, strict=True))
+    both = list(zip(pairs["premise"], pairs["hypothesis"], strict=True))
     pieces = torch.empty(len(both), length, dtype=torch.int32)
     sentence, lengths = torch.empty(len(both), length, dtype=torch.uint8), torch.empty(len(both), dtype=torch.int64)
     cut = 0
@@ -222,7 +214,7 @@ def _encode(tokenizer: Any, pairs: Pairs, length: int, name: str) -> _Encoded:
         cut += sum(bool(e.overflowing) for e in found)
     if cut:
         log.info("%s: %d of %d pairs are longer than %d word pieces and were cut", name, cut, len(both), length)
-    return _Encoded(pieces, sentence, lengths, pairs.labels)
+    return TensorDataset(pieces, sentence, lengths, torch.tensor(pairs["label"].tolist()))
 
 
 def load_encoded(recipe: EntailmentRecipe) -> _Data:
@@ -243,6 +235,6 @@ def _random(recipe: EntailmentRecipe) -> _Data:
     sentence = (torch.arange(recipe.length) >= recipe.length // 2).expand(n, -1).to(torch.uint8)
     lengths = torch.randint(recipe.length // 2, recipe.length + 1, (n,), generator=random)
     labels = torch.randint(0, len(LABELS), (n,), generator=random)
-    part = _Encoded(pieces, sentence, lengths, labels)
+    part = TensorDataset(pieces, sentence, lengths, labels)
     test = dict.fromkeys(recipe.test_languages, part)
     return _Data(part, part, test, vocabulary, f"random word pieces for {recipe.dataset}", "")

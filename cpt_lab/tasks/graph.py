@@ -125,9 +125,7 @@ class GraphTask:
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
         """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
-        random = generator_of(self.seed, Stream.EVALUATE)
-        if self.device.type != "cpu":
-            random = torch.Generator(self.device).manual_seed(random.initial_seed())
+        random = generator_of(self.seed, Stream.EVALUATE, device=self.device)
         out = []
         for seeds in nodes.split(EVALUATION_BATCH):
             sources, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
@@ -179,7 +177,5 @@ class _Samples(Dataset):
     def __getitem__(self, key: tuple[int, list[tuple[int, int]]]) -> tuple[Tensor, Tensor, list[Graph]]:
         step, numbers = key
         seeds = self.train[send(torch.tensor([number for _, number in numbers]), self.train.device)]
-        random = generator_of(self.seed, step, Stream.SAMPLE)
-        if seeds.is_cuda:
-            random = torch.Generator(seeds.device).manual_seed(random.initial_seed())
+        random = generator_of(self.seed, step, Stream.SAMPLE, device=seeds.device)
         return seeds, *sample_blocks(self.graph, seeds, self.fanouts, random)

@@ -32,10 +32,14 @@ def test_a_group_counts_on_seeds_that_all_its_arms_have():
     specs = designs.quality_cost("demo", schedules=["RR", "RTH"], static=[8], seeds=[0, 1])
     rows = [row_of(s, {"RR": 0.5, "RTH": 0.7, "static 8": 0.9}[s.arm]) for s in specs]
     runs = table(r for r in rows if (r["spec"]["arm"], r["spec"]["seed"]) != ("RTH", 1))
-    assert quality_cost.of_arms(runs, "large", "accuracy").to_dict() == {0: pytest.approx(0.6)}
-    assert quality_cost.of_arms(runs, "RR", "accuracy").to_dict() == {0: 0.5, 1: 0.5}
+
+    def by_seed(name):
+        return statistics.by_seed(quality_cost.runs_of(runs, name), "accuracy")["accuracy"].to_dict()
+
+    assert by_seed("large") == {0: pytest.approx(0.6)}
+    assert by_seed("RR") == {0: 0.5, 1: 0.5}
     assert quality_cost.paired_difference(runs, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
-    refused("no rows for 'small'; there are RR, RTH, static 8", quality_cost.of_arms, runs, "small", "accuracy")
+    refused("no rows for 'small'; there are RR, RTH, static 8", by_seed, "small")
 
 
 def test_share_at_q_min_of_static_precisions():

@@ -71,11 +71,11 @@ def write_flat(folder, ending, **options):
 def check(found, language="en", tests=("en",)):
     assert [len(found.train), len(found.valid)] == [6, 3]
     assert list(found.test) == list(tests)
-    assert found.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert found.train.premises[4] == f'"{language} train premise 4'
-    assert found.valid.hypotheses[2] == "validation hypothesis 2, NA"
+    assert found.train.label.tolist() == [0, 1, 2, 0, 1, 2]
+    assert found.train.premise.iloc[4] == f'"{language} train premise 4'
+    assert found.valid.hypothesis.iloc[2] == "validation hypothesis 2, NA"
     for name, pairs in found.test.items():
-        assert pairs.premises == [f'"{name} test premise {i}' for i in range(4)]
+        assert pairs.premise.tolist() == [f'"{name} test premise {i}' for i in range(4)]
 
 
 def test_xnlis_official_files(tmp_path):
@@ -94,7 +94,7 @@ def test_the_hubs_layout(tmp_path, shards):
     )
     if shards == 1:
         check(found, "de", ("de", "en"))
-    assert sorted(found.train.premises) == [f'"de train premise {i}' for i in range(6)]
+    assert sorted(found.train.premise) == [f'"de train premise {i}' for i in range(6)]
     assert found.title == "own pairs (mine), de, 6 training pairs"
     refused(own(tmp_path / "mine", language="fr"), r"no train pairs in fr; there is de, en$")
 
@@ -119,8 +119,8 @@ def test_names_of_labels_and_a_column_of_languages(tmp_path):
 
     folder = write_flat(tmp_path / "mine", "csv", change=change)
     found = load_entailment(own(folder, test_languages=("es",)))
-    assert found.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert found.test["es"].premises == ["otra"] * 4
+    assert found.train.label.tolist() == [0, 1, 2, 0, 1, 2]
+    assert found.test["es"].premise.tolist() == ["otra"] * 4
     assert found.title == "own pairs (mine), en, 6 training pairs"
     refused(own(folder, language="de"), r"no train pairs in de; there is en, es")
 
@@ -129,8 +129,8 @@ def test_limits_are_a_fixed_choice_and_the_checksum_sees_everything(tmp_path):
     folder = write_flat(tmp_path / "mine", "csv")
     whole, few = load_entailment(own(folder)), load_entailment(own(folder, train_pairs=3))
     assert len(few.train) == 3
-    assert few.train.premises == load_entailment(own(folder, train_pairs=3)).train.premises
-    assert set(few.train.premises) < set(whole.train.premises)
+    assert few.train.equals(load_entailment(own(folder, train_pairs=3)).train)
+    assert set(few.train.premise) < set(whole.train.premise)
     assert few.checksum != whole.checksum == load_entailment(own(folder)).checksum
     flipped = write_flat(tmp_path / "flipped", "csv", change=lambda split, rows: rows.assign(label=2 - rows.label))
     assert load_entailment(own(flipped)).checksum != whole.checksum
@@ -143,7 +143,7 @@ def test_undecided_pairs_are_left_out_and_counted(tmp_path, caplog):
     with caplog.at_level("INFO"):
         found = load_entailment(own(write_flat(tmp_path / "mine", "csv", change=change)))
     assert [len(found.train), len(found.valid), len(found.test["en"])] == [5, 2, 3]
-    assert found.train.labels.tolist() == [1, 2, 0, 1, 2]
+    assert found.train.label.tolist() == [1, 2, 0, 1, 2]
     assert "train.csv: 1 pairs without an agreed label left out" in caplog.text
 
 
@@ -238,8 +238,8 @@ def test_templates_are_balanced_distinct_and_the_same_every_time():
     parts = {"train": found.train, "valid": found.valid, "test": found.test["en"]}
     assert {name: len(pairs) for name, pairs in parts.items()} == {"train": 4998, "valid": 999, "test": 999}
     for pairs in parts.values():
-        assert pairs.labels.bincount().tolist() == [len(pairs) // 3] * 3
-    every = [pair for pairs in parts.values() for pair in zip(pairs.premises, pairs.hypotheses, strict=True)]
+        assert pairs.label.value_counts().to_dict() == dict.fromkeys(range(3), len(pairs) // 3)
+    every = [pair for pairs in parts.values() for pair in zip(pairs.premise, pairs.hypothesis, strict=True)]
     assert len(set(every)) == len(every)
     assert not any(premise == hypothesis for premise, hypothesis in every)
     assert "synthetic sentence pairs" in found.title

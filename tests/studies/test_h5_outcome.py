@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpt_lab.analysis.preregistered import sentence
+from book.results import sentence
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome

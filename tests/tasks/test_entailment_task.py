@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -15,7 +16,7 @@ from layouts import write
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import quantize_
-from cpt_lab.data.entailment import EntailmentData, Pairs
+from cpt_lab.data.entailment import EntailmentData
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.recipes import recipe
@@ -49,7 +50,7 @@ def test_an_epoch_holds_every_pair_once():
     epoch = [next(task.batches(step)) for step in range(3)]
     assert [len(batch[-1]) for batch in epoch] == [128, 128, 44]
     seen = {tuple(row[row > 0].tolist()) for batch in epoch for row in batch[0]}
-    assert seen == {tuple(row[row > 0].tolist()) for row in task.data.train.pieces}
+    assert seen == {tuple(row[row > 0].tolist()) for row in task.data.train.tensors[0]}
     assert not torch.equal(next(task.batches(3))[0], epoch[0][0])  # another order in the next epoch
 
 
@@ -80,12 +81,13 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
     task = EntailmentTask(spec(train_pairs=None), CPU)
     again = entailment_task._tokenizer(task.recipe, entailment_task.load_entailment(task.recipe))
     premise, hypothesis, _ = sentence_pairs(7)[0]
-    row = task.data.train.pieces[0, : task.data.train.lengths[0]].tolist()
+    pieces, sentence, length, _ = task.data.train[0]
+    row = pieces[:length].tolist()
     assert again.decode(row) == f"{premise} {hypothesis}"
     found = [again.id_to_token(i) for i in row]
     assert (found[0], found[-1], found.count("[SEP]")) == ("[CLS]", "[SEP]", 2)
     middle = found.index("[SEP]") + 1
-    assert task.data.train.sentence[0].tolist() == [0] * middle + [1] * (len(row) - middle) + [0] * (24 - len(row))
+    assert sentence.tolist() == [0] * middle + [1] * (len(row) - middle) + [0] * (24 - len(row))
     folder = write_pairs(tmp_path / "mine", test="quokka")
     r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en",))
     own = entailment_task._tokenizer(r, entailment_task.load_entailment(r))
@@ -110,7 +112,7 @@ print(_tokenizer(r, load_entailment(r)).to_str())
 
 def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
     text = ("ΟΔΟΣ İstanbul naïve ##a 日本語", "don't [x] ##a ##ab")
-    pairs = Pairs(text, text, torch.zeros(2, dtype=torch.int64))
+    pairs = pd.DataFrame({"premise": text, "hypothesis": text, "label": 0})
     learned = entailment_task._tokenizer(recipe("smoke", "templates"), EntailmentData(pairs, pairs, {}, "", ""))
     assert learned.encode("##a", add_special_tokens=False).tokens == ["#", "#", "a"]
     assert learned.decode(learned.encode("a", "a").ids) == "a a"
@@ -120,11 +122,11 @@ def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
 def test_long_pairs_are_cut_and_counted(caplog):
     with caplog.at_level("INFO"):
         task = EntailmentTask(spec(length=9), CPU)
-    assert int(task.data.train.lengths.max()) == 9
+    assert int(task.data.train.tensors[2].max()) == 9
     assert "train: " in caplog.text
     cut = int(caplog.text.split("train: ")[1].split(" of 300 pairs are longer than 9 word pieces")[0])
     whole = EntailmentTask(spec(), CPU)
-    assert cut == int((whole.data.train.lengths > 9).sum()) > 0
+    assert cut == int((whole.data.train.tensors[2] > 9).sum()) > 0
 
 
 def write_pairs(folder, languages=("en",), test=""):
@@ -142,7 +144,7 @@ def test_every_further_language_has_its_accuracy(tmp_path):
     folder = write_pairs(tmp_path / "mine", ("en", "es"))  # in "es" all labels are off by one
     r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en", "es"), steps=2)
     task = EntailmentTask(run_spec(r, "static 8", q_max=8, seed=0), CPU)
-    task.data.test["en"].labels[:6] = 0
+    task.data.test["en"].tensors[3][:6] = 0
     found = task.evaluate(lambda pieces, *_: SimpleNamespace(logits=torch.eye(3)[[0] * len(pieces)]))  # always 0
     assert set(found) == {"valid", "test"}
     assert set(found["test"]) == {"accuracy", "loss", "accuracy_es"}

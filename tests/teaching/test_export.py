@@ -14,12 +14,13 @@ from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
+from book.notebooks import clean
 from cpt_core.described import data_of
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import drawing, name_points
 from cpt_lab.paths import notebooks_dir
-from cpt_lessons.export import clean, glossary_page, notebook_page
+from cpt_lessons.export import glossary_page, notebook_page
 from cpt_lessons.notebooks import notebooks
 from cpt_lessons.predictions import PREDICTIONS
 

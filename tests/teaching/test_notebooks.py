@@ -13,13 +13,13 @@ import pytest
 from helpers import refused
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from book.notebooks import clean
 from cpt_lab.analysis import report
 from cpt_lab.machine import usable_cores
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps.lines import integrity
 from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
-from cpt_lessons.export import clean
 from cpt_lessons.notebook_runs import NotebookRun
 from cpt_lessons.notebooks import collected, copy_notebooks, estimate, notebooks
 from cpt_lessons.places import Place, Progress

@@ -30,8 +30,10 @@ ASKS = "Do bits put where they matter beat static precision of equal cost?"
 ALLOCATED = tuple(f"over {over}" for over in OVER)
 ARMS = (*ALLOCATED, LATE)
 WINS, LOSES = "wins", "loses"
+ELSEWHERE = ", as what wins here loses elsewhere"
 # the outcomes that the document knows: some arm wins and nowhere loses, wins and loses, loses; none wins
-WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
+WON, MIXED, WORSE = "bits here, not there", f"mixed{ELSEWHERE}", "worse than static"
+NOTHING = "nothing beat static"
 
 
 class Arms:
@@ -159,20 +161,20 @@ def verdict(gains: pd.DataFrame) -> str:
 
     Of an arm that wins and nowhere loses, all other tasks are told too.
     """
-    mine, classes = gains[gains["arm"].isin(ALLOCATED)], _classes(gains)
+    mine = gains[gains["arm"].isin(ALLOCATED)]
     if missing := [case for case in CASES if gains["word"][gains["case"] == case].str.startswith("open: ").any()]:
         return f"open: runs of {', '.join(missing)} are missing"
-    if not (classes[0] or classes[1]):
+    if not (mine["word"] == WINS).any():
         best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
         return (
-            f"{WORDS[-1]}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
+            f"{NOTHING}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
-    said = []
-    for word, arms in zip(WORDS, classes, strict=False):
-        lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
-        said += [f"{word}: {'; '.join(_gains(lines))}"] if arms else []
-    rest = mine[mine["arm"].isin(classes[0]) & (mine["word"] != WINS)]
+    said, of = [], mine["arm"].map(_outcomes(gains))
+    for word in (WON, MIXED, WORSE):
+        lines = mine[(of == word) & mine["word"].isin((WINS, LOSES))]
+        said += [f"{word}: {'; '.join(_gains(lines))}"] if len(lines) else []
+    rest = mine[(of == WON) & (mine["word"] != WINS)]
     undecided = rest["word"] == "open"
     said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
     same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
@@ -180,28 +182,19 @@ def verdict(gains: pd.DataFrame) -> str:
     return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
 
 
-def _classes(gains: pd.DataFrame) -> tuple[set[str], set[str], set[str]]:
-    """Return the arms of ``WORDS``: those that win and nowhere lose, win and lose, lose."""
-    mine = gains[gains["arm"].isin(ALLOCATED)]
-    wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
-    return wins - loses, wins & loses, loses - wins
+def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
+    """Return the outcome of every allocated arm, in the words of the document, or "open"."""
+    words = {arm: set(gains["word"][gains["arm"] == arm]) for arm in ALLOCATED}
+    known = {(True, False): WON, (True, True): MIXED, (False, True): WORSE}
+    return {arm: known.get((WINS in found, LOSES in found), "open") for arm, found in words.items()}
 
 
 def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
-
-    def words(rule: str) -> dict[str, str]:
-        classes = _classes(effects(parts, rule))
-        named = {
-            arm: word.removesuffix(", as what wins here loses elsewhere")
-            for word, arms in zip(WORDS, classes, strict=False)
-            for arm in arms
-        }
-        return {arm: named.get(arm, "open") for arm in ALLOCATED}
-
-    registered, by_rule = words(""), {rule: words(rule) for rule in RULES}
-    said = {a: depends(registered[a], {rule: found[a] for rule, found in by_rule.items()}) for a in ALLOCATED}
-    return {arm: text for arm, text in said.items() if text}
+    by_rule = {rule: _outcomes(effects(parts, rule)) for rule in ("", *RULES)}
+    registered = by_rule.pop("")
+    said = {a: depends(word, {rule: of[a] for rule, of in by_rule.items()}) for a, word in registered.items()}
+    return {arm: text.replace(ELSEWHERE, "") for arm, text in said.items() if text}
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
@@ -223,7 +216,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     parts = cases(runs)
     said = verdict(effects(parts))
-    words = "; ".join(word for word in WORDS if word in said.lower()) or said
+    words = "; ".join(word for word in (WON, MIXED, WORSE, NOTHING) if word in said.lower()) or said
     primary = [
         replace(arms.gain(arm), what=f"{case}, {arm} minus static")
         for case, arms in parts.items() if not isinstance(arms, str)
