@@ -105,7 +105,7 @@ def run(
 
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
-        raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
+        raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}; several are written 0 1 2")
     chosen = list(dict.fromkeys(map(int, seeds))) or None
     specs = [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)]
     specs = grids.keep(specs, only)

@@ -61,7 +61,7 @@ def keep(spec, status="ok", **more):
         (["run", "digits/mlp6", "--only", "shedule=CR"], "--only takes NAME=VALUE with schedule, savings, q_max"),
         (["run", "digits/mlp6", "--only", "schedule=CR", "savings=large"], "no run meets"),
         (["run", "digits/mlp6", "--only", "q_max=6"], "no q_max '6' in this grid; choose from 8"),
-        (["run", "digits/mlp6", "--seeds", "0", "one"], "a seed is a whole number from 0 to 2147483647; got 'one'"),
+        (["run", "digits/mlp6", "--seeds", "0,1"], "0 to 2147483647; got '0,1'; several are written 0 1 2"),
         (["run", "digits/mlp6", "--workers", "-3"], "of at least 0 and at most 1024, got -3"),
         (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
         (["run", "digits/mlp6", "--retry"], "No such option"),

@@ -118,7 +118,7 @@ def range_tested(
     tried = tuple(range(2, q_max)) if bits is None else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
     if not tried or tried[-1] > q_max:
         raise ValueError(f"bits must name precisions below q_max = {q_max}, got {bits!r}")
-    seeds = tuple(whole("each of seeds", s, 0) for s in seeds)
+    seeds = tuple(dict.fromkeys(whole("each of seeds", s, 0) for s in seeds))
     if not seeds:
         raise ValueError(f"seeds must name at least one, got {seeds!r}")
     all_bits = (*tried, q_max)

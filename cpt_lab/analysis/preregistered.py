@@ -181,7 +181,7 @@ def fresh(grid: str) -> list[RunSpec]:
     Raises:
         ValueError: for another grid, naming those that there are.
     """
-    choose("verdict", grid, [name for study in studies("arms") for name in study.GRIDS])
+    choose("grid", grid, [name for study in studies("arms") for name in study.GRIDS])
     return [replace(spec, seed=spec.seed + FRESH) for spec in grid_specs(grid)]
 
 

@@ -13,6 +13,7 @@ from cpt_core.checks import write_text
 from cpt_lab import provenance
 from cpt_lab.analysis import aggregation, critical_periods, equal_cost, execution, paper, predictors, quality_cost
 from cpt_lab.analysis.claims import section as of_claims
+from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
@@ -62,8 +63,8 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     Without ``files`` it takes the committed stores and those under ``runs/``, without ``out`` ``runs/report.html``.
     """
     files = all_stores() if files is None else files
-    stored = load(*files, every_rate=True) if files else table([])
-    stored = stored[stored["scale"] != "smoke"]
+    found = load(*files, every_rate=True) if files else table([])
+    stored = found[found["scale"] != "smoke"]
     runs = tuned(stored)
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
     printed, title = paper.summary(runs), "Numbers printed in the paper"
@@ -79,14 +80,16 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
-    note = (
+    notes = [
         "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
         "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
-    )
+    ]
+    if smoke := len(found) - len(stored):
+        notes.append(f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more.")
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
-    write_text(out, render("page.html.j2", title=title, notes=[note], sections=sections))
+    write_text(out, render("page.html.j2", title=title, notes=notes, sections=sections))
     return out
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from cpt_core.checks import whole
+from cpt_core.checks import declared, whole
 from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.deficit import DeficitSchedule, window_of
@@ -54,6 +54,7 @@ def quality_cost(
 
     Paper: sections 4.2 to 4.4, figures 3, 4, 6 and 7.
     """
+    declared(quality_cost, locals())
     r = _changed(recipe(scale, dataset, model, preset, task or "image"), task, changes)
     # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
     q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
@@ -180,6 +181,7 @@ def deficit_scan(
     Paper: section 5, figure 8, table 1.
     Differs: both controls are ours.
     """
+    declared(deficit_scan, locals())
     found, settings = deficits(scale, dataset, model, task or "image")
     r = _changed(found, task, changes)
     total = changes.get("steps", settings.window_steps or r.steps)
@@ -257,6 +259,7 @@ def equal_cost(
 
     Paper: section 5 (the closing remark on delays).
     """
+    declared(equal_cost, {"seeds": seeds})
     r = _changed(recipe(scale, dataset, model, task=task or "image"), task, changes)
 
     def solved(level: float, delay: float = 0.0) -> Schedule:
@@ -314,6 +317,7 @@ def execution(
         arm: a schedule's name, or "static 5".
         seeds: None takes 0 to 9.
     """
+    declared(execution, locals())
     r = recipe(scale, dataset, model, task=task or "image")
     r = _changed(r, task, {"evaluate_every": max(1, changes.get("steps", r.steps) // 10), **changes})
     return [

@@ -42,6 +42,11 @@ class ImageRecipe(Recipe):
     valid_images: int = 0
     test_images: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= share <= 1 for share in self.milestones):
+            raise ValueError(f"milestones must be shares of the steps, from 0 to 1, got {self.milestones!r}")
+
 
 DIGITS_MLP = ImageRecipe(
     task="image", dataset="digits", model="mlp6", quantized="cifar",

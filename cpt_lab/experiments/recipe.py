@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpt_core.checks import choose, declared, offer
+from cpt_core.checks import choose, declared, offer, whole
 from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules.schedule import CYCLE_RULES
 
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
@@ -82,7 +83,14 @@ class Recipe:
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
         choose("execution", self.execution, EXECUTIONS)
         choose("ladder", self.ladder, LADDERS)
-        declared(Recipe, {name: getattr(self, name) for name in ("tf32", "channels_last", "shared_steps")})
+        choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
+        choose("eval_bits", self.eval_bits, ("q_max", "current"))
+        declared(type(self), vars(self))
+        whole("steps", self.steps, 1)
+        whole("batch", self.batch, 0 if self.task == "graph" else 1)  # 0: the whole graph
+        for name in ("lr", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the part of a spec that its key is made of."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
+from cpt_core.checks import check_bits, whole
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
@@ -58,7 +59,14 @@ class RunSpec:
     preset: str = "ours"
 
     def __post_init__(self) -> None:
-        """Check that recipe and schedule have one length; store a curve of one's own as the bits it gives."""
+        """Check all values, and that recipe and schedule have one length; store a curve of one's own as its bits."""
+        for name, value in (
+            ("q_max", check_bits("q_max", self.q_max)),
+            ("q_grad", None if self.q_grad is None else check_bits("q_grad", self.q_grad)),
+            ("seed", whole("seed", self.seed, 0)),
+        ):
+            object.__setattr__(self, name, value)  # such as NumPy's, which have no JSON form
+        EXPERIMENTS[self.recipe.task].check_dataset(self.recipe.dataset)
         parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
         if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # has no JSON form and no stable key
             object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))

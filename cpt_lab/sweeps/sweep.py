@@ -146,8 +146,8 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
             jobs = [job for job in each if job.spec.key in again]
             if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
                 first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
-                said = "runs are another sweep's, or somebody ended their processes; waiting for"
-                tqdm.write(f"{len(jobs)} {said} {first}", sys.stderr)
+                said = "runs of another sweep, or of processes that somebody ended"
+                tqdm.write(f"{said}: {len(jobs)}; waiting for {first}", sys.stderr)
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")

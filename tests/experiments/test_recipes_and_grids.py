@@ -3,6 +3,7 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from helpers import RECIPES, refused
 
@@ -187,6 +188,16 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: designs.quality_cost("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
         (lambda: designs.quality_cost("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
         (lambda: designs.quality_cost("demo", stepz=3), r"a recipe has no stepz; it has task"),
+        (lambda: designs.quality_cost("demo", seeds=3), r"seeds must be Sequence\[int\] or None, got 3"),
+        (lambda: designs.deficit_scan("demo", seeds="01"), r"seeds must be Sequence\[int\] or None, got '01'"),
+        (lambda: designs.equal_cost("demo", seeds=0), r"seeds must be Sequence\[int\] or None, got 0"),
+        (lambda: designs.execution("demo", seeds=0), r"seeds must be Sequence\[int\] or None, got 0"),
+        *(
+            (lambda seed=seed: designs.quality_cost("demo", seeds=[seed]), rf"seed must be .* at least 0, got {seed!r}")
+            for seed in ("0", 1.0, True, -1)
+        ),
+        (lambda: run_spec(recipe("demo"), "CR", q_max=8.5, seed=0), r"q_max must be an integer, got 8.5"),
+        (lambda: run_spec(recipe("demo"), "CR", q_max=8, q_grad=64, seed=0), r"q_grad must be an integer from 1 to 32"),
         (lambda: run_spec(recipe("demo"), "static x", q_max=8, seed=0), r"written 'static 5', got 'static x'"),
         (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
         (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, paper; got 'big'"),
@@ -208,6 +219,13 @@ def test_a_curve_of_ones_own_in_a_spec():
 )
 def test_wrong_values_are_named(call, message):
     refused(message, call)
+
+
+def test_a_spec_holds_what_json_can_hold_and_data_that_there_are():
+    own = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=range(2))
+    theirs = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=np.arange(2), q_max=np.array([8]))
+    assert [spec.key for spec in theirs] == [spec.key for spec in own]
+    refused("unknown dataset 'nope'", replace, own[0], recipe=replace(own[0].recipe, dataset="nope"))
 
 
 def test_smoke_never_resumes():
@@ -242,6 +260,14 @@ def test_own_data_and_large_ones_below_paper_scale_use_the_nearest_recipe(asked)
             ("digits-graph", {field: "nonsense"}, f"unknown {field} 'nonsense'; choose from")
             for field in ("norm", "loss", "aggregation", "inference", "lr_rule")
         ),
+        *(("digits", {"batch": batch}, f"a whole number of at least 1, got {batch}") for batch in (0, -3)),
+        ("digits", {"lr": float("nan")}, "lr must be a number of at least 0, got nan"),
+        ("digits", {"lr": -1}, "lr must be a number of at least 0, got -1"),
+        ("digits", {"weight_decay": float("inf")}, "weight_decay must be a number of at least 0, got inf"),
+        ("digits", {"steps": "600"}, "steps must be an integer, got '600'"),
+        ("digits", {"eval_bits": "x"}, "unknown eval_bits 'x'; choose from q_max, current"),
+        ("digits", {"cycle_rule": "x"}, "unknown cycle_rule 'x'; choose from exact"),
+        ("digits", {"milestones": (0.5, 3.0)}, "milestones must be shares of the steps"),
         ("digits-graph", {"degrees": (5, 2)}, "must rise"),
         ("digits-graph", {"degrees": (2, 2)}, "must rise"),
         ("digits-graph", {"degrees": (-1,)}, "at least 0"),

@@ -43,7 +43,7 @@ def test_fresh_seeds_are_nobodys():
     fresh, own = repeated.fresh(GRID), grid_specs(GRID)
     assert not {s.key for s in fresh} & {s.key for s in own}
     assert [(s.arm, s.seed - 1000) for s in fresh] == [(s.arm, s.seed) for s in own]
-    with pytest.raises(ValueError, match="unknown verdict 'digits'"):
+    with pytest.raises(ValueError, match="unknown grid 'digits'"):
         repeated.fresh("digits")
 
 

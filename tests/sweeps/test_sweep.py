@@ -404,7 +404,7 @@ def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a
     assert [row.get("by") for row in done] == ["the other sweep", None]
     assert len(store.read_text().splitlines()) == 2
     where = stores.place(store, "locks", spec.key)
-    said = f"1 runs are another sweep's, or somebody ended their processes; waiting for {where}"
+    said = f"runs of another sweep, or of processes that somebody ended: 1; waiting for {where}"
     assert capsys.readouterr().err.count(said) == 1
 
 
