@@ -15,7 +15,7 @@ from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
-from tests.helpers import kept_row, row_of, smoke_spec, written
+from tests.helpers import row_of, smoke_spec
 
 pytestmark = [
     pytest.mark.slow,
@@ -121,8 +121,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
 
 def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
-    smoke = written(tmp_path / "smoke.jsonl", kept_row(smoke_spec("digits"), 0.5))
-    assert "1 run at smoke scale left out" in report.write_report([smoke], tmp_path / "smoke.html").read_text()
+    assert "1 run at smoke scale left out" in written([row_of(smoke_spec("digits"), 0.5)], tmp_path)
 
 
 def test_a_report_of_runs_that_failed(quick, tmp_path):
