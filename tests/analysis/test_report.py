@@ -121,7 +121,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
 
 def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
-    assert "at smoke scale left out" in written([row_of(smoke_spec("digits"), 0.5)], tmp_path)
+    assert "1 run at smoke " in written([row_of(smoke_spec("digits"), 0.5)], tmp_path)
 
 
 def test_a_report_of_runs_that_failed(quick, tmp_path):
