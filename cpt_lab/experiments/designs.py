@@ -54,7 +54,7 @@ def quality_cost(
 
     Paper: sections 4.2 to 4.4, figures 3, 4, 6 and 7.
     """
-    declared(quality_cost, locals())
+    declared(quality_cost, {"seeds": seeds, "q_max": q_max})
     r = _changed(recipe(scale, dataset, model, preset, task or "image"), task, changes)
     # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
     q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
@@ -181,7 +181,7 @@ def deficit_scan(
     Paper: section 5, figure 8, table 1.
     Differs: both controls are ours.
     """
-    declared(deficit_scan, locals())
+    declared(deficit_scan, {"seeds": seeds})
     found, settings = deficits(scale, dataset, model, task or "image")
     r = _changed(found, task, changes)
     total = changes.get("steps", settings.window_steps or r.steps)
@@ -317,7 +317,7 @@ def execution(
         arm: a schedule's name, or "static 5".
         seeds: None takes 0 to 9.
     """
-    declared(execution, locals())
+    declared(execution, {"seeds": seeds})
     r = recipe(scale, dataset, model, task=task or "image")
     r = _changed(r, task, {"evaluate_every": max(1, changes.get("steps", r.steps) // 10), **changes})
     return [
