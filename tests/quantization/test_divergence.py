@@ -128,6 +128,20 @@ def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(nam
 
 
 @pytest.mark.filterwarnings("ignore:this device")
+@pytest.mark.parametrize(("products", "kernels"), WAYS)
+def test_a_hidden_state_that_is_no_number_is_none_in_what_follows(products, kernels):
+    """Where it is given; one that an LSTM computes comes with a cell state that is none, either."""
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(6, 5)), cpt.QuantConfig(execution=products).with_shared_steps())
+    x, hidden, cell = normal(4, 3, 6), normal(1, 3, 5).tanh(), normal(1, 3, 5)
+    with reference() if kernels == "reference" else nullcontext(), cpt.precision(model, 8):
+        model[0](x, (hidden, cell))
+        model.eval()
+        assert model[0](x, (hidden, cell))[0].isfinite().all()
+        hidden[0, 1, 2] = math.nan
+        assert model[0](x, (hidden, cell))[0][:, 1].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize("execution", ["simulated", "integer"])
 def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one(execution):
     """What ``fake_quantize`` says of it."""
