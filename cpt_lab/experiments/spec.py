@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
-from cpt_core.checks import check_bits, whole
+from cpt_core.checks import check_bits, choose, whole
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
@@ -66,7 +66,7 @@ class RunSpec:
             ("seed", whole("seed", self.seed, 0)),
         ):
             object.__setattr__(self, name, value)  # such as NumPy's, which have no JSON form
-        EXPERIMENTS[self.recipe.task].check_dataset(self.recipe.dataset)
+        EXPERIMENTS[choose("task", self.recipe.task, EXPERIMENTS)].check_dataset(self.recipe.dataset)
         parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
         if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # has no JSON form and no stable key
             object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose, library
+from cpt_core.checks import library
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec, run_spec
@@ -87,8 +87,8 @@ class Task(Protocol):
 
 
 def task_of(spec: RunSpec) -> type[Task]:
-    """Import the task class of a spec; ValueError names the tasks there are, ImportError the extra that one needs."""
-    experiment = EXPERIMENTS[choose("task", spec.recipe.task, EXPERIMENTS)]
+    """Import the task class of a spec; ImportError names the extra that it needs."""
+    experiment = EXPERIMENTS[spec.recipe.task]
     return library(experiment.task, experiment.extra)
 
 

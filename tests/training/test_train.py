@@ -309,8 +309,8 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
 
 
 def test_unknown_task():
-    spec = run_spec(replace(recipe("demo"), task="chess"), "CR", q_max=8, seed=0)
-    refused("unknown task 'chess'; choose from image", task_of, spec)
+    chess = replace(recipe("demo"), task="chess")
+    refused("unknown task 'chess'; choose from image", run_spec, chess, "CR", q_max=8, seed=0)
 
 
 @pytest.mark.gpu
