@@ -2,8 +2,9 @@
 
 ``cpt verify --verdict GRID`` runs a preregistered grid with seeds that nothing committed has; its rows stay in
 ``runs/verdicts``. This reads the grids that are complete there, and writes their effects to
-``data/results/fresh_seeds.json``, a value per seed, with the commits that ran them. Each is compared with the committed
-rows where it is shown, docs/reproducing/repeating.md, by the rule of ``analysis.preregistered.Repeated``.
+``data/results/fresh_seeds.json``, a value per seed, with the commits that ran them; grids that were run elsewhere keep
+what is written there. Each is compared with the committed rows where it is shown, docs/reproducing/repeating.md, by the
+rule of ``analysis.preregistered.Repeated``.
 """
 
 import json
@@ -31,23 +32,25 @@ def complete(grid: str) -> list[Row]:
 
 def main() -> None:
     """Compare, print, write."""
-    kept: dict[str, Any] = {"command": "python -m bench.fresh_seeds", "grids": {}}
+    path, kept = results_dir() / "fresh_seeds.json", dict[str, Any]()
+    before = json.loads(path.read_text(encoding="utf-8"))["grids"] if path.is_file() else {}
     for grid in (name for study in studies("arms") for name in study.GRIDS):
         if not (rows := complete(grid)):
+            kept |= {grid: before[grid]} if grid in before else {}
             continue
         found = repeated(grid, rows)
         print(grid, *found, sep="\n  ", flush=True)
         sources = {(row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows}
         if not all(commit and dirty is False for commit, dirty in sources):
             raise ValueError(f"{grid}: some of its rows are not those of a clean commit")
-        kept["grids"][grid] = {
+        kept[grid] = {
             "runs": len(rows),
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
             "effects": {one.now.what: list(one.now.values) for one in found},
         }
-    write_text(results_dir() / "fresh_seeds.json", json.dumps(kept, indent=1) + "\n")
+    write_text(path, json.dumps({"command": "python -m bench.fresh_seeds", "grids": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -198,6 +198,12 @@ def class_count(what: str, labels: Any) -> int:
     return largest + 1
 
 
+def some_of(there: int, limit: int | None) -> list[int]:
+    """Return which of ``there`` samples are used, at most ``limit``: drawn, as rows may be sorted; always the same."""
+    order = torch.randperm(there, generator=generator_of(0))
+    return [*range(there)] if limit is None or limit >= there else sorted(order[:limit].tolist())
+
+
 def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
 

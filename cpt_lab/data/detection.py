@@ -22,7 +22,7 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import each, generator_of, split_sizes, titled
+from cpt_lab.data.common import each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.image_readers import open_rgb, picture_size
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
@@ -103,8 +103,8 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     files, classes, title = _files(r.dataset)
     order = np.random.default_rng(0).permutation(len(files[0]))
     used, count = split_sizes(r, len(order))
-    held, rest = order[:count], order[count:][:used]
-    chosen = ([files[0][i] for i in sorted(rest)], [files[0][i] for i in sorted(held)], files[1][: r.test_images])
+    chosen = [[files[0][i] for i in sorted(part)] for part in (order[count:][:used], order[:count])]
+    chosen.append([files[1][i] for i in some_of(len(files[1]), r.test_images)])
     read = iter(each(lambda file: annotated(file[0], file[1], classes), [file for part in chosen for file in part]))
     train, valid, test = (tuple(itertools.islice(read, len(part))) for part in chosen)
     for name, part in (("training", train), ("validation", valid), ("test", test)):

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from cpt_core.checks import library
-from cpt_lab.data.common import SPLITS, generator_of
+from cpt_lab.data.common import SPLITS, some_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
@@ -75,17 +74,11 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     digest = hashlib.sha256()
     for split, parts in found.items():
         for language, pairs in parts.items():
-            parts[language] = pairs = _limited(pairs, limits[split])
+            parts[language] = pairs = pairs.iloc[some_of(len(pairs), limits[split])]
             digest.update(repr((split, language, *(pairs[name].tolist() for name in COLUMNS))).encode())
     train, valid = found["train"][recipe.language], found["valid"][recipe.language]
     title += f", {len(train):,} training pairs"
     return EntailmentData(train, valid, found["test"], title, digest.hexdigest()[:16])
-
-
-def _limited(pairs: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    if limit is None or limit >= len(pairs):
-        return pairs
-    return pairs.iloc[torch.randperm(len(pairs), generator=generator_of(0))[:limit].sort().values.tolist()]
 
 
 def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, pd.DataFrame]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_lab.data.common import class_count, each, generator_of, split_sizes, titled
+from cpt_lab.data.common import class_count, each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
@@ -64,7 +64,8 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     classes = class_count(f"{recipe.dataset}: training images", labels)
     used, held = split_sizes(recipe, len(train))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = (train, order[held:][:used]), (train, order[:held]), (test, [*range(len(test))][: recipe.test_images])
+    tested = _tested(test.labels.numpy() if in_memory else np.array(test.targets), recipe.test_images)
+    parts = (train, order[held:][:used]), (train, order[:held]), (test, tested)
     splits: Any = [images[index] if in_memory else torch.utils.data.Subset(images, index) for images, index in parts]
     digest = hashlib.sha256()
     if in_memory:
@@ -78,6 +79,13 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     return ImageData(title, classes, len(mean), mean, std, first, valid, tested, digest.hexdigest()[:16])
 
 
+def _tested(labels: np.ndarray, limit: int | None) -> list[int]:
+    """Return which test images are used: the first; where they stand class by class, as in folders, some are drawn."""
+    in_mixed_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(labels)  # changes of class
+    by_class = np.count_nonzero(np.diff(labels)) < in_mixed_order / 2
+    return some_of(len(labels), limit) if by_class else [*range(len(labels))][:limit]
+
+
 def random_images(recipe: ImageRecipe) -> ImageData:
     """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
 
@@ -85,8 +93,7 @@ def random_images(recipe: ImageRecipe) -> ImageData:
     """
     if recipe.dataset not in EXPERIMENT.named:
         return load_images(recipe)
-    sizes = EXPERIMENT.named[recipe.dataset].sizes
-    classes, channels = sizes["classes"], sizes["channels"]
+    classes, channels = (EXPERIMENT.named[recipe.dataset].sizes[name] for name in ("classes", "channels"))
     generator = generator_of(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -104,13 +111,9 @@ def _load_arrays(recipe: ImageRecipe) -> Arrays:
     EXPERIMENT.check_dataset(dataset)
     if not is_own(dataset) and dataset not in READERS:
         raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
-    if is_own(dataset):
-        found: Arrays = (*read_own(dataset, size), IMAGENET_MEAN, IMAGENET_STD)
-    else:
-        found = READERS[dataset](dataset)
-    train, test, title, mean, std = found
-    if train.images.shape[-1] != size:
-        title += f", {size} x {size}"
+    read = (*read_own(dataset, size), IMAGENET_MEAN, IMAGENET_STD) if is_own(dataset) else READERS[dataset](dataset)
+    train, test, title, mean, std = read
+    title += f", {size} x {size}" if train.images.shape[-1] != size else ""
     resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
     channels = resized[0].images.shape[1]
     return resized[0], resized[1], title, mean[:channels], std[:channels]
@@ -127,13 +130,10 @@ def _digits(name: str) -> Arrays:
     return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
 
 
-def _cifar_class(name: str) -> Any:
-    return getattr(library("torchvision.datasets", "vision"), name.upper())
-
-
 def _cifar(name: str) -> Arrays:
+    kind = getattr(library("torchvision.datasets", "vision"), name.upper())
     try:
-        parts = [_cifar_class(name)(data_dir(), train=train, download=False) for train in (True, False)]
+        parts = [kind(data_dir(), train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
         raise not_here(name, " (or is damaged)") from error
     train, test = (
@@ -174,12 +174,13 @@ def _load_files(recipe: ImageRecipe) -> tuple[Any, Any, str, tuple[float, ...], 
 
 def download(name: str, language: str = "") -> Path:
     """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
+    datasets = library("torchvision.datasets", "vision")
     try:
         if name != "imagenet":
-            _cifar_class(name)(data_dir(), download=True)
+            getattr(datasets, name.upper())(data_dir(), download=True)
             return data_dir()
         for split in ("train", "val"):  # the archives themselves need a licence
-            library("torchvision.datasets", "vision").ImageNet(str(data_dir() / "imagenet"), split=split)
+            datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
     except RuntimeError as error:  # torchvision's for archives that are damaged or not there
         card = "imagenet" if name == "imagenet" else "cifar"
         raise DataNotFoundError(f"{error} See data/cards/{card}.md") from error

@@ -78,6 +78,11 @@ def test_own_pictures_are_read_as_they_are(own):
 def test_splits_subsets_and_checksum(own):
     held = load_detection(small("pets/", valid_images=2, train_images=1, test_images=1))
     assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 2, 1]
+    write(own, boxes(test=["a", "b", "c", "d", "e"]))
+    some = [one.picture.stem for one in load_detection(small("pets/", test_images=3)).test]
+    assert len(some) == 3
+    assert some != [*"abc"]  # drawn: frames of a film stand one after the other
+    (own / "ImageSets" / "Main" / "test.txt").unlink()
     seen = [load_detection(small("pets/")).checksum for _ in range(2)]
     write_picture(own, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40))])  # not difficult any more
     seen.append(load_detection(small("pets/")).checksum)

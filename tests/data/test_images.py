@@ -171,6 +171,22 @@ def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(size, place
     assert load_images(small("pets/", size=size)).checksum == data.checksum
 
 
+@pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
+def test_some_of_the_test_images_of_folders_are_of_all_classes(size, data_folder):
+    names = [f"kind{i}" for i in range(4)]
+    write(data_folder / "pets", image_folder(names, names, (4, 16)))
+    some = load_images(small("pets/", size=size, test_images=20)).test
+    labels = some.labels if size == 16 else torch.tensor([some[i][1] for i in range(20)])
+    assert len(some) == 20
+    assert labels.bincount(minlength=4).min() >= 2
+
+
+def test_some_of_the_test_images_in_mixed_order_are_the_first(data_folder):
+    write(data_folder / "mine", image_archives())
+    whole, some = (load_images(small("mine/", size=8, test_images=n)).test for n in (None, 4))
+    assert torch.equal(some.images, whole.images[:4])
+
+
 def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
     image_files(data_folder / "pets")
     before = load_images(small("pets/", size=16)).checksum
