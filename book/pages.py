@@ -32,12 +32,12 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
-SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
+SOURCE = (".py", ".cpp", ".h", ".js", ".j2", ".patch")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
-PROMPT = re.compile(r"^(.*: (no prediction yet|choose first|not attempted yet)|.*No sliders\?).*\n?", re.MULTILINE)
-SLIDERS = '*On this page use the* <a href="../explorer.html">schedule explorer</a>. *It has these sliders.*'
+PROMPT = re.compile(r"^.*: (no prediction yet|choose first|not attempted yet).*\n?", re.MULTILINE)
+EXPLORER = "`cpt explorer explorer.html`"  # writes a page that the site has
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
@@ -98,6 +98,8 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
     def prose(words: str) -> str:
         parts = CODE.split(words)
         parts[::2] = [LINK.sub(lead, part) for part in parts[::2]]
+        explorer = f'<a href="{os.path.relpath(ROOT / "explorer.html", path.parent)}">{EXPLORER}</a>'
+        parts[1::2] = [explorer if part == EXPLORER else part for part in parts[1::2]]
         return "".join(parts)
 
     if path.suffix != ".ipynb":
@@ -118,13 +120,10 @@ def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
     for cell in cells:
         yield cell
         if cell["cell_type"] == "code":
-            said = "".join("".join(output.get("text", "")) for output in cell["outputs"])
             for output in cell["outputs"]:
                 if "text" in output:
                     output["text"] = PROMPT.sub("", "".join(output["text"]))
             cell["outputs"] = [output for output in cell["outputs"] if output.get("text", "-").strip()]
-            if "No sliders?" in said:
-                yield {"cell_type": "markdown", "id": f"{cell['id']}-sliders", "metadata": {}, "source": SLIDERS}
 
 
 # --- the source -------------------------------------------------------------------------------------

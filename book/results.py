@@ -62,7 +62,7 @@ def pages() -> dict[Path, str]:
         grids=_grids,
         stored=lambda *names: _stored(names, stored),
         kept=lambda *names: _filled(f"Kept: {'; '.join(map(_kept, names))}."),
-        tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
+        tally=lambda topic: _tally([entry for page, entry, _ in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(map(sentence, answers)),
@@ -120,11 +120,9 @@ def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
     return f"### {c.claim}\n\n{_filled(' '.join(said))}" + (f"\n\n{effects}" if effects else "")
 
 
-def _tally(verdicts: list[tuple[str, str]]) -> str:
-    """How many claims there are, and how many are decided at the paper's scale and below: cells of a table."""
-    at_paper = sum(not word.startswith("open") for word, _ in verdicts)
-    smaller = sum(not word.startswith(("open", "–")) for _, word in verdicts)
-    return f"{len(verdicts)} | {at_paper} | {smaller}"
+def _tally(entries: list[claims.Entry]) -> str:
+    """How many claims there are, and what was found of them at the paper's scale and below: cells of a table."""
+    return f"{len(entries)} | {claims.tally(entries, True)} | {claims.tally(entries, False)}"
 
 
 def _paper_scale(name: str) -> dict[str, set[str]]:
@@ -189,12 +187,12 @@ def _kept(name: str) -> str:
 
 
 def _listed(lines: Iterable[str]) -> str:
-    filled = (textwrap.wrap(f"- {line}", 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
-    return "\n".join("\n".join(part) for part in filled)
+    return "\n".join(_filled(f"- {line}", subsequent_indent="  ") for line in lines)
 
 
-def _filled(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
+def _filled(text: str, **how: str) -> str:
+    whole = text.replace(" %", "\0%")  # a line that begins with % is a comment of MyST
+    return "\n".join(textwrap.wrap(whole, 118, break_on_hyphens=False, **how)).replace("\0", " ")
 
 
 def main() -> None:

@@ -357,14 +357,10 @@ def digest(paths: Iterable[Path]) -> str:
 
 def told(entries: list[Any], answers: Iterable[Any], every: bool = False, evidence: bool = False) -> Iterator[str]:
     """Yield the lines of ``cpt claims``: of claims that were judged, and what became of our own questions."""
+    from cpt_lab.analysis.claims import summed
     from cpt_lab.sweeps.lines import integrity
 
-    words = zip(*(entry.verdicts() for entry in entries), strict=True)
-    decided = [sum(not word.startswith(("open", "–")) for word in of) for of in words]
-    yield (
-        f"{len(entries)} claims of the paper: {decided[0]} decided exactly or at its scale, {decided[1]} at smaller "
-        "ones (--all lists them, --evidence with effects)"
-    )
+    yield f"{summed(entries)} (--all lists them, --evidence with effects)"
     for entry in entries if every or evidence else []:
         at_paper, smaller = entry.verdicts()
         yield f"{entry.claim.claim} ({entry.claim.place})"

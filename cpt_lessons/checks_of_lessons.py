@@ -114,10 +114,6 @@ def _on_grid(x: torch.Tensor, n: int, round: Callable[..., torch.Tensor], shift:
     return round((x - x.min()) / step) * step + shift * x.min()
 
 
-def _rows_on_grid(x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.stack([_on_grid(row, n, torch.round) for row in x])
-
-
 _SLIPS = {
     "all values are equal, so that the step is 0, and 0 / 0 is no number": lambda x, q: _on_grid(
         x, 2**q - 1, torch.round
@@ -189,10 +185,6 @@ def _average_precision(hits: list[bool], objects: int) -> float:
     return sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
 
 
-def _precision_at_hits(hits: list[bool], objects: int) -> float:
-    return sum(sum(hits[: i + 1]) / (i + 1) for i, hit in enumerate(hits) if hit) / objects
-
-
 def _half_with_cosine(answer: Any) -> bool:
     s = schedule(answer, 64_000, 3, 8)
     profile = getattr(getattr(s, "schedule", s), "profile", None)  # a few steps may have been adjusted
@@ -235,7 +227,7 @@ EXERCISES = {
         lambda answer: _costs(of_the_suite(answer).bits(), 0, 0.5), "cpt.make_schedule, with a name of large savings"
     ),
     "00.2": Exercise(_rival, "section 1 has the cost of a step, to be divided by that of a step at 8 bits, 192"),
-    "00.3": Exercise(share(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
+    "00.3": Exercise(share(_CR.share_at(8), 2e-3), "from 0 to 1, to three digits: the mean of schedule.bits() == 8"),
     "00.4": Exercise(
         _own_layer,
         "rounded(...) of all three, with dim=1 for the weight; multiply; y.register_hook(...); return y",
@@ -295,7 +287,9 @@ EXERCISES = {
             ([False, True, True, False], 2),
             ([False, False], 3),
             slips={
-                "every hit counts the precision at its place, not the best one from there on": _precision_at_hits,
+                "every hit counts the precision at its place, not the best one from there on": lambda hits, objects: (
+                    sum(sum(hits[: i + 1]) / (i + 1) for i, hit in enumerate(hits) if hit) / objects
+                ),
                 "it divides by the hits, not by all the objects": lambda hits, objects: _average_precision(
                     hits, max(1, sum(hits))
                 ),
@@ -352,7 +346,11 @@ EXERCISES = {
         like(
             lambda x, q: quantize(x, q, "linear_weight"),
             *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
-            slips={"the first row has a step of 0": lambda x, q: _rows_on_grid(x, 2**q - 1)},
+            slips={
+                "the first row has a step of 0": lambda x, q: torch.stack(
+                    [_on_grid(row, 2**q - 1, torch.round) for row in x]
+                )
+            },
         ),
         "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in notebook 02",
     ),

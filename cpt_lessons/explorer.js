@@ -31,7 +31,7 @@ function fromAddress() {
   for (const field of fields) {
     const before = field.value;
     if (wanted.has(field.name)) field.value = wanted.get(field.name);
-    if (field.value === "") field.value = before; // a choice that does not exist
+    if (field.value !== (wanted.get(field.name) ?? before)) field.value = before; // a choice that does not exist
   }
 }
 
@@ -111,7 +111,7 @@ function half(values) {
 function verdict() {
   const { chosen, rival, same, s } = shown;
   const cost = chosen.relative_cost.toFixed(4);
-  if (same) return `At a cost of ${cost}, ${chosen.name} is its own static rival: there is nothing to compare. Choose a schedule.`;
+  if (same) return `At a cost of ${cost}, ${chosen.name} is its own static rival: there is nothing to compare. ${s.family === "STATIC" ? "Choose a schedule" : "Raise q_max"}.`;
   const last = found.at(-1);
   if (worker) return `Training 2 × ${s.seeds} networks.`;
   if (last?.step !== STEPS) return `${chosen.name} against ${rival.name}, at a cost of ${cost}: press Train.`;
@@ -163,7 +163,7 @@ function showNumbers() {
     arms.map((_, a) => {
       if (!last) return "–";
       const values = last[name][a].map((x) => factor * x);
-      return Number.isFinite(mean(values)) ? `${mean(values).toFixed(digits)} ± ${half(values).toFixed(digits)}` : "diverged";
+      return last.loss[a].every(Number.isFinite) ? `${mean(values).toFixed(digits)} ± ${half(values).toFixed(digits)}` : "diverged";
     });
   const part = (kind) => arms.map((arm) => `${((100 * arm.spent[kind]) / arm.relative_cost).toFixed(1)} %`);
   element("numbers").replaceChildren(
@@ -242,7 +242,7 @@ function showPictures() {
   chart("bits", { low: s.q_min - 0.3, high: top + 0.3, ticks, lines: [...stairs, ...now], staircase: true });
   const most = Math.max(1, shown.chosen.relative_cost);
   const spent = both("", (arm) => [[0, 0], ...arm.soFar.slice(0, step).map((sum, t) => [t + 1, sum])]);
-  chart("cost", { low: 0, high: most, ticks: [0, 0.25, 0.5, 0.75, 1], lines: spent });
+  chart("cost", { low: 0, high: most, ticks: range(0, most, most > 2 ? Math.ceil(most / 5) : 0.25), lines: spent });
   chart("loss", { low: 0, high: 2.5, ticks: [0, 0.5, 1, 1.5, 2, 2.5], lines: curves("loss") });
   const poor = !found.length || Math.min(...found.at(-1).accuracy.flat()) < 0.6;
   const lowest = poor ? 0 : 60;

@@ -73,7 +73,7 @@ function scheduleMath({ suite, rate, d, maxBits, maxCycles, steps }) {
     );
   }
 
-  // What is trained, and what is shown of it; `evaluated`: the highest bits of its own, at which it is tested.
+  // What is trained, and what is shown of it; `evaluated`: the bits at which it is tested.
   function arm(name, bits, evaluated, s) {
     const reference = stepCost(s.q_max, s.q_max); // static q_max with gradients of q_max bits
     const part = (kind) => mean(bits, (q) => products(q, s.q_grad)[kind]) / reference;

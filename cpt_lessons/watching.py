@@ -21,6 +21,8 @@ def watch(specs: Sequence[RunSpec], store: Path) -> None:
     run_grid(specs, store, workers=0, together=len(specs), device="cpu", progress=False, on_step=watched)
     if watched.losses:
         watched.draw()
+    else:
+        print("these runs were there already: nothing trained, so there is nothing to watch")
 
 
 class Watched:
@@ -32,13 +34,13 @@ class Watched:
     def __init__(self, specs: Sequence[RunSpec]) -> None:
         self.specs, self.steps = {spec.key: spec for spec in specs}, specs[0].recipe.steps
         self.warning = "Smoke scale, not a result. " if specs[0].scale == "smoke" else ""
-        self.losses: dict[str, list[float]] = {}  # of the steps so far
+        self.losses: dict[str, dict[int, float]] = {}  # of the steps so far, after a stop those since then
         self.shown: DisplayHandle | None = None
         self.drawn_at = float("-inf")
 
     def __call__(self, spec: RunSpec, step: int, loss: float) -> None:
         """Take the loss of a step, and draw where the last picture is a second old."""
-        self.losses.setdefault(spec.key, []).append(loss)
+        self.losses.setdefault(spec.key, {})[step] = loss
         if time.monotonic() - self.drawn_at > SECONDS:
             self.draw()
 
@@ -51,7 +53,7 @@ class Watched:
                 spec = self.specs[key]
                 mean = pd.Series(found).rolling(max(1, self.steps // 20), min_periods=1).mean()
                 group = savings_of(spec.arm)
-                bits.plot([spec.schedule(step) for step in range(len(found))], color=COLORS[group], linewidth=1)
+                bits.plot([*found], [spec.schedule(step) for step in found], color=COLORS[group], linewidth=1)
                 loss.plot(mean, color=COLORS[group], linewidth=1)
                 ends.append((mean.iloc[-1], spec.arm, TEXT[group]))
             bits.set(ylabel="bits", xlim=(0, self.steps))
@@ -63,8 +65,8 @@ class Watched:
             for value, arm, color in ends:  # beside the axes, in order of their losses
                 at = max(value, at + 0.045 * (high - low))
                 loss.text(1.01, at, arm, color=color, fontsize=SMALL, va="center", transform=loss.get_yaxis_transform())
-            step, first, last = max(map(len, self.losses.values())), ends[0][1], ends[-1][1]
-            said = f"Step {step} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
+            step, first, last = max(map(max, self.losses.values())), ends[0][1], ends[-1][1]
+            said = f"Step {step + 1} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
             figure.suptitle(self.warning + said, fontsize=10)
         if self.shown is None:
             self.shown = DisplayHandle()

@@ -441,8 +441,10 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     assert shown[1] == f"by the committed rows; --all judges those under {tmp_path}, too\n"
     assert asked == []
     said = command("claims", "--all")[1].splitlines()
-    at_paper = sum(not e.verdicts()[0].startswith(("open", "–")) for e in entries)
-    assert said[0].startswith(f"{len(entries)} claims of the paper: {at_paper} decided exactly or at its scale, ")
+    at_paper = sum(not e.verdicts()[0].startswith("open") for e in entries)
+    words = rf"{len(entries)} claims of the paper, exactly or at its scale: (.*); at smaller ones: .*"
+    counts = re.fullmatch(words, said[0])
+    assert sum(map(int, re.findall(r"\d+", counts[1]))) == at_paper
     assert said[-3:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
     assert len(said) == 4 + 4 * len(entries)
     assert command("claims", "--all")[2] == "judging all rows, for about half a minute\n"

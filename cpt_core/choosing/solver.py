@@ -86,8 +86,11 @@ def solve_schedule(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShortCycleWarning)
         bent(1.0)  # checks the values
-        if cost is not None:
-            _check_cost(cost, q_min, q_max)
+        for q in range(q_min, q_max + 1):
+            value: Any = 1.0 if cost is None else cost(q)
+            value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's numbers
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+                raise ValueError(f"a step must cost a positive number; cost gives {value!r} at {q} bits")
         unit = static_cost(q_max, priced, ladder)
         dearest = spends([q_max])
         lowest = (hold * dearest + steps * spends([q_min])) / total_steps
@@ -119,14 +122,6 @@ def solve_schedule(
             f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; the nearest is {spent:.4f}"
         )
     return whole
-
-
-def _check_cost(cost: StepCost, q_min: int, q_max: int) -> None:
-    found: dict[int, Any] = {q: cost(q) for q in range(q_min, q_max + 1)}
-    for q, value in found.items():
-        value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's numbers
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-            raise ValueError(f"a step must cost a positive number; cost gives {value!r} at {q} bits")
 
 
 def _adjusted(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.bitops.plan import BitOpsPlan, formats_per_layer, price
+from cpt_core.bitops.plan import formats_per_layer, price
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.bitops.watch import as_it_was
 from cpt_core.checks import check_bits, choose, declared, whole
@@ -102,7 +102,8 @@ def measure_cost(
 
     def part(name: str, q: int) -> Spent:
         share = statistics.median(shares[name] for shares in parts[q])
-        return Spent(share * steps[q].seconds, saved[q][name], _bitops(plans[q], name))
+        parts_too = [n for n in plans[q].by_layer if n == name or n.startswith(f"{name} (".lstrip())]  # "layer (part)"
+        return Spent(share * steps[q].seconds, saved[q][name], sum(plans[q].by_layer[n] for n in parts_too))
 
     ran = [name for name in names if name in parts[widths[0]][0]]
     by_layer = {name: {q: part(name, q) for q in widths} for name in ran}
@@ -135,8 +136,3 @@ def _typical(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
     levels = [statistics.median(times.values()) for times in rounds]
     shares = {q: [times[q] / level for times, level in zip(rounds, levels, strict=True)] for q in rounds[0]}
     return {q: statistics.median(of) * statistics.median(levels) for q, of in shares.items()}
-
-
-def _bitops(plan: BitOpsPlan, layer: str) -> float:
-    """Return the BitOps of a layer with those of its parts, which a plan has as "layer (part)"."""
-    return sum(v for name, v in plan.by_layer.items() if name == layer or name.startswith(f"{layer} (".lstrip()))

@@ -36,6 +36,7 @@ Anything else is *open*, and so is an effect of fewer than three seeds; the arms
 'smaller than claimed'
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -258,8 +259,22 @@ def summary(entries: Iterable[Entry]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
+def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
+    """Return how many claims have which word, such as "6 as claimed, 1 against": those that are not open."""
+    found = Counter(entry.verdict(paper_scale) for entry in entries)
+    words = {CONFIRMED: "as claimed", SMALLER: SMALLER, CONTRADICTED: "against", MIXED: MIXED}
+    return ", ".join(f"{found[word]} {said}" for word, said in words.items() if found[word]) or "none"
+
+
+def summed(entries: list[Entry]) -> str:
+    """Return what was found of all of them, in a line."""
+    at_paper, less = (tally(entries, paper_scale) for paper_scale in (True, False))
+    return f"{len(entries)} claims of the paper, exactly or at its scale: {at_paper}; at smaller ones: {less}; others: open"
+
+
 def section(runs: pd.DataFrame) -> Section:
     """Return the claims as a part of a page."""
+    entries = judged(runs)
     note = (
         "Made by written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule of' is "
         "when a rule was written last. Only runs at paper scale confirm or contradict. Smaller scales have small "
@@ -267,4 +282,4 @@ def section(runs: pd.DataFrame) -> Section:
         "lowest bits and how many seeds n. Of several experiments, words stand after Holm's correction; runs that "
         "diverged count with the worst value of their task."
     )
-    return Section("Claims of the paper", (note,), table=summary(judged(runs)), style="left claims")
+    return Section("Claims of the paper", (f"{summed(entries)}.", note), table=summary(entries), style="left claims")

@@ -139,11 +139,12 @@ def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -
     with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (figure, ((ax,),)):  # narrow: phones read it, too
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)
         ax.axvline(0, color=QUIET, linewidth=0.8)
+        size = min(8.5, 640 / max(len(name + word) for name, *_, word in lines))  # both fit beside each other
         for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
             group = "static" if word.startswith("open") or low <= 0 <= high else "large" if high < 0 else "small"
             interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
             for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
-                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, fontsize=8.5, transform=ax.get_yaxis_transform())
+                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, size=size, transform=ax.get_yaxis_transform())
         ax.grid(axis="y", visible=False)
         ax.set(xlabel=unit, yticks=[], ylim=(-0.35, len(lines) - 0.2))
         figure.suptitle(title, fontsize=11)

@@ -16,8 +16,7 @@ UNITS = {"%": 100.0, "points": 100.0, "1e13 BitOps": 1e-13}  # from stored value
 
 def numbers() -> pd.DataFrame:
     """Return all of them, texts empty and numbers NaN where there is nothing."""
-    texts = ["model", "minus"]
-    return pd.read_csv(paper_dir() / "numbers.csv").fillna(dict.fromkeys(texts, ""))
+    return pd.read_csv(paper_dir() / "numbers.csv").fillna({"model": "", "minus": ""})
 
 
 def of_experiment(runs: pd.DataFrame, artefact: str) -> pd.DataFrame:

@@ -71,18 +71,19 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     missing = printed.eq("not run").any(axis=1)
     parts = (title, printed[~missing], "left"), (f"{title}: not run", printed[missing], "left folded")
     sections = [
-        of_claims(runs),
+        *(shown or [Section("Results", ("No run above smoke scale is stored yet; `cpt plan` lists the grids.",))]),
         *(section for study in studies("outcome") for section in study.sections(runs)),
-        *(shown or [Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))]),
+        of_claims(runs),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
-        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
+        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(found), style="left"),
     ]
     notes = [
+        ANSWER,
         "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
-        "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
+        "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none.",
     ]
     if smoke := len(found) - len(stored):
         notes.append(f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more.")

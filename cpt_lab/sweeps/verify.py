@@ -238,7 +238,7 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
     within, said = True, []
     if row.get("loss") and found["loss"]:
         stored, now = row["loss"][0], found["loss"][0]
-        off, seeds = abs(now / stored - 1), _spread(row, rows, _first_loss) or 0.0
+        off, seeds = abs(now / stored - 1), _spread(row, rows, lambda r: (r.get("loss") or [None])[0]) or 0.0
         most, why = max((FIRST_LOSS, ""), (abs(seeds / stored), ": a standard deviation between seeds"))
         within &= off <= most
         said.append(f"first loss off by {off:.2%} ({most:.0%} allowed{why})")
@@ -249,10 +249,6 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
         metric = EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name
         said.append(f"{metric} is {now:.4f}, stored {stored:.4f} ({most:.4f} allowed: {why})")
     return within, tuple(said)
-
-
-def _first_loss(row: Row) -> float | None:
-    return row["loss"][0] if row.get("loss") else None
 
 
 def final(row: Row) -> float | None:

@@ -12,7 +12,6 @@ import torch
 import cpt_core as cpt
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.schedules.schedule import StaticSchedule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
@@ -121,7 +120,7 @@ def test_what_is_called_equal_is(section, name, ours, ulp):
 
 MXFP8 = "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
 STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
-WRITTEN = {**OURS, "QUANTIZERS": QUANTIZERS}  # the page's lines for Float8LinearConfig put config into it
+WRITTEN = {"cpt": cpt}  # the page's lines for Float8LinearConfig put config into it
 exec(re.search("```python\n(.*?)```", PAGE, re.DOTALL)[1], WRITTEN)
 
 

@@ -29,7 +29,8 @@ SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static=[8])
 
 
 @pytest.mark.slow
-def test_every_arm_has_a_line_and_the_title_says_where_they_are(pictures, monkeypatch):
+@pytest.mark.parametrize("start", [0, 100])  # the later one after a stop
+def test_every_arm_has_a_line_and_the_title_says_where_they_are(start, pictures, monkeypatch):
     monkeypatch.setattr(watching, "SECONDS", 0.0)
     titles, show = [], DescribedFigure.show_by
 
@@ -39,19 +40,19 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(pictures, monkey
 
     monkeypatch.setattr(DescribedFigure, "show_by", noted)
     watched = watching.Watched(SPECS)
-    for step, losses in enumerate([(2.0, 3.0), (2.0, 1.0), (1.0, 0.5)]):
+    for step, losses in enumerate([(2.0, 3.0), (2.0, 1.0), (1.0, 0.5)], start):
         for spec, loss in zip(SPECS, losses, strict=True):
             watched(spec, step, loss)
     assert [how for how, _ in pictures] == ["display"] + 5 * ["update"]
-    assert "1: 2 parts, 6 points; x 0..2, mean 1; y 3..8" in pictures[-1][1]
+    assert f"1: 2 parts, 6 points; x {start}..{start + 2}, mean {start + 1}; y 3..8" in pictures[-1][1]
     assert "2: 2 parts, 6 points" in pictures[-1][1]
     steps, (cr, static) = SPECS[0].recipe.steps, (spec.arm for spec in SPECS)
-    said = f"Smoke scale, not a result. Step 3 of {steps}: the training loss of {static} is lowest, of {cr} highest"
-    assert titles[-1] == said
+    said = f"Step {start + 3} of {steps}: the training loss of {static} is lowest, of {cr} highest"
+    assert titles[-1] == f"Smoke scale, not a result. {said}"
 
 
 @pytest.mark.slow
-def test_runs_that_are_watched_end_as_they_would_alone(pictures, tmp_path, monkeypatch):
+def test_runs_that_are_watched_end_as_they_would_alone(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watching, "SECONDS", 1e9)
     stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
     watching.watch(SPECS, stores[0])
@@ -60,8 +61,10 @@ def test_runs_that_are_watched_end_as_they_would_alone(pictures, tmp_path, monke
     run_grid(SPECS, stores[1], workers=0, progress=False)
     watched, alone = ({row["key"]: row["metrics"] for row in load_rows(store)} for store in stores)
     assert watched == alone
+    capsys.readouterr()
     watching.watch(SPECS, stores[0])
     assert len(pictures) == 2  # the store holds them: nothing trains
+    assert "nothing trained" in capsys.readouterr().out
 
 
 def test_only_runs_of_this_process_can_be_watched(tmp_path):

@@ -220,7 +220,7 @@ def _hubs(frame: pd.DataFrame) -> Answer:
     def contrast(bits: int) -> np.ndarray:
         return gain(bits, f"degree{highest}") - gain(bits, f"degree{lowest}")
 
-    primary = Estimate("FP-Agg minus Q-Agg at 3 bits, most minus fewest neighbours", POINTS, contrast(3), 0.5)
+    primary = Estimate("Q-Agg's loss at 3 bits, most minus fewest neighbours", POINTS, contrast(3), 0.5)
     secondary = [Estimate(f"the same at {bits} bits", POINTS, contrast(bits)) for bits in (4, 8)]
     for bits in (8, 4, 3):
         name = f"FP-Agg minus Q-Agg at {bits} bits"
