@@ -442,7 +442,7 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     assert asked == []
     said = command("claims", "--all")[1].splitlines()
     at_paper = sum(not e.verdicts()[0].startswith("open") for e in entries)
-    words = rf"{len(entries)} claims of the paper, exactly or at its scale: (.*); at smaller ones: .*"
+    words = rf"{len(entries)} claims, exactly or at the paper's scale: (.*); at smaller ones: .*"
     counts = re.fullmatch(words, said[0])
     assert sum(map(int, re.findall(r"\d+", counts[1]))) == at_paper
     assert said[-3:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]

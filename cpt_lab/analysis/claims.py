@@ -269,7 +269,7 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
 def summed(entries: list[Entry]) -> str:
     """Return what was found of all of them, in a line."""
     at_paper, less = (tally(entries, paper_scale) for paper_scale in (True, False))
-    return f"{len(entries)} claims of the paper, exactly or at its scale: {at_paper}; at smaller ones: {less}; others: open"
+    return f"{len(entries)} claims, exactly or at the paper's scale: {at_paper}; at smaller ones: {less}; others: open"
 
 
 def section(runs: pd.DataFrame) -> Section:
