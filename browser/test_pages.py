@@ -150,3 +150,16 @@ def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None
     page.get_by_label("Schedule", exact=True).select_option("ER")
     expect(page.locator("#verdict")).to_contain_text("ER against static")
     assert "family=ER&q_min=6" in page.url
+
+
+def test_explorer_of_what_cannot_be_compared(visit: Callable[[str, str], Page]) -> None:
+    """What an address has wrong stays as it was; equal bits are no cycle; a training that diverged has no accuracy."""
+    page = visit("explorer.html#q_min=2&q_max=abc&rate=7", "screen")
+    assert page.evaluate("shown.s.q_max") == 8
+    assert page.evaluate("shown.s.rate") == 0.1
+    page = visit("explorer.html#q_min=5&q_max=5", "screen")
+    expect(page.locator("#verdict")).to_contain_text("there is nothing to compare. Raise q_max.")
+    page = visit("explorer.html#family=RR&q_min=1&q_max=2&q_grad=1&rate=1&seeds=3", "screen")
+    page.locator("#train").click()
+    expect(page.locator("#train")).to_have_text("Train", timeout=120_000)
+    assert page.locator("#numbers tr").last.inner_text().count("diverged") == 2
