@@ -33,6 +33,11 @@ from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
 
 KINDS = ("Differs", "Paper")
+CALLED = {  # data sets, as pages call them
+    "cifar10-jpeg": "CIFAR-10 copies", "digit-scenes": "scenes of digits", "facebook_ogb_layout": "Facebook",
+    "planetoid/cora": "Cora", "ptb": "Penn Treebank", "pydoc": "characters", "xnli": "XNLI",
+    "voc2007-first16": "Pascal VOC (16 pictures)", "voc2007-subset320": "Pascal VOC (320 pictures)",
+}  # fmt: skip
 PAGES = ROOT / "docs" / "reproducing"
 
 # page -> the words that a claim's name and task, or a place in the code, has; the first page that fits takes it
@@ -110,14 +115,19 @@ def sentence(a: preregistered.Answer) -> str:
 def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
     """A claim with its verdicts, what they rest on, and every effect."""
     c = entry.claim
-    said = [f"{c.place[0].upper()}{c.place[1:]}.", f"At the paper's scale: **{at_paper}**."]
-    said += [f"At smaller scales: **{smaller}**."] if smaller not in ("–", at_paper) else []
+    said = [f"{c.place[0].upper()}{c.place[1:]}.", f"At the paper's scale: **{_called(at_paper)}**."]
+    said += [f"At smaller scales: **{_called(smaller)}**."] if smaller not in ("–", at_paper) else []
     said += [f"Rule of {entry.rule()}."]
     said += [f"Rows: {', '.join(f'`{name}`' for name in entry.stores())}."] if entry.stores() else []
     grids = c.grids.split() if c.test != "exact" else []
     said += [f"Settled by the grids {', '.join(f'`{grid}`' for grid in grids)}."] if grids else []
     effects = _listed(entry.evidence())
     return f"### {c.claim}\n\n{_filled(' '.join(said))}" + (f"\n\n{effects}" if effects else "")
+
+
+def _called(words: str) -> str:
+    """Call data sets what the other pages call them."""
+    return re.sub(rf"\b({'|'.join(CALLED)})\b", lambda found: CALLED[found[0]], words)
 
 
 def _tally(entries: list[claims.Entry]) -> str:
@@ -152,7 +162,7 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     gains: dict[tuple[str, str], Estimate] = {}
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
         part = quality_of(rows)
-        task = f"{dataset.rstrip('/')}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}"
+        task = f"{_called(dataset.rstrip('/'))}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}"
         quality = part.pivot(index="seed", columns="arm", values="quality") * metric_named(metric_of(part)).factor
         cost = part.groupby("arm")["relative_cost"].first().sort_values()
         static = [arm for arm in cost.index if arm.startswith("static")]
