@@ -16,6 +16,7 @@ from cpt_core.formats.ladder import AFFINE
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
+from cpt_core.kernels.reference import MIN_SCALE
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
@@ -95,6 +96,7 @@ class LayerPrecision(RunningState):
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called: bool | None = None
+    unseen = True  # no gradient of a training has come yet
     must_be_there = True  # in any checkpoint: but a module whose forward may, as it turns out, multiply nothing
     gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
 
@@ -277,7 +279,22 @@ class LayerPrecision(RunningState):
         y = quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
         if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
+        if not torch.compiler.is_compiling() and self.unseen and self.training and not self.fixed:
+            y.register_hook(partial(self._look, role))
         return y
+
+    def _look(self, role: str, gradient: Tensor) -> None:
+        """Tensor hook of the first gradient: warn where it is so small that its grid has fewer steps than its bits."""
+        self.unseen = False
+        if self.quantizers[role].format is None and gradient.numel():
+            width, fewest = gradient.max() - gradient.min(), MIN_SCALE * self.grad_levels.clamp(max=2**8 - 1)
+            if bool((width > 0) & (width < fewest)):
+                warnings.warn(  # one text for all layers: it is shown once
+                    f"gradients are so small that they keep fewer bits than asked for, as no grid has a step below "
+                    f"{MIN_SCALE:g}. Multiply the loss, and divide the gradients before optimizer.step(), as "
+                    "torch.amp.GradScaler does",
+                    stacklevel=2,
+                )
 
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""

@@ -1,6 +1,7 @@
 """The scheduler, its checkpoints, the context manager, and a model's bits of evaluation."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -351,3 +352,26 @@ def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
     both[1].eval_bits = 7
     both[0].eval()
     assert (levels_of(both[0]), levels_of(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})
+
+
+# --- gradients that are too small for a grid ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e-8, 2)])
+def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(factor, layers):
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    PrecisionScheduler(model, StaticSchedule(8, 9))
+
+    def said():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (factor * model(torch.randn(6, 4)).square().mean()).backward()
+        return [str(w.message) for w in caught]
+
+    with precision(model, 8):  # as what looks at a model does
+        assert said() == []
+    first = said()
+    assert len(first) == layers
+    assert len(set(first)) <= 1  # one text: Python shows it once
+    assert all("no grid has a step below 1e-08. Multiply the loss, and divide" in text for text in first)
+    assert said() == []
