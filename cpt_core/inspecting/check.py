@@ -75,6 +75,8 @@ class Check:
         mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) of the forward pass, where they differ;
             "(backward)" -> those of the backward pass of all layers.
         no_gradient: parameters need gradients, and no backward pass was seen.
+        backward_alone: layers, "" of none, with float32 products in the backward pass and none in the forward pass, as
+            of a ``torch.autograd.Function`` whose ``backward`` multiplies.
     """
 
     products: tuple[Executed, ...]
@@ -82,11 +84,12 @@ class Check:
     unused: tuple[str, ...]
     mispriced: Mapping[str, tuple[int, int]]
     no_gradient: bool = False
+    backward_alone: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether both passes were seen, all layers listed as quantised ran quantised, and every product is priced."""
-        return not (self.bypassed or self.mispriced or self.no_gradient)
+        return not (self.bypassed or self.mispriced or self.no_gradient or self.backward_alone)
 
     @property
     def float32(self) -> list[Executed]:
@@ -116,6 +119,9 @@ class Check:
             lines.append(f"took no part in the step: {', '.join(self.unused)}")
         for layer, (ran, priced) in self.mispriced.items():
             lines.append(f"executed and priced MACs differ: {layer or '(model)'}: {ran:,} ran, {priced:,} priced")
+        if self.backward_alone:
+            names_alone = ", ".join(name or "(model)" for name in self.backward_alone)
+            lines.append(f"float32 products in the backward pass alone, as of an autograd.Function: {names_alone}")
         if self.no_gradient:
             lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
         return "\n".join(lines)
@@ -164,7 +170,9 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         elif name not in ran and not own & used:
             unused.append(name)
     no_gradient = any(p.requires_grad for p in model.parameters()) and not (used or any(p.backward for p in products))
-    return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products), no_gradient)
+    forward = {p.layer for p in products if not (p.quantized or p.backward)}
+    alone = dict.fromkeys(p.layer for p in products if p.backward and not p.quantized and p.layer not in forward)
+    return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products), no_gradient, tuple(alone))
 
 
 @contextmanager

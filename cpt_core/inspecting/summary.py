@@ -118,7 +118,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     modules, parts = dict(model.named_modules()), parts_of_wholes(model)
     left_out = {id(m): form for _, m in convertible(model) if (form := form_of(m))}
     for name, module in modules.items():
-        own = list(module.parameters(recurse=False))
+        own = [p for p in module._parameters.values() if p is not None]
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
         multiplies = isinstance(module, QuantOperations) and module.precision.called is not False
         multiplies = multiplies or issubclass(left_out.get(id(module), object), QuantOperations)

@@ -144,7 +144,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
             raise ValueError(f"layer {name!r} is a {module.FLOAT.__name__}, and a program takes no graphs")
         if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
             raise ValueError(f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first")
-        if any(p.dtype == torch.float64 for p in module.parameters(recurse=False)):
+        if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
             raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
         if layer.called is False:
             raise ValueError(

@@ -135,7 +135,8 @@ def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter
     kinds: Counter[str] = Counter()
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        own = sum(p.numel() for p in module.parameters(recurse=False) if not is_lazy(p) and p.dim() > 1 and len(p) > 1)
+        held = [p for p in module._parameters.values() if p is not None]  # parameters() may be the user's own
+        own = sum(p.numel() for p in held if not is_lazy(p) and p.dim() > 1 and len(p) > 1)
         layer = str(parts.get(name, name)).partition(".parametrizations")[0]
         if own and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and layer not in asked:
             weights += own

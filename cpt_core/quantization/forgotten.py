@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from traceback import walk_stack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -35,22 +35,25 @@ class ForgottenStep:
 
     def __init__(self, scheduler: PrecisionScheduler, model: nn.Module) -> None:
         """Watch a model; nothing where no quantised layer is trained."""
-        self.scheduler, self.step, self.version, self.updates, self.starts = scheduler, -1, 0, 0, 0
+        self.step, self.version, self.updates, self.starts = -1, 0, 0, 0
+        self.scheduler: Callable[[], Any] = weakref.ref(scheduler)
         self.gradient: Callable[[], Tensor | None] = lambda: None
         layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
         trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
         if trained:
-            weight, self.layer = trained[-1]
-            self.precision = self.layer.precision
+            weight, layer = trained[-1]
+            self.layer = weakref.ref(layer)
+            self.precision: Callable[[], Any] = weakref.ref(layer.precision)
             self.handle = weight.register_post_accumulate_grad_hook(self)
 
     def __call__(self, weight: Tensor) -> None:
         """Look at the weight whose gradient has come."""
-        scheduler, driver = self.scheduler, self.precision.driver
-        restored = getattr(self.layer, "precision", None) is not self.precision
-        if restored or driver is not scheduler:
-            if restored or driver is not None:  # another one took its place
-                self.handle.remove()
+        scheduler, precision = self.scheduler(), self.precision()
+        driver = getattr(precision, "driver", None)
+        restored = getattr(self.layer(), "precision", None) is not precision
+        if scheduler is None or restored or driver not in (None, scheduler):  # nobody is left, or another one came
+            self.handle.remove()
+        if scheduler is None or restored or driver is None or driver is not scheduler:
             return
         if scheduler.last_step != self.step:
             self.step, self.updates, self.starts = scheduler.last_step, 0, 0
@@ -65,10 +68,13 @@ class ForgottenStep:
             self.updates = self.starts = 0
             return
         self.handle.remove()
+        do = "call step() of the PrecisionScheduler after every optimizer.step()"
+        if scheduler.follows:
+            do = "the optimizer that the PrecisionScheduler follows has not stepped: give it the one that does"
         warnings.warn(
-            f"{max(self.updates, self.starts)} updates of the weights at step {self.step} of the schedule: call step() "
-            "of the PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force. "
-            "Where several updates are one step of yours, as those of a critic, nothing is wrong",
+            f"{max(self.updates, self.starts)} updates of the weights at step {self.step} of the schedule: {do}; until "
+            "then the bits of this step stay in force. Where several updates are one step of yours, as those of a "
+            "critic, nothing is wrong",
             stacklevel=2,
         )
 

@@ -345,6 +345,8 @@ def _einsum(c: Products, function: Any, equation: Any, *operands: Any) -> Tensor
 def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor) -> Tensor:
     p, equation = c.precision, f"{terms[0]},{terms[1]}->{result}"
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
+    if not summed:  # element by element, as a * b
+        return function(equation, a, b)
     weights = is_weight(a, c.given), is_weight(b, c.given)
     places = [(x, i) for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)]
     if all(x.shape[i] == 1 for x, i in places) and c.constant(a, b):

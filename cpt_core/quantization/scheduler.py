@@ -93,7 +93,7 @@ class PrecisionScheduler:
         if optimizer is not None:
             follow(optimizer, self)
         self._apply()
-        if optimizer is None and changes:
+        if changes:
             ForgottenStep(self, model)
 
     @property

@@ -312,3 +312,25 @@ def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
         after = model(x)
     for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer as torch's documentation writes one."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.mm(w.t())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient.mm(w), gradient.t().mm(x)
+
+
+def test_float32_products_of_a_backward_pass_that_the_model_writes_are_not_ok():
+    own = Does(lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4)))
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), own))
+    found = check(model, (torch.randn(5, 4),))
+    assert (found.ok, found.backward_alone) == (False, ("",))
+    assert "float32 products in the backward pass alone, as of an autograd.Function: (model)" in str(found)

@@ -118,7 +118,6 @@ def recorded(kind, config):
     return model, recording
 
 
-@pytest.mark.filterwarnings("ignore:gradients are so small")  # those of attention scores
 @pytest.mark.parametrize(
     ("kind", "config"),
     [

@@ -369,3 +369,13 @@ def test_frozen_layers_and_copies_are_no_obstacle():
             forgetting(twin)
     assert scheduler.last_step == 0
     assert len(said_in(forgetting, model)) == 1
+
+
+def test_an_optimizer_that_does_not_step_is_said():
+    model, _, follower = made()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)  # as a loop makes that switches to another one, or wraps it
+    with pytest.warns(
+        UserWarning, match="3 updates .* the optimizer that the PrecisionScheduler follows has not stepped"
+    ):
+        their_loop(model, other, stop=6)
+    assert follower.last_step == 0

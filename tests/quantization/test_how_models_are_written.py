@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import operators
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
@@ -176,3 +178,31 @@ def test_tensors_in_the_place_of_parameters_round_as_these():
     with precision(model, 4, 8):
         assert torch.equal(torch.func.functional_call(model, given, (x,)), model(x))
     assert not model.catching.given
+
+
+def test_an_einsum_that_sums_over_nothing_is_no_product():
+    outer = Does(lambda m, x: torch.einsum("bd,dn->bdn", x, m.w), w=nn.Parameter(torch.randn(4, 3)))
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), outer))
+    with precision(model, 3):
+        x = model[0](torch.randn(5, 4))
+        assert torch.equal(model[1](x), x.unsqueeze(-1) * model[1].w)
+
+
+class Owner(nn.Module):
+    """Its ``parameters`` is a method of its own, as in loops that learn to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.w)
+
+    def parameters(self):
+        return [self.w]
+
+
+def test_a_model_may_have_parameters_of_its_own():
+    model = quantize_(Owner())
+    assert check(model, (torch.randn(2, 8),)).quantized_share == 1
+    assert "100" in str(summary(model, (torch.randn(2, 8),)))
