@@ -58,6 +58,8 @@ class Session:
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self._layers = list(layer_precisions(self.model).values())
+        for layer in self._layers:
+            layer.unseen = False  # gradients are as small as the authors', on their grid: nobody can multiply this loss
         self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
         self.capture: Capture | None = None  # records the step and replays it
         self._captures: list[Capture] = []
