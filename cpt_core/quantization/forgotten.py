@@ -42,8 +42,7 @@ class ForgottenStep:
         trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
         if trained:
             weight, layer = trained[-1]
-            self.layer = weakref.ref(layer)
-            self.precision: Callable[[], Any] = weakref.ref(layer.precision)
+            self.layer, self.precision = weakref.ref(layer), weakref.ref(layer.precision)
             self.handle = weight.register_post_accumulate_grad_hook(self)
 
     def __call__(self, weight: Tensor) -> None:
@@ -53,7 +52,8 @@ class ForgottenStep:
         restored = getattr(self.layer(), "precision", None) is not precision
         if scheduler is None or restored or driver not in (None, scheduler):  # nobody is left, or another one came
             self.handle.remove()
-        if scheduler is None or restored or driver is None or driver is not scheduler:
+            return
+        if driver is None:
             return
         if scheduler.last_step != self.step:
             self.step, self.updates, self.starts = scheduler.last_step, 0, 0

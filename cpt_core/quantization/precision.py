@@ -290,7 +290,7 @@ class LayerPrecision(RunningState):
             width, fewest = gradient.max() - gradient.min(), MIN_SCALE * self.grad_levels.clamp(max=2**8 - 1)
             if bool((width > 0) & (width < fewest)):
                 warnings.warn(  # one text for all layers: it is shown once
-                    f"gradients are so small that they keep fewer bits than asked for, as no grid has a step below "
+                    "gradients are so small that they keep fewer bits than asked for, as no grid has a step below "
                     f"{MIN_SCALE:g}. Multiply the loss, and divide the gradients before optimizer.step(), as "
                     "torch.amp.GradScaler does",
                     stacklevel=2,

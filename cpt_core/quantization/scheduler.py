@@ -66,7 +66,7 @@ class PrecisionScheduler:
             the optimizer.
 
     Warns:
-        UserWarning: once, when ``step()`` seems to be forgotten, see ``ForgottenStep``; for a copy that should follow.
+        UserWarning: once, when nobody seems to step, see ``ForgottenStep``; for a copy that should follow.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.

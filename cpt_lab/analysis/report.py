@@ -78,7 +78,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
-        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(found), style="left"),
+        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
     notes = [
         ANSWER,
