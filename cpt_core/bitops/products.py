@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import flop_registry
 
 
@@ -39,6 +40,8 @@ def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     name = name_of(operation)
     if name in OWN:
         found = list(OWN[name](args, out))
+    elif isinstance(operation, HigherOrderOperator):
+        raise NotImplementedError(f"cannot look into torch's {name}")
     elif (flops := flop_registry.get(operation._overloadpacket)) is not None:
         first, second = [*(a for a in args if isinstance(a, Tensor)), None, None][:2]
         found = [_product(flops(*args, **kwargs, out_val=out) // 2, first, second)]
@@ -58,7 +61,8 @@ def first_of(out: Any) -> Any:
 @cache
 def name_of(operation: Any) -> str:
     """Return the name of an operation, without "aten::" and the mark of operations in place."""
-    return str(operation._schema.name).removeprefix("aten::").removesuffix("_")
+    name = operation.name() if isinstance(operation, HigherOrderOperator) else operation._schema.name
+    return str(name).removeprefix("aten::").removesuffix("_")
 
 
 def _needs(value: Any) -> bool:
@@ -180,6 +184,8 @@ OWN: dict[str, Count] = {
     "torchvision::deform_conv2d": lambda args, out: [_product(out.numel() * args[1][0].numel(), *args[:2])],
     "_native_multi_head_attention": partial(_fast_path, weights=(5, 7)),
     "_transformer_encoder_layer_fwd": partial(_fast_path, weights=(3, 5, 14, 16)),
+    "flex_attention": _attention,  # what its mask leaves out included
+    "flex_attention_backward": lambda args, out: _attention_backward((args[5], *args[:3]), out),
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED_ATTENTION},
     **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in FUSED_ATTENTION},
 }

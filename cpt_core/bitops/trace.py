@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from cpt_core.bitops import macs as counted
 from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PARTS, PLAIN, PRODUCTS, UPSAMPLING, Elements, part_of
 from cpt_core.bitops.products import Product, first_of, name_of
-from cpt_core.bitops.watch import Watch, floating_in, inputs_of, shadow_of, tensors_in, within
+from cpt_core.bitops.watch import Watch, floating_in, inputs_of, random_as_it_was, shadow_of, tensors_in, within
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.layers import PASSES
@@ -207,10 +207,8 @@ class Calls(Watch):
         owner, on_codes = (None, True) if self.inside else self._catcher()
         if not on_codes:
             layer = part_of(self.names[-1], PRODUCTS)
-            self.last = (
-                [Call(layer, PRODUCTS, p.macs, p.error, p.weight, owner, elements=p.elements) for p in found],
-                first_of(out),
-            )
+            of = [Call(layer, PRODUCTS, p.macs, p.error, p.weight, owner, elements=p.elements) for p in found]
+            self.last = of, first_of(out)
 
     def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
         """Report an operation that nothing reports and that is not free."""
@@ -298,8 +296,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     if why and without:
         warnings.warn(f"{why}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
     elif why:
-        with torch.random.fork_rng([t.device for t in given if t.is_cuda]):
-            on_data, others, _ = _run(shadow_of(model, meta=False), inputs, meta=False)
+        on_data, others, _ = _run(shadow_of(model, meta=False), inputs, meta=False)
         if on_data != calls:
             warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
         calls = on_data
@@ -329,7 +326,9 @@ def _run(
             y.register_hook(lambda _: reached.add(id(call)))
 
     watch = Calls(shadow, on_call, lambda name, n: others.update({name: n}), answer=answer)
-    with watch.on(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    modules = dict(shadow.named_modules())
+    tensors, eager = [*shadow.parameters(), *tensors_in(inputs)], torch.compiler.set_stance("force_eager")
+    with watch.on(), watch.calling(modules), random_as_it_was(tensors), torch.enable_grad(), eager:
         returned = list(tensors_in(shadow(*inputs_of(inputs, meta, {}))))
         found, before, first = calls.copy(), dict(others), len(calls)
         with suppress(Exception):  # where no backward pass runs, or none is known, every call is taken to have one

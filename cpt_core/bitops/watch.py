@@ -7,15 +7,16 @@ copy of the model, without data where shapes are enough, or on the model itself,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,7 +51,35 @@ class Path:
                 if not isinstance(module, torch.jit.ScriptModule):
                     hooks.enter_context(module.register_forward_pre_hook(partial(self._entered, name), prepend=True))
                     hooks.enter_context(module.register_forward_hook(partial(self._left, name), always_call=True))
+                if (catching := getattr(module, "catching", None)) is not None:  # also where no hook is called
+                    catching.watched = partial(self.running, name)
+                    hooks.callback(delattr, catching, "watched")
             yield
+
+    @contextmanager
+    def calling(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Let a ``forward`` that is called directly be a call of its module, of which hooks tell, inside the block."""
+        with ExitStack() as undo:
+            for name, module in modules.items():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    held, own = vars(module), module.forward
+                    undo.callback(*((held.update, {"forward": own}) if "forward" in held else (held.pop, "forward")))
+                    held["forward"] = wraps(own)(partial(self._called, name, module, own))
+            yield
+
+    def _called(self, name: str, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if self.names[-1:] == [name] else module(*args, **kwargs)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Follow what runs in a module inside the block, where that is not known yet."""
+        if new := self.names[-1:] != [name]:
+            self._entered(name)
+        try:
+            yield
+        finally:
+            if new:
+                self._left(name)
 
     def pause(self) -> None:
         """Whatever is to be done before another module is the innermost."""
@@ -75,6 +104,8 @@ class Path:
 
 class Watch(Path, TorchDispatchMode):
     """Sees every operation of torch; subclasses say what becomes of products, and of the rest."""
+
+    supports_higher_order_operators = True
 
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Take note of an operation that computes products."""
@@ -155,27 +186,17 @@ def floating_in(value: Any) -> list[Tensor]:
     return [t for t in tensors_in(value) if t.is_floating_point()]
 
 
-def storage_of(x: Tensor) -> StorageWeakRef | None:
-    """Return what tells whose memory a tensor uses; None for a sparse tensor, which has none of its own."""
-    try:
-        return StorageWeakRef(x.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run eager code with gradients; put buffers, the rounding noise and torch's random numbers back afterwards."""
-    keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
-    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+def random_as_it_was(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the random numbers of Python, NumPy and torch, on the devices of tensors, back afterwards."""
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with torch.random.fork_rng(devices):
             yield
     finally:
-        with torch.no_grad():
-            for tensor, value in held:
-                tensor.copy_(value)
+        random.setstate(pythons)
+        np.random.set_state(numpys)  # noqa: NPY002
 
 
 def _bare(tensor: Tensor, meta: bool) -> Tensor:

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.choosing.sensitivities import FLOOR, OVER, ROLES, Sensitivity
+from cpt_core.choosing.solver import check_budget
 from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, check_budget, costs_of, function_of, role_prices, static_cost
+from cpt_core.schedules.cost import StepCost, costs_of, function_of, role_prices, static_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules

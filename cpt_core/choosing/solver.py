@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 
 from cpt_core.checks import check_bits, choose, declared
-from cpt_core.schedules.cost import Ladders, StepCost, check_budget, costs_of, function_of, static_cost
+from cpt_core.schedules.cost import Ladders, StepCost, costs_of, function_of, static_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -151,3 +151,23 @@ def _adjusted(
         for _, step, new in best:
             bits[step] = changes[step] = new
     return AdjustedSchedule(schedule, tuple(sorted(changes.items()))) if changes else schedule
+
+
+def check_budget(
+    budget: float, lowest: float, highest: float, q_min: int, q_max: int, held: str = "", slack: float = 1e-9
+) -> None:
+    """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, to a share ``slack`` of them.
+
+    They are the costs of training at ``q_min`` and at ``q_max``; ``held`` says what else is asked of the schedule.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
+        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+    if lowest * (1 - slack) <= budget <= highest * (1 + slack):
+        return
+    if q_min == q_max:
+        why = f": q_min and q_max are both {q_max}, and static bits cost 1"
+    elif lowest >= highest:
+        why = f": training at {q_min} bits costs {lowest / highest:.4f} of that at {q_max}"
+    else:
+        why = f" between {q_min} and {q_max} bits{held}; budgets lie between {lowest:.4f} and {highest:.5g}"
+    raise ValueError(f"budget {budget!r} cannot be met{why}")

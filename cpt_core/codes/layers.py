@@ -181,8 +181,16 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
             p.track(role, low, width)
     else:
         low, width = p.evaluated(role, x)
-        low = p.marked(role, x, low)
+        low = marked(p, role, x, low)
     return QuantizedTensor.on(x, low, width, p.levels_for(role), None, p.clips(role), channels_last)
+
+
+def marked(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
+    """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
+    if p.stored_range(role)[0] is None:
+        return low
+    own = range_of(x, "per_tensor")[0]
+    return torch.where(own.isnan(), own, low)
 
 
 def encoded_gradient(p: LayerPrecision, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.codes.integer import column_tables, multiply
-from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes
+from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes, marked
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
@@ -58,7 +58,7 @@ def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tup
     p.follow(x)
     x = x.detach()
     low, width = layer.ranges(cell, x, steps)
-    return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, None, p.clips(role))
+    return QuantizedTensor.on(x, marked(p, role, x, low), width, p.levels, None, p.clips(role))
 
 
 class _Recurrence(torch.autograd.Function):

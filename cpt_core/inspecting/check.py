@@ -21,14 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import ADDS, Product, name_of
-from cpt_core.bitops.watch import Watch, as_it_was, floating_in, storage_of, tensors_in, within
+from cpt_core.bitops.watch import Watch, floating_in, tensors_in, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
+from cpt_core.inspecting.step import as_it_was, storage_of
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
@@ -147,7 +149,8 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     unsharded(model, "check it")
     watch = _Grids(model)
     with as_it_was(model), watch.undone(), _simulated(layers.values()), precision(model, BITS, BITS):
-        with warnings.catch_warnings(), watch.following(dict(model.named_modules())), watch:
+        modules = dict(model.named_modules())
+        with warnings.catch_warnings(), watch.following(modules), watch.calling(modules), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
     products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
@@ -253,6 +256,8 @@ class _Grids(Watch):
                     tensor.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable:
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
             written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]

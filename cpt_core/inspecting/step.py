@@ -8,16 +8,17 @@
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.watch import Path, floating_in, storage_of, tensors_in
+from cpt_core.bitops.watch import Path, floating_in, random_as_it_was, tensors_in
 from cpt_core.checks import choose
+from cpt_core.quantization.precision import LayerPrecision
 
 
 class TrainingStep(Path):
@@ -154,3 +155,25 @@ class TrainingStep(Path):
 
 def _between(start: Any, end: Any) -> float:
     return float(end - start) if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def storage_of(x: Tensor) -> StorageWeakRef | None:
+    """Return what tells whose memory a tensor uses; None for a sparse tensor, which has none of its own."""
+    try:
+        return StorageWeakRef(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run eager code with gradients; put buffers, the rounding noise and random numbers back afterwards."""
+    keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
+    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
+    try:
+        with random_as_it_was(model.parameters()), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in held:
+                tensor.copy_(value)

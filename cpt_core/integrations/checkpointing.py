@@ -1,4 +1,4 @@
-"""What ``torch.utils.checkpoint`` computes again, quantised as it was before.
+"""What a checkpoint computes again, quantised as it was before: torch's, or another ``torch.autograd.Function``.
 
 A checkpoint around a function of a module calls it once more in the backward pass. The module's own forward, in which
 products are caught, has ended by then.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 from traceback import walk_stack
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.function import FunctionCtx
 
 from cpt_core.quantization.operations import Products
 
@@ -24,16 +25,20 @@ def catch_again(products: Products, hooks: Any) -> None:
     """
     if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
         held = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__, strict=True))
-        _catch(products, held["frame"].cell_contents, "recompute_fn")
+        _catch(products, held["frame"].cell_contents, ["recompute_fn"])
     elif not torch.is_grad_enabled():
         for frame, _ in walk_stack(None):
-            if frame.f_code is CheckpointFunction.forward.__code__:
-                _catch(products, frame.f_locals["ctx"], "run_function")
+            context = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+            if isinstance(context, FunctionCtx):
+                _catch(products, context, list(vars(context)))
             if frame.f_code is Products.around.__code__ and frame.f_locals["self"] is products:
                 return
 
 
-def _catch(products: Products, checkpoint: Any, name: str) -> None:
-    again = getattr(checkpoint, name)
-    if not (isinstance(again, partial) and again.func == products.around):
-        setattr(checkpoint, name, partial(products.around, again))
+def _catch(products: Products, checkpoint: Any, names: list[str]) -> None:
+    """Replace the functions that a checkpoint keeps under some names."""
+    for name in names:
+        again = getattr(checkpoint, name)
+        caught = isinstance(again, partial) and again.func == products.around
+        if isinstance(again, (FunctionType, MethodType, partial)) and not caught:
+            setattr(checkpoint, name, partial(products.around, again))

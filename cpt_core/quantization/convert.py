@@ -22,11 +22,13 @@ from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
 from cpt_core.quantization.coverage import (
+    UNSEEN,
     FirstPass,
     convertible,
     forget_first_pass,
     form_of,
     in_float32,
+    names_a_product,
     parts_of_wholes,
     warn_of_float32,
     warn_of_sums,
@@ -167,6 +169,8 @@ def quantize_(
                 f"layer {name!r} has a forward of its own, put on this one object (accelerate's hooks do so), which "
                 "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
             )
+    own = {n: m for n, m in model.named_modules() if n not in asked and not type(m).__module__.startswith("torch.nn.")}
+    unseen = [name for name, module in own.items() if names_a_product(module, UNSEEN)]
     try:
         # the noise of layers with a form of their own does not depend on what else there is to convert
         last = [name for name, form in forms.items() if form.CATCHES and not form.by_feature(chosen[name])]
@@ -175,7 +179,7 @@ def quantize_(
             forms[name].from_float(module, config, _key(config.seed, index))
             module.precision.name = name  # type: ignore[union-attr]
         _leave_out(model)
-        FirstPass(model, asked)
+        FirstPass(model, asked, unseen)
         warn_of_float32(model, asked)
         if config.aggregation == "quantized":
             warn_of_sums(model, asked)

@@ -50,7 +50,11 @@ NAMES = frozenset(
     "multi_dot multi_head_attention_forward mv rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
     "scaled_dot_product_attention tensordot vdot".split()
 )
-UNRULED = ("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_", "cdist", "conv_tbc", "linalg_matrix_exp", "matrix_exp")
+UNRULED = tuple(
+    "addbmm addbmm_ addmm_ addmv_ baddbmm_ cdist conv_tbc corrcoef cov linalg_matrix_exp linalg_matrix_power "
+    "matrix_exp matrix_power".split()
+)
+UNSEEN = frozenset({"flex_attention"})  # functions that multiply and that no mode sees: known by name alone
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
 
@@ -154,6 +158,8 @@ def float32_reason(module: nn.Module, left_out: bool) -> str:
         return "left out"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run the model once before it is converted"
+    if names_a_product(module, UNSEEN):
+        return f"no quantised form of {', '.join(UNSEEN)}"
     own = own_form(type(module))
     return (own.why_not(module) if own else "") or "its forward names no product"
 
@@ -165,10 +171,11 @@ class FirstPass(TorchFunctionMode):
     listed as quantised. Compiled passes are not watched: ``cpt_core.check`` sees what they do.
     """
 
-    def __init__(self, model: nn.Module, asked: Collection[str] = ()) -> None:
-        """Put hooks on the model; ``asked``: names of the modules that are to stay in float32."""
+    def __init__(self, model: nn.Module, asked: Collection[str] = (), unseen: Collection[str] = ()) -> None:
+        """Put hooks on the model; names of modules: ``asked`` to stay in float32, and ``unseen``, which call those."""
         super().__init__()
-        self.model, self.asked, self.seen = model, frozenset(asked), dict[str, str]()
+        self.model, self.asked = model, frozenset(asked)
+        self.seen = dict.fromkeys(unseen, *UNSEEN)
         self.passes, self.done = 0, False  # running, in all threads; whether one has not failed
         model.register_forward_pre_hook(self.enter)
         model.register_forward_hook(self.leave, always_call=True)
@@ -250,7 +257,7 @@ def forget_first_pass(module: nn.Module) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-def names_a_product(module: nn.Module) -> bool:
+def names_a_product(module: nn.Module, names: frozenset[str] = NAMES) -> bool:
     """Whether the forward of a module, or a function, method or object that it calls by name, names a product of torch.
 
     What its child modules do in forwards of their own is theirs. A product that is found in no name, such as one in a
@@ -271,18 +278,18 @@ def names_a_product(module: nn.Module) -> bool:
             for name, of in _names(code):
                 if of and of in function.__code__.co_varnames[:1]:  # self
                     held = vars(module).get(name)  # a function, or an object that is called; no child
-                    if name in NAMES and callable(held):
+                    if name in names and callable(held):
                         return True
                     found = getattr(type(module), name, held)
                     if not isinstance(found, FunctionType | MethodType):
                         found = vars(type(found)).get("__call__")
                 else:
-                    if name in NAMES or name == "@":
+                    if name in names or (name == "@" and names is NAMES):
                         return True
                     owner = function.__globals__.get(of)
                     inside = isinstance(owner, ModuleType | type) and not owner.__name__.startswith("torch")
                     found = vars(owner).get(name) if inside else function.__globals__.get(name)
-                    if getattr(found, "__name__", "") in NAMES:  # imported by another name
+                    if getattr(found, "__name__", "") in names:  # imported by another name
                         return True
                 if isinstance(found, FunctionType | MethodType | staticmethod):
                     left.append(found)

@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
 from string import ascii_letters
@@ -75,6 +76,7 @@ class Products(TorchFunctionMode):
     """
 
     report: Callable[[Tensor, Tensor, Tensor], None] | None = None  # called with operands and result of those on codes
+    watched: Callable[[], AbstractContextManager[Any]] = nullcontext  # around what runs, by whoever watches the module
 
     def __init__(self, precision: Any, own: tuple[int, ...] | None, per_feature: bool) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Products(TorchFunctionMode):
                 return function(*args, **kwargs)
         before, self.outside = self.outside, _surroundings()
         try:
-            with self:
+            with self.watched(), self:
                 return function(*args, **kwargs)
         finally:
             self.outside = before

@@ -93,13 +93,6 @@ class RunningState(nn.Module):
         low, wide, weight = self._stored(role)
         return low, wide, None if self.calibrated else weight
 
-    def marked(self, role: str, x: Tensor, low: Tensor) -> Tensor:
-        """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
-        if not self._uses_stored(role):
-            return low
-        own = range_of(x, "per_tensor")[0]
-        return torch.where(own.isnan(), own, low)
-
     def clips(self, role: str) -> bool:
         """Whether values can lie outside the range of their role."""
         quantizer = self.quantizers[role]

@@ -66,7 +66,8 @@ class PrecisionScheduler:
             the optimizer.
 
     Warns:
-        UserWarning: once, when nobody seems to step, see ``ForgottenStep``; for a copy that should follow.
+        UserWarning: once, when nobody seems to step, see ``ForgottenStep``; for a copy that should follow, and where
+            the optimizer to follow has taken steps before, as one that was loaded too early.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
@@ -224,6 +225,9 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
             optimizer.register_step_post_hook(_stepped)
         except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
             raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
+        if optimizer.state:
+            said = "the optimizer has a state already, and the schedule begins at step 0: to resume a run, make the "
+            warnings.warn(f"{said}PrecisionScheduler before optimizer.load_state_dict", stacklevel=3)
     _followers[optimizer] = scheduler
 
 

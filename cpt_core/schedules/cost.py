@@ -11,10 +11,8 @@ True
 0.648
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -150,26 +148,6 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDAr
     widths, where = np.unique(_integers("bits", bits), return_inverse=True)
     prices = [number("cost must return what a step costs", cost(int(q))) for q in widths]
     return np.array(prices)[where].reshape(np.shape(bits))
-
-
-def check_budget(
-    budget: float, lowest: float, highest: float, q_min: int, q_max: int, held: str = "", slack: float = 1e-9
-) -> None:
-    """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, to a share ``slack`` of them.
-
-    They are the costs of training at ``q_min`` and at ``q_max``; ``held`` says what else is asked of the schedule.
-    """
-    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
-        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
-    if lowest * (1 - slack) <= budget <= highest * (1 + slack):
-        return
-    if q_min == q_max:
-        why = f": q_min and q_max are both {q_max}, and static bits cost 1"
-    elif lowest >= highest:
-        why = f": training at {q_min} bits costs {lowest / highest:.4f} of that at {q_max}"
-    else:
-        why = f" between {q_min} and {q_max} bits{held}; budgets lie between {lowest:.4f} and {highest:.5g}"
-    raise ValueError(f"budget {budget!r} cannot be met{why}")
 
 
 def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:

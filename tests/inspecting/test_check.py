@@ -1,13 +1,17 @@
 """What ``check`` says of a model is what runs in it."""
 
 import copy
+import random
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import Does, pictures, refused, small
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cpt_core.bitops.macs import MACS
@@ -17,8 +21,10 @@ from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.lstm import recurrence
 from cpt_core.quantization import lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.schedule import StaticSchedule
 
 
 class Hidden(nn.Module):
@@ -245,6 +251,51 @@ def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
     assert plan.forward_macs == 3 * 48  # the paper knows of no second time
     assert plan.unpriced == {"block.0": 48}
     assert count_bitops(model, (x,)).macs == {"first": 48, "block.0": 96, "block.2": 48}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU], ids=lambda k: k.__name__)
+def test_a_forward_that_is_called_directly_is_its_module_s(kind):
+    x = torch.randn(4, 3, 8)
+    found = []
+    for call in (lambda m, x: m.inner(x), lambda m, x: m.inner.forward(x)):
+        model = quantize_(Does(call, inner=kind(8, 8)))
+        checked, plan = check(model, (x,)), count_bitops(model, (x,), StaticSchedule(2, 1))
+        assert (checked.ok, checked.quantized_share) == (True, 1)
+        found.append((checked.products, plan.bitops))
+        assert "forward" not in vars(model.inner)
+    assert found[0] == found[1]
+    model.forward = own = partial(type(model).forward, model)
+    assert check(model, (x,)).ok
+    assert model.forward is own
+
+
+def test_a_model_that_multiplies_at_random_is_priced_as_it_ran():
+    def forward(m, x):
+        for layer in m.layers:
+            x = layer(x) if random.random() < 0.5 and np.random.rand() < 0.9 else x  # noqa: NPY002
+        return m.last(x)
+
+    model = quantize_(Does(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), last=nn.Linear(4, 4)))
+    random.seed(0)
+    assert all(check(model, (torch.randn(3, 4),)).ok for _ in range(3))
+    first = random.random()
+    random.seed(0)
+    assert random.random() == first
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.* does not run on shapes alone")
+def test_attention_that_no_mode_sees_is_named_and_priced():
+    def forward(m, x):
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1))
+        return m.out(flex_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    attention = Does(forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)).requires_grad_(False)
+    model, x = quantize_(nn.Sequential(attention, nn.Linear(8, 4))), torch.randn(2, 5, 8)
+    with pytest.warns(QuantizationWarning, match="nobody asked for: flex_attention in 0;"), precision(model, 4):
+        model(x)
+    found = check(model, (x,))
+    assert (found.ok, [(p.layer, p.macs) for p in found.float32]) == (True, [("0", 2 * 2 * 2 * 5 * 5 * 4)])
+    assert "no quantised form of flex_attention" in str(summary(model, (x,)))
 
 
 def test_what_no_gradient_reaches_has_no_backward_price():

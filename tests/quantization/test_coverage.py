@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import pickle
 import re
 import warnings
@@ -10,7 +11,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from helpers import Ran, refused
+from helpers import Does, Ran, refused
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
@@ -189,6 +190,15 @@ def test_what_stays_in_float32_inside_a_module_that_multiplies():
     assert next(r.reason for r in summary(model).rows if r.name == "past.first") == "left out"
     restore_(model)
     assert type(model["past"].first) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["cov", "corrcoef", "linalg.matrix_power"])
+def test_products_inside_a_function_that_has_no_rule_are_named(name):
+    function = operator.attrgetter(name)(torch)
+    model = quantize_(Does(lambda m, x: function(m.layer(x), *[2] * ("power" in name)), layer=nn.Linear(4, 4)))
+    said = f"nobody asked for: {name.replace('.', '_')} in the model;"
+    with precision(model, 4), pytest.warns(QuantizationWarning, match=said):
+        model(torch.randn(4, 4))
 
 
 def test_counting_leaves_the_word_to_training():

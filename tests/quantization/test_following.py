@@ -190,6 +190,12 @@ def test_what_would_go_wrong_without_a_word_is_an_error():
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=[])
 
+    late = torch.optim.Adam(model.parameters())
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    late.step()
+    with pytest.warns(UserWarning, match=r"begins at step 0: to resume .* before optimizer\.load_state_dict"):
+        cpt.PrecisionScheduler(model, SCHEDULE, optimizer=late)
+
     class Lookahead(torch.optim.Optimizer):
         def __init__(self):
             """As timm's: without torch's constructor."""

@@ -1,6 +1,7 @@
 """Ways in which models of other people are written, each of which once ran in float32, or crashed, without a word."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,37 +10,57 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import operators
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.schedule import StaticSchedule
 
 
 class Attention(nn.Module):
     """Self-attention, perhaps with a checkpoint around a function of it."""
 
-    def __init__(self, fused=False, reentrant=None):
+    def __init__(self, fused=False):
         super().__init__()
-        self.qkv, self.out, self.fused, self.reentrant = nn.Linear(8, 24), nn.Linear(8, 8), fused, reentrant
+        self.qkv, self.out, self.fused, self.how = nn.Linear(8, 24), nn.Linear(8, 8), fused, HOW["none"]
 
     def attend(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
 
     def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.reentrant is None:
-            return self.out(self.attend(q, k, v))
-        return self.out(checkpoint(self.attend, q, k, v, use_reentrant=self.reentrant))
+        return self.out(self.how(self.attend, *self.qkv(x).chunk(3, -1)))
+
+
+class Checkpoint(torch.autograd.Function):
+    """One of those that others have written."""
+
+    @staticmethod
+    def forward(state, run, *xs):
+        state.function, state.xs = run, xs
+        with torch.no_grad():
+            return run(*xs)
+
+    @staticmethod
+    def backward(state, *gradients):
+        xs = [x.detach().requires_grad_() for x in state.xs]
+        with torch.enable_grad():
+            y = state.function(*xs)
+        return None, *torch.autograd.grad(y, xs, gradients)
+
+
+HOW = {"none": lambda run, *xs: run(*xs), "own": Checkpoint.apply}
+HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_function_that_is_computed_again_is_quantised_again(fused, reentrant):
+@pytest.mark.parametrize("how", [*HOW][1:])
+def test_a_function_that_is_computed_again_is_quantised_again(fused, how):
     model, x = quantize_(Attention(fused)), torch.randn(2, 5, 8)
     found = []
-    for how in (None, reentrant, reentrant):
-        model.reentrant = how
+    for way in ("none", how, how):
+        model.how = HOW[way]
         model.zero_grad()
         with precision(model, 3, 32):
             y = model(x)
@@ -48,6 +69,17 @@ def test_a_function_that_is_computed_again_is_quantised_again(fused, reentrant):
     for y, gradient in found[1:]:
         assert torch.equal(y, found[0][0])
         assert torch.equal(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("how", ["own", "torch's, False"])
+def test_products_of_a_module_that_are_computed_again_are_priced_as_its_own(how):
+    model, x = quantize_(Attention()), torch.randn(2, 5, 8)
+    plain = count_bitops(model, (x,), StaticSchedule(2, 1))
+    model.how = HOW[how]
+    found, again = check(model, (x,)), count_bitops(model, (x,), StaticSchedule(2, 1))
+    assert (found.ok, found.quantized_share, again.float32) == (True, 1, {})
+    # both products once more; torch's stops where nothing more is wanted
+    assert again.total == plain.total + (2 if how == "own" else 1) * 2 * 5 * 5 * 8 * 2 * 2 / 32**2
 
 
 class Outer(nn.Module):
