@@ -8,7 +8,7 @@ The first sum is exact: sum k_a k_b in int32, less z_b sum k_a and z_a sum (k_b 
 is no larger than it, so that nothing cancels. Steps may differ along a product's rows or columns, not along K.
 
 Differs: libraries of integer products (torchao, oneDNN's quantised layers) have zero points that are whole numbers, and
-    so no r: that is another grid than the paper's code has, which starts at a tensor's minimum.
+    no offset r: that is another grid than the paper's code has, which starts at a tensor's minimum.
 Differs: what the simulation finds infinite or NaN is so here, but codes may give up earlier: where s_a s_b, or the sum
     of an operand alone, is beyond float32, and where terms of both signs are, which a float32 sum may or may not see.
 

@@ -197,8 +197,8 @@ class Recording:
         with quantised gradients is expected to stall where ||gradient|| / (sigma sqrt(d)) falls below sqrt(3), which is
         ``LEAST_GRADIENT_TO_NOISE`` or 4.8 dB (Chmiel et al., FP4 All the Way, arXiv 2505.19115).
 
-        Differs: that rule is about the gradient of all parameters and all noise in it; here are one layer's gradient of
-            its output and the noise of rounding this tensor.
+        Differs: their rule for ``gradient_to_noise`` is about the gradient of all parameters and all noise in it; here
+            are one layer's gradient of its output and the noise of rounding this tensor.
         """
         rows = [row for step in self._kept for row in self._rows(step)]
         return library("pandas", "lab").DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))

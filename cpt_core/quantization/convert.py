@@ -106,7 +106,7 @@ class QuantConfig:
 
 
 # Which layers stay in float32 is not in the paper; these are the authors' choices per experiment.
-# Differs: the paper is silent; CIFAR keeps the classifier in float32, ImageNet also the stem and the 1x1 shortcuts.
+# Differs: the paper names no layers in float32. CIFAR keeps the classifier there, ImageNet also the stem and shortcuts.
 PRESETS: dict[str, QuantConfig] = {
     "all": QuantConfig(),
     "cifar": QuantConfig(float32=("fc",)),

@@ -108,10 +108,8 @@ def figure(told: Sequence[Answer]) -> Figure:
         names = [effect.what.replace(" minus static", "") for effect in effects]
         lines += in_margins(effects, names, above="schedule is better")
     unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
-    won = sum("schedule is better" in line[-1] for line in lines)
-    title = (
-        f"In other number formats, too, {f'{won} schedules were' if won else 'no schedule was'} better than static ones"
-    )
+    won = sum("schedule is better" in line[-1] for line in lines) or "no"
+    title = f"Schedules in other number formats: on average better than static formats in {won} case"
     return intervals(lines, title, unit, band=1)
 
 
