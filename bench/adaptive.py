@@ -48,8 +48,7 @@ def compared(name: str, seed: int) -> dict[str, object]:
     recipe = CASES[name].recipe
     ran, found = adaptive(recipe, seed, EPOCH[name])
     cost = ran.relative_cost(LEVELS[-1], LEVELS[-1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         cr = solve_schedule(cost, LEVELS[0], LEVELS[-1], recipe.steps, recipe.n_cycles, "cosine")
     static = static_of_cost(cost, LEVELS[-1], recipe.steps)
     metrics = {"adaptive": found}

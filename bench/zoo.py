@@ -281,8 +281,7 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
             if isinstance(getattr(module, chance, None), float):
                 setattr(module, chance, 0.0)
     row["parameters"] = sum(p.numel() for p in plain.parameters())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", cpt.QuantizationWarning)
+    with warnings.catch_warnings(record=True, action="always", category=cpt.QuantizationWarning) as said:
         try:
             model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
         except ValueError as refusal:

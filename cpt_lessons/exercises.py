@@ -103,8 +103,7 @@ def compare(what: str, differences: Iterable[float], unit: str = "points", digit
 @contextmanager
 def warnings_as_text(scale: str) -> Iterator[None]:
     """Print warnings of a block as plain lines, not to stderr; those of smoke runs, which show nothing, are not."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     for line in dict.fromkeys(f"{warning.category.__name__}: {warning.message}" for warning in caught):
         if scale != "smoke":

@@ -143,8 +143,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
     shape = {name: given[name] for name in ("q_min", "q_max", "n_cycles", "total_steps") if name in given}
     if len(shape) == 4:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)  # the notebook shows it
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):  # the notebook shows it
             for name in SCHEDULES:
                 make_schedule(name, **shape)
     scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")

@@ -127,8 +127,7 @@ def make(name="CR", **changes):
 
 def quietly(call, *args, **kwargs):
     """Call without the warning of cycles that are too short."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         return call(*args, **kwargs)
 
 

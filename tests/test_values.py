@@ -293,8 +293,7 @@ def verdict(name, argument, odd):
     value = ODD[odd]()
     try:
         signal.alarm(SECONDS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             call(function, {**arguments, argument: value})
     except HangError:
         return "hangs"

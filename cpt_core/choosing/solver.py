@@ -83,8 +83,7 @@ def solve_schedule(
     def bent(power: float) -> CyclicSchedule:
         return CyclicSchedule(Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         bent(1.0)  # checks the values
         for q in range(q_min, q_max + 1):
             value: Any = 1.0 if cost is None else cost(q)

@@ -328,8 +328,7 @@ def _arms(steps: int, cycles: int) -> Iterator[Arm]:
         for g in GRADIENTS:
             yield Arm(f"{b} bits, gradients {g}", "gradients", b, StaticSchedule(b, steps), g, f"{b} bits")
     for (b, below), (shape, family) in itertools.product(itertools.pairwise(WIDTHS[1:]), SHAPES.items()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
             budget = StaticSchedule(b, steps).relative_cost(top, top)
             try:
                 schedule = solve_schedule(budget, below, top, steps, cycles, family)

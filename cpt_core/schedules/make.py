@@ -114,8 +114,7 @@ def _made(d: dict[str, Any]) -> Schedule:
     if kind == "cyclic":
         parameters = dict(d.pop("profile"))
         profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
             return CyclicSchedule(profile=profile, **d)
     from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
     from cpt_core.schedules.layered import LayeredSchedule

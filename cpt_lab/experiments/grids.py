@@ -45,8 +45,7 @@ def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> C
     """Fill in data set and model of a design. Its settings are given: that some cycles are short is no news."""
 
     def make(scale: str, **choices: Any) -> list[RunSpec]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
             return function(scale, dataset, model, **choices)
 
     return make

@@ -141,8 +141,7 @@ def run_again(row: Row) -> Row:
 
 
 def _spec(row: Row) -> RunSpec:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)  # said when the row was made
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):  # said when the row was made
         return RunSpec.from_dict(row["spec"])
 
 

@@ -42,8 +42,7 @@ KINDS = {
 @pytest.fixture(scope="module", autouse=True)
 def pyg():
     """The library's ``nn``, or what stands in for it."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the library's import
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):  # of the library's import
         for name, module in {} if REAL else stand_in_geometric.modules().items():
             patch.setitem(sys.modules, name, module)
         yield importlib.import_module("torch_geometric.nn")

@@ -241,8 +241,7 @@ def test_a_forward_of_the_instance_is_refused_where_it_would_hide_the_quantised_
     ],
 )
 def test_quantize_says_what_it_left_in_float32(model, config, message):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         quantize_(model, config)
     assert len(seen) == bool(message)
     for warning in seen:

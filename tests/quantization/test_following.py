@@ -240,8 +240,7 @@ def forgetting(model, updates=9, update=by_hand, accumulated=1, run=None):
 
 
 def said_in(loop, *given):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         loop(*given)
     return [str(w.message) for w in seen]
 

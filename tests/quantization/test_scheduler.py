@@ -363,8 +363,7 @@ def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(f
     PrecisionScheduler(model, StaticSchedule(8, 9))
 
     def said():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             (factor * model(torch.randn(6, 4)).square().mean()).backward()
         return [str(w.message) for w in caught]
 

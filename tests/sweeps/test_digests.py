@@ -195,8 +195,7 @@ def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     fault = f"{store}, line 3: status 'great' is none of ok, diverged, failed"
     said = f"2 of 3 rows intact; does not count: {fault}"
     for command in (["verify", str(store)], ["claims", "--evidence"]):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as found:
             done = CliRunner().invoke(app, command)
         assert done.exit_code == (command[0] == "verify"), done.output
         assert fault in str([w.message for w in found])

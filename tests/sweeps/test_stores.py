@@ -151,8 +151,7 @@ PIECES = st.sampled_from([
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
     """Whatever a file holds: either nothing is added, or all but the torn beginning of a row stays as it is."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotIntactWarning)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore", category=NotIntactWarning):
         store, before, mine = Path(folder) / "rows.jsonl", b"".join(pieces), row(name, 2)
         store.write_bytes(before)
         try:

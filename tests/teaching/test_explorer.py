@@ -95,8 +95,7 @@ def test_bits_costs_and_rivals_of_random_settings(engine):
         )
         steps = rng.choice([400, rng.randint(16, 60), rng.randint(60, 3_000)])
         found = explored(engine, s, steps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
             if "refused" in found:
                 if s["q_min"] <= s["q_max"]:
                     with pytest.raises(ValueError, match="even n_cycles"):

@@ -187,8 +187,7 @@ def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
         return (found * math.nan if layer.bits == 3 else found), carry
 
     options = {"dwell": 8, "seeds": (0,), "device": GPU}
-    with Phantom(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RangeTestWarning)
+    with Phantom(), warnings.catch_warnings(action="ignore", category=RangeTestWarning):
         whole = recipe_range_test(recipe, bits=(6,), **options)
         monkeypatch.setattr(ImageTask, "loss", fails_at_3_bits)
         disturbed = recipe_range_test(recipe, bits=(3, 6), **options)

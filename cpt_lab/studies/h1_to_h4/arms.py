@@ -106,8 +106,7 @@ def least_noisy(bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = 
     """
     budget = cost.relative_cost([bits], Q_MAX, q_grad)
     found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         for low in range(lowest, bits):
             for e in SUITE.values():
                 with suppress(ValueError):  # a shape that so few steps cannot bend to the cost

@@ -37,8 +37,8 @@ def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list
         late = DeficitSchedule(low, high, ((0, round(SWITCH * r.steps)),), r.steps)
         for seed in range(100, 100 + c.seeds) if seeds is None else seeds:
             arms = [*SUITE, *(f"static {level}" for level in levels)]
-            with warnings.catch_warnings():  # Rex rises late: it ends one level short of the highest in 64 steps
-                warnings.simplefilter("ignore", ShortCycleWarning)
+            # Rex rises late: it ends one level short of the highest in 64 steps
+            with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
                 found += [run_spec(r, arm, q_max=high, seed=seed) for arm in arms]
             found.append(RunSpec(r, late, high, high, seed, LATE, "demo"))
     return found
