@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from cpt_core.checks import check_bits, declared, whole
+from cpt_core.checks import check_bits, declared, nulled, whole
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.forgotten import ForgottenStep
@@ -190,7 +190,7 @@ class PrecisionScheduler:
         whole("last_step", state["last_step"], 0)
         theirs, mine = _bare(state), _bare({**self.state_dict(), "layers": self._layers})
         for key in ("schedules", "q_grad", "ladders"):
-            if _plain(theirs[key]) != _plain(mine[key]):
+            if nulled(theirs[key]) != nulled(mine[key]):  # tuples are lists, as after JSON
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = mine["layers"]
@@ -370,10 +370,3 @@ def _short(value: Any) -> str:
     """Write a value for an error: a schedule that changes at every step has megabytes."""
     text = repr(value)
     return text if len(text) <= 1000 else f"{text[:1000]} ... ({len(text)} characters)"
-
-
-def _plain(value: Any) -> Any:
-    """Make tuples and lists equal: a checkpoint that went through JSON or torch.save still compares."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
