@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+import transformers as hf
 from helpers import Does, refused
 from torch import nn
 from torch.nn import functional as F
@@ -11,20 +12,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import DeformConv2d
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DebertaV2Config,
-    DebertaV2Model,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LongformerConfig,
-    LongformerModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
@@ -32,7 +19,8 @@ from cpt_core.bitops.watch import tensors_in
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_core.quantization.convert import convertible, quantize_
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.coverage import convertible
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
@@ -76,7 +64,7 @@ def encoder():
 
 
 def bert(attention):
-    return BertForSequenceClassification._from_config(BertConfig(**SMALL), attn_implementation=attention)
+    return hf.BertForSequenceClassification._from_config(hf.BertConfig(**SMALL), attn_implementation=attention)
 
 
 # name -> (model, inputs): torch's counter sees all its products
@@ -99,10 +87,10 @@ ZOO = {
     "LSTM, projections": (lambda: nn.LSTM(8, 6, proj_size=2, num_layers=3, bidirectional=True), sequences),
     "GRUCell": (lambda: nn.GRUCell(8, 6), lambda: torch.randn(5, 8)),
     "LSTMCell": (lambda: nn.LSTMCell(8, 6), lambda: torch.randn(5, 8)),
-    "deberta": (lambda: DebertaV2Model(DebertaV2Config(**SMALL, **DISENTANGLED)), tokens),
-    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)), tokens),
+    "deberta": (lambda: hf.DebertaV2Model(hf.DebertaV2Config(**SMALL, **DISENTANGLED)), tokens),
+    "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)), tokens),
     "llama": (
-        lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"num_attention_heads": 4}, num_key_value_heads=2)),
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL | {"num_attention_heads": 4}, num_key_value_heads=2)),
         tokens,
     ),
 }
@@ -123,7 +111,7 @@ BY_HAND = {
         2 * (5 * 8 * 8 + 3 * 6 * 8 + 3 * 4 * 8 + 2 * 5 * 3 * 8 + 5 * 8 * 8),
     ),
     "Mixtral, two of four experts": (
-        lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
         tokens,
         # per token: four attention layers, router, experts of three layers; products of attention; vocabulary
         14 * (4 * 16 * 16 + 4 * 16 + 2 * 3 * 16 * 24) + 2 * 2 * 7 * 7 * 16 + 14 * 16 * 50,
@@ -382,7 +370,7 @@ def asks(more):
 
 def longformer():
     sizes = {"attention_window": 4, "pad_token_id": 1, "max_position_embeddings": 20, "sep_token_id": 2}
-    return LongformerModel(LongformerConfig(**SMALL, **sizes), add_pooling_layer=False)
+    return hf.LongformerModel(hf.LongformerConfig(**SMALL, **sizes), add_pooling_layer=False)
 
 
 GLOBAL = torch.tensor([[2, 1, 1, 1, 1, 1, 1, 1]] * 2)

@@ -3,14 +3,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    BertLMHeadModel,
-)
+import transformers as hf
 
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
@@ -24,8 +17,8 @@ TINY = dict(
 
 def bert(implementation="eager", seed=0, **options):
     torch.manual_seed(seed)
-    return BertForSequenceClassification._from_config(
-        BertConfig(**{**TINY, **options}), attn_implementation=implementation
+    return hf.BertForSequenceClassification._from_config(
+        hf.BertConfig(**{**TINY, **options}), attn_implementation=implementation
     )
 
 
@@ -81,8 +74,8 @@ NAMES = "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_that_is_listed(name):
-    config = AutoConfig.for_model(name, **CONFIGS.get(name, TINY))
-    kind = AutoModelForImageClassification if name == "vit" else AutoModelForSequenceClassification
+    config = hf.AutoConfig.for_model(name, **CONFIGS.get(name, TINY))
+    kind = hf.AutoModelForImageClassification if name == "vit" else hf.AutoModelForSequenceClassification
     torch.manual_seed(0)
     model = kind.from_config(config).eval()
     inputs = (torch.randn(2, 3, 8, 8),) if name == "vit" else (torch.randint(3, 50, (3, 9)),)
@@ -115,7 +108,7 @@ def test_conversion_leaves_no_trace_in_configuration_or_files(tmp_path):
     assert config.to_dict() == before
     assert config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    loaded = hf.BertForSequenceClassification.from_pretrained(tmp_path).eval()
     ids, mask = batch()
     clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     with precision(model, 3), precision(clone, 3), precision(quantize_(loaded), 3):
@@ -129,8 +122,9 @@ def test_conversion_leaves_no_trace_in_configuration_or_files(tmp_path):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_decoders_do_not_see_the_future(implementation):
     torch.manual_seed(0)
-    decoder = BertLMHeadModel._from_config(
-        BertConfig(**TINY, is_decoder=True, use_cache=False, initializer_range=1.0), attn_implementation=implementation
+    decoder = hf.BertLMHeadModel._from_config(
+        hf.BertConfig(**TINY, is_decoder=True, use_cache=False, initializer_range=1.0),
+        attn_implementation=implementation,
     )
     quantize_(decoder)
     ids, others = torch.randint(1, 50, (2, 8, 9), generator=torch.Generator().manual_seed(0))
