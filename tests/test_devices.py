@@ -6,11 +6,8 @@ import pytest
 import torch
 from helpers import WITH_CUDA
 
+import cpt_core as cpt
 from bench.gpu import checks
-from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import SAGEConv
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import precision
 from cpt_lab.data.graph_batches import sample_blocks
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
@@ -43,10 +40,10 @@ def test_quantisers_and_layers_give_the_numbers_of_the_cpu(name, device):
 def test_sampled_neighbourhoods_on_a_device(device):
     source, target = torch.unique(torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)), dim=1)
     edges = set(zip(source.tolist(), target.tolist(), strict=True))
-    graph = Graph.from_edges(source, target, 60, "csr").to(device)
+    graph = cpt.Graph.from_edges(source, target, 60, "csr").to(device)
     x = torch.randn(60, 8, device=device)
     torch.manual_seed(0)
-    layer = quantize_(SAGEConv(8, 16).to(device))
+    layer = cpt.quantize_(cpt.SAGEConv(8, 16).to(device))
     seeds = torch.tensor([5, 0, 17], device=device)
     nodes, (block,) = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
     again, _ = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
@@ -54,7 +51,7 @@ def test_sampled_neighbourhoods_on_a_device(device):
     assert block.in_degrees.tolist() == graph.in_degrees[seeds].clamp_max(4).tolist()
     into = torch.repeat_interleave(seeds, block.indptr.diff())
     assert set(zip(nodes[block.indices.long()].tolist(), into.tolist(), strict=True)) <= edges
-    with precision(layer, 16):
+    with cpt.precision(layer, 16):
         here = layer(block, x[nodes])
         there = layer.to("cpu")(block.to("cpu"), x[nodes].cpu())
     assert here.device.type == device.type

@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import cpt_core as cpt
 from bench.gpu import __main__ as hour
 from bench.gpu import models, parts, stages
-from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import GraphConv
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import precision
 from cpt_lab.sweeps import stores
 
 
@@ -154,13 +151,13 @@ def test_without_cuda_it_says_so(capsys):
     assert "torch sees no CUDA device; --dry rehearses on the CPU" in capsys.readouterr().err
 
 
-GRAPH = Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30, "csr")
+GRAPH = cpt.Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30, "csr")
 SAME_WORK = {
     "convolution": (lambda: nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
     "linear": (lambda: nn.Linear(6, 4), (torch.randn(5, 7, 6),)),
     "LSTM": (lambda: nn.LSTM(6, 4), (torch.randn(5, 3, 6),)),
-    "GCN that widens": (lambda: GraphConv(6, 9), (GRAPH, torch.randn(30, 6))),
-    "GCN that narrows": (lambda: GraphConv(9, 6), (GRAPH, torch.randn(30, 9))),
+    "GCN that widens": (lambda: cpt.GraphConv(6, 9), (GRAPH, torch.randn(30, 6))),
+    "GCN that narrows": (lambda: cpt.GraphConv(9, 6), (GRAPH, torch.randn(30, 9))),
 }
 
 
@@ -174,10 +171,10 @@ def test_one_operation_after_the_other_computes_the_same(name):
     for p in [*fused.parameters(), *plain.parameters()]:
         if p.dim() == 1 and name == "LSTM":
             nn.init.zeros_(p)  # the second bias of torch's LSTM
-    quantize_(fused)
+    cpt.quantize_(fused)
     assert models.take_apart(plain) == 1
     results = []
-    for model, at in ((fused, precision(fused, models.BITS, q_grad=models.Q_GRAD)), (plain, nullcontext())):
+    for model, at in ((fused, cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)), (plain, nullcontext())):
         with at:
             y = model[0](*inputs)
             y = y[0] if isinstance(y, tuple) else y

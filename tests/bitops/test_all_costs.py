@@ -7,22 +7,16 @@ from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
-from cpt_core.bitops.plan import count_bitops
+import cpt_core as cpt
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.formats.costs import COSTS, Operands
 from cpt_core.formats.ladder import LADDERS, FormatLadder
-from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler
-from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
 
 def ring():
     """Four nodes, each with an edge from its neighbour and from itself."""
-    return Graph(torch.arange(0, 9, 2), torch.tensor([0, 3, 0, 1, 1, 2, 2, 3]))
+    return cpt.Graph(torch.arange(0, 9, 2), torch.tensor([0, 3, 0, 1, 1, 2, 2, 3]))
 
 
 ATTENTION = BertConfig(hidden_size=6, num_attention_heads=2)
@@ -56,8 +50,8 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
         [(360, 30, 36, 120), (480 * 4 // 5, 40, 48, 120), (480 // 5, 0, 0, 0)],
     ),
     # the narrower side is summed: the product comes first
-    "graph": (lambda: GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
-    "sage": (lambda: SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(120, 24, 30, 40), (24, 12, 8, 12)]),
+    "graph": (lambda: cpt.GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
+    "sage": (lambda: cpt.SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(120, 24, 30, 40), (24, 12, 8, 12)]),
     "function": (lambda: Does(lambda _, x: x @ x.T), lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
@@ -77,7 +71,7 @@ def test_operations_and_elements_by_hand(case):
 def model_and_input(ladder=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    return quantize_(model, QuantConfig(float32=("2",), ladder=ladder)), torch.randn(5, 4)
+    return cpt.quantize_(model, cpt.QuantConfig(float32=("2",), ladder=ladder)), torch.randn(5, 4)
 
 
 def only(**ladders):
@@ -87,7 +81,7 @@ def only(**ladders):
 
 def test_totals_by_hand():
     model, x = model_and_input()
-    plan = count_bitops(model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op")
+    plan = cpt.count_bitops(model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op")
     assert plan.costs.keys() == COSTS.keys()
     # the first layer needs no error product: activations x weights, then gradients of 8 bits x activations
     first = {q: (20 * q / 8 + 12 * q / 8 + 15 * 4) + (15 + 20 * q / 8 + 12 * 4) for q in (4, 8)}
@@ -110,7 +104,7 @@ def test_layers_are_priced_on_their_ladders():
     plans = {}
     for name, given in {"plain": None, "all": ladder, "one": only(weight_gradient=ladder)}.items():
         model, x = model_and_input(given)
-        plans[name] = count_bitops(model, (x,), schedule, convention="per_op")
+        plans[name] = cpt.count_bitops(model, (x,), schedule, convention="per_op")
     # level 1 is mxfp4, gradients and level 4 are bf16
     assert plans["all"].prices["0"]["ace"] == 60 * (3 * (4 * 4 + 16 * 4) + 2 * 16 * 16)
     assert plans["all"].bitops["0"] == {"forward": 60 * (3 * 16 + 256), "weight": 60 * (3 * 64 + 256)}
@@ -122,9 +116,9 @@ def test_layers_are_priced_on_their_ladders():
 def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     ladders = only(weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"}))
-    quantize_(model, QuantConfig(ladder=ladders))
+    cpt.quantize_(model, cpt.QuantConfig(ladder=ladders))
     schedules = {"0": TableSchedule(((1, 1), (4, 1))), "2": TableSchedule(((8, 1), (2, 1)))}
-    plan = count_bitops(model, (torch.empty(5, 4),), schedules, convention="paper")
+    plan = cpt.count_bitops(model, (torch.empty(5, 4),), schedules, convention="paper")
     # activations of 1, then 4 bits in one layer, 8, then 2 in the other; weights 4, 16 and 8, 2; gradients 4 and 8
     expected = {"forward": 8 * 8 + 4 * 16, "error": 8 * (8 + 16), "weight": 8 * (8 + 4)}
     assert plan.bitops["1"] == {name: 100 * bits for name, bits in expected.items()}
@@ -132,16 +126,16 @@ def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
 
 def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    quantize_(model, QuantConfig(ladder=only(weight=LADDERS["minifloat"], error={6: "e5m2", 8: "e4m3"})))
+    cpt.quantize_(model, cpt.QuantConfig(ladder=only(weight=LADDERS["minifloat"], error={6: "e5m2", 8: "e4m3"})))
     x, cycle = torch.randn(5, 4), TableSchedule(((4, 2), (8, 1)))
-    schedule = RoleSchedules(weight=cycle, activation=8, error=6, weight_gradient="float32")
-    scheduler = PrecisionScheduler(model, schedule)
-    with BitOpsLedger(model) as ledger:
+    schedule = cpt.RoleSchedules(weight=cycle, activation=8, error=6, weight_gradient="float32")
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+    with cpt.BitOpsLedger(model) as ledger:
         for _ in range(schedule.total_steps):
             model(x).sum().backward()
             scheduler.step()
     for convention in CONVENTIONS:
-        plan = count_bitops(model, (x,), schedule, convention=convention)
+        plan = cpt.count_bitops(model, (x,), schedule, convention=convention)
         assert plan.bitops["2"] == {
             "forward": 80 * 8 * (2 * 4 + 8), "error": 80 * 8 * (2 * 4 + 8), "weight": 80 * 32 * 3 * 8,
         }  # fmt: skip
@@ -152,11 +146,11 @@ def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
 def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
     model, x = model_and_input(only(error=LADDERS["minifloat"]))
     with pytest.raises(ValueError, match="the ladder has a hole at level 3: its levels are 4, 5"):
-        count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=3)
-    assert count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=4).total > 0
+        cpt.count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=3)
+    assert cpt.count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=4).total > 0
 
 
 def test_levels_that_are_float32_count_their_bits_as_they_did():
     model, x = model_and_input()
-    plan = count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27, convention="paper")
+    plan = cpt.count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27, convention="paper")
     assert plan.total == 90 * sum(q * q + 2 * q * 27 for q in (24, 31, 31, 32)) / 1024

@@ -7,12 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+import cpt_core as cpt
 from bench.zoo import BITS, on_grid
-from cpt_core.bitops.plan import count_bitops
-from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler
-from cpt_core.schedules.schedule import StaticSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 
@@ -98,21 +94,21 @@ class Watcher(TorchDispatchMode):
 def test_the_total_is_what_an_independent_watcher_sees(name):
     make, given, left_out = MODELS[name]
     torch.manual_seed(0)
-    model, x, schedule = make(), given(), StaticSchedule(BITS, 1)
-    quantize_(model, QuantConfig(float32=left_out))
-    PrecisionScheduler(model, schedule)
+    model, x, schedule = make(), given(), cpt.StaticSchedule(BITS, 1)
+    cpt.quantize_(model, cpt.QuantConfig(float32=left_out))
+    cpt.PrecisionScheduler(model, schedule)
     with Watcher() as seen:
         model(x).square().sum().backward()
-    with BitOpsLedger(model) as ledger:
+    with cpt.BitOpsLedger(model) as ledger:
         model(x).square().sum().backward()
 
-    plan = count_bitops(model, (x,), schedule)
+    plan = cpt.count_bitops(model, (x,), schedule)
     assert plan.total == ledger.total() == seen.bitops
     assert plan.relative_to_float32 == seen.bitops / seen.at_32_bits
-    assert plan.at_32_bits == count_bitops(model, (x,)).total == seen.at_32_bits
+    assert plan.at_32_bits == cpt.count_bitops(model, (x,)).total == seen.at_32_bits
     assert plan.float32 == ledger.float32
     assert plan.by_convention == {
-        c: count_bitops(model, (x,), schedule, convention=c).total for c in ("per_op", "paper")
+        c: cpt.count_bitops(model, (x,), schedule, convention=c).total for c in ("per_op", "paper")
     }
     said = f"{sum(plan.float32.values()):.1%} of the forward MACs run in float32: "
     assert ("all forward MACs run quantised" if not left_out else said) in str(plan)

@@ -12,13 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.bitops.plan import count_bitops
-from cpt_core.inspecting.check import check
-from cpt_core.inspecting.ledger import BitOpsLedger
+import cpt_core as cpt
 from cpt_core.inspecting.measure import measure_cost
-from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.scheduler import precision
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +47,8 @@ def in_parallel(model, mesh):
 
 X = torch.randn(3, 8)
 ASKED = {
-    "check": (lambda m: check(m, (X,)), "check it before fully_shard"),
-    "count": (lambda m: count_bitops(m, (X,)), "count, check and measure before fully_shard"),
+    "check": (lambda m: cpt.check(m, (X,)), "check it before fully_shard"),
+    "count": (lambda m: cpt.count_bitops(m, (X,)), "count, check and measure before fully_shard"),
     "measure": (lambda m: measure_cost(m, (X,), bits=(3,), repeats=1), "count, check and measure before fully_shard"),
 }
 
@@ -61,26 +57,26 @@ ASKED = {
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])
 def test_a_sharded_model_is_checked_and_counted_before(mesh, shard, asked):
     ask, said = ASKED[asked]
-    model = shard(quantize_(net()), mesh)
+    model = shard(cpt.quantize_(net()), mesh)
     refused(f"parameter '0.weight' is sharded already, .*; {said}", ask, model)
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer, in_parallel])
 def test_a_sharded_model_is_converted_before(mesh, shard):
     model = shard(net(), mesh)
-    refused(r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)", quantize_, model)
+    refused(r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)", cpt.quantize_, model)
     assert not any(isinstance(m, LayerPrecision) for m in model.modules())
-    refused(r"count, check and measure before .* tensor parallelism .* cannot be used", count_bitops, model, (X,))
+    refused(r"count, check and measure before .* tensor parallelism .* cannot be used", cpt.count_bitops, model, (X,))
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])
 def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, shard):
     """What the refusals recommend works."""
-    plain = quantize_(net())
+    plain = cpt.quantize_(net())
     sharded = shard(copy.deepcopy(plain), mesh)
     found = []
     for model in (plain, sharded):
-        with precision(model, 4, 4), BitOpsLedger(model) as ledger:
+        with cpt.precision(model, 4, 4), cpt.BitOpsLedger(model) as ledger:
             loss = model(X).square().sum()
             loss.backward()
         gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
@@ -102,7 +98,7 @@ def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkp
     """Gathered weights are freed after their layer; quantised ones are tensors of their own."""
     gradients = {}
     for checkpointed in (False, True):
-        model, kept = layer_by_layer(quantize_(net()), mesh), []
+        model, kept = layer_by_layer(cpt.quantize_(net()), mesh), []
 
         def keep(x, kept=kept):
             saved = Saved(x)
@@ -110,7 +106,7 @@ def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkp
             return saved
 
         out = X.clone().requires_grad_()
-        with precision(model, 4, 4):
+        with cpt.precision(model, 4, 4):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.x):
                 for layer in model:
                     out = checkpoint(layer, out, use_reentrant=False) if checkpointed else layer(out)

@@ -12,14 +12,10 @@ from helpers import refused, smoke_spec
 from torch import nn
 from torchvision.ops import box_iou
 
+import cpt_core as cpt
 from cpt_core.bitops import plan
 from cpt_core.bitops.trace import CONVENTIONS
-from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.inspecting.summary import summary
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.make import make_schedule
 from cpt_lab.data import common, detection
 from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes
 from cpt_lab.data.files import DataNotFoundError
@@ -86,13 +82,13 @@ def test_frozen_statistics_stay_while_scale_and_shift_are_trained():
 
 
 def test_all_convolutions_are_quantised_with_their_biases():
-    model = quantize_(retinanet("retinanet", 20))
-    rows = summary(model).rows
+    model = cpt.quantize_(retinanet("retinanet", 20))
+    rows = cpt.summary(model).rows
     assert {r.kind for r in rows if r.quantized} == {"Conv2d"}
     assert {r.kind for r in rows if not r.quantized} == {"FrozenStatisticsBatchNorm2d"}
     head = model.head.classification_head
     assert head.cls_logits.bias is not None
-    PrecisionScheduler(model, make_schedule("STATIC", q_max=2, total_steps=1))
+    cpt.PrecisionScheduler(model, cpt.make_schedule("STATIC", q_max=2, total_steps=1))
     values = head.cls_logits.precision.operand("bias", torch.linspace(0, 1, 50))
     assert len(values.unique()) == 4
 
@@ -276,7 +272,7 @@ def test_training_learns_two_scenes_and_all_metrics_are_stored():
     assert losses[-1] < losses[0] / 2
     assert "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64" in run.title
     run.model.eval()
-    with precision(run.model, bits=8):
+    with cpt.precision(run.model, bits=8):
         on_training = mean_average_precision(task.detect(run.model, task.data.train)[0])
     assert on_training["map50"] > 0.3
     names, splits, policies = ("map50", "map50_11point", "map", "loss"), ("valid", "test"), ("q_max", "current")
@@ -341,7 +337,7 @@ def test_upsampling_is_priced_by_the_paper_only():
     assert paper.forward_macs == per_op.forward_macs + copied
     assert "upsample_nearest2d" not in paper.uncounted
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
-    with BitOpsLedger(model) as ledger:
+    with cpt.BitOpsLedger(model) as ledger:
         sum(model.losses(*x, model(*x), [nothing]).values()).backward()
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 

@@ -13,9 +13,7 @@ import transformers
 from helpers import refused, said_by, same, smoke_spec
 from layouts import write
 
-from cpt_core.bitops.plan import count_bitops
-from cpt_core.inspecting.summary import summary
-from cpt_core.quantization.convert import quantize_
+import cpt_core as cpt
 from cpt_lab.data.entailment import EntailmentData
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
@@ -204,11 +202,11 @@ def test_checkpoints_that_cannot_be_used(data_folder):
 
 def test_operations_are_counted_and_all_linear_layers_quantised():
     task = EntailmentTask(spec(padding="max"), CPU)
-    model = quantize_(task.model())
+    model = cpt.quantize_(task.model())
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert len(linear) == 6 + 2  # of one layer: query, key, value, output, two of the feed-forward; pooler, classifier
-    assert linear == {row.name for row in summary(model).quantized if row.kind == "Linear"}
-    plan = count_bitops(model, task.inputs(next(task.batches(0))))
+    assert linear == {row.name for row in cpt.summary(model).quantized if row.kind == "Linear"}
+    plan = cpt.count_bitops(model, task.inputs(next(task.batches(0))))
     tokens, h = 32 * 24, 16
     assert sum(plan.macs[name] for name in linear) == tokens * (4 * h * h + 8 * h * h) + 32 * (h * h + 3 * h)
 
@@ -226,4 +224,4 @@ def test_stand_ins_need_no_data(monkeypatch, checkpoint):
         model = task.model()
     assert model.config.vocab_size == (119_547 if checkpoint else 500)
     assert model.config.num_hidden_layers == (12 if checkpoint else 1)
-    assert count_bitops(model, task.inputs(batch)).forward_macs > 0
+    assert cpt.count_bitops(model, task.inputs(batch)).forward_macs > 0

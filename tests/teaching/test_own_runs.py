@@ -4,9 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cpt_core.choosing.solver import solve_schedule
-from cpt_core.schedules.profiles import SUITE
-from cpt_core.schedules.schedule import StaticSchedule
+import cpt_core as cpt
 from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.groups import at_q_max
 from cpt_lab.analysis.metrics import main_metric
@@ -45,10 +43,10 @@ def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys):
 def test_at_demo_scale_every_schedule_has_a_rival(capsys):
     asked = {"seeds": [0], "preset": "ours"}
     experiments = [
-        images.experiment("demo", "digits", "", SUITE, **asked),
+        images.experiment("demo", "digits", "", cpt.SUITE, **asked),
         detection.experiment("demo", "digit-scenes", [], **asked),
-        graphs.experiment("demo", "digits-graph", "", SUITE, **asked),
-        *language.experiment("demo", "pydoc", "templates", SUITE, **asked),
+        graphs.experiment("demo", "digits-graph", "", cpt.SUITE, **asked),
+        *language.experiment("demo", "pydoc", "templates", cpt.SUITE, **asked),
     ]
     capsys.readouterr()
     for specs in experiments:
@@ -91,7 +89,7 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
 
 
 def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():
-    cycle = solve_schedule(StaticSchedule(3, 160).relative_cost(8, 8), 2, 8, 160, n_cycles=2, family="cosine")
+    cycle = cpt.solve_schedule(cpt.StaticSchedule(3, 160).relative_cost(8, 8), 2, 8, 160, n_cycles=2, family="cosine")
     assert PREDICTIONS["steps at 2 bits"][0] == "c"
     assert cycle.share_at(2) > 2 / 3
 

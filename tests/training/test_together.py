@@ -8,10 +8,7 @@ import pytest
 import torch
 from helpers import identical, quietly, refused, smoke_spec
 
-from cpt_core.schedules.deficit import DeficitSchedule
-from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.roles import RoleSchedules
-from cpt_core.schedules.schedule import StaticSchedule
+import cpt_core as cpt
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
@@ -31,18 +28,18 @@ def arms_of(dataset, model=None, count=5, **changes):
     short = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
     first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
     steps = first.recipe.steps
-    low, middle, high = (StaticSchedule(q, steps) for q in (3, 5, 8))
-    roles = RoleSchedules(weight=low, activation=middle, error=high, weight_gradient=high)
-    to_six = quietly(make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2)
+    low, middle, high = (cpt.StaticSchedule(q, steps) for q in (3, 5, 8))
+    roles = cpt.RoleSchedules(weight=low, activation=middle, error=high, weight_gradient=high)
+    to_six = quietly(cpt.make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2)
     several = [
         first,
         replace(first, schedule=high, arm="static 8"),
         replace(first, schedule=to_six, q_max=6),
         replace(first, schedule=middle, q_grad=5),
         replace(first, schedule=low, q_grad=4),
-        replace(first, schedule=StaticSchedule(32, steps), q_max=32, q_grad=32),
+        replace(first, schedule=cpt.StaticSchedule(32, steps), q_max=32, q_grad=32),
         RunSpec(first.recipe, roles, 8, None, 0, "roles", "smoke"),
-        *(replace(first, schedule=StaticSchedule(q, steps)) for q in range(4, 8)),
+        *(replace(first, schedule=cpt.StaticSchedule(q, steps)) for q in range(4, 8)),
     ]
     return several[:count]
 
@@ -107,7 +104,7 @@ def test_runs_end_as_they_do_alone(name, replayed):
 def test_one_run_does_the_steps_that_several_have_in_common(replayed):
     """Bits that fall at step 6 or 9 are those of static 8 until then; a probe that writes to a model parts it."""
     first = arms_of("digits", "mlp6", 2)[1]
-    schedules = [DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)]
+    schedules = [cpt.DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)]
     specs = [first, *(replace(first, schedule=s) for s in schedules), replace(first, arm="the same")]
 
     def shaken(step, model, loss):
