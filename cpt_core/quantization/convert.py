@@ -21,18 +21,7 @@ from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
-from cpt_core.quantization.coverage import (
-    UNSEEN,
-    FirstPass,
-    convertible,
-    forget_first_pass,
-    form_of,
-    in_float32,
-    names_a_product,
-    parts_of_wholes,
-    warn_of_float32,
-    warn_of_sums,
-)
+from cpt_core.quantization import coverage
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
 from cpt_core.quantization.layers import Changed, QuantizedLayer
@@ -150,18 +139,18 @@ def quantize_(
         raise ValueError("the model is converted already; call restore_(model) first")
     asked = _left_in_float32(model, config.float32)
     chosen = {}
-    for name, module in convertible(model):
+    for name, module in coverage.convertible(model):
         if name not in asked and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
         else:
             asked.add(name)
     if not chosen:
         by = "" if filter_fn is None else " by filter_fn"
-        others = "".join(f"; {count} {what}" for what, count in in_float32(model, asked)[1].items())
+        others = "".join(f"; {count} {what}" for what, count in coverage.in_float32(model, asked)[1].items())
         raise ValueError(
             f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{by}{others}"
         )
-    forms: dict[str, Any] = {name: form_of(module) for name, module in chosen.items()}
+    forms: dict[str, Any] = {name: coverage.form_of(module) for name, module in chosen.items()}
     for name, module in chosen.items():  # before the first is changed
         forms[name].check(module)
         if "forward" in vars(module):
@@ -170,7 +159,7 @@ def quantize_(
                 "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
             )
     own = {n: m for n, m in model.named_modules() if n not in asked and not type(m).__module__.startswith("torch.nn.")}
-    unseen = [name for name, module in own.items() if names_a_product(module, UNSEEN)]
+    unseen = [name for name, module in own.items() if coverage.names_a_product(module, coverage.UNSEEN)]
     try:
         # the noise of layers with a form of their own does not depend on what else there is to convert
         last = [name for name, form in forms.items() if form.CATCHES and not form.by_feature(chosen[name])]
@@ -179,10 +168,10 @@ def quantize_(
             forms[name].from_float(module, config, _key(config.seed, index))
             module.precision.name = name  # type: ignore[union-attr]
         _leave_out(model)
-        FirstPass(model, asked, unseen)
-        warn_of_float32(model, asked)
+        coverage.FirstPass(model, asked, unseen)
+        coverage.warn_of_float32(model, asked)
         if config.aggregation == "quantized":
-            warn_of_sums(model, asked)
+            coverage.warn_of_sums(model, asked)
     except BaseException:
         _undo(model)
         raise
@@ -191,7 +180,7 @@ def quantize_(
 
 def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
-    names, parts = [name for name, _ in model.named_modules() if name], parts_of_wholes(model)
+    names, parts = [name for name, _ in model.named_modules() if name], coverage.parts_of_wholes(model)
     asked: set[str] = set()
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
@@ -227,7 +216,7 @@ def restore_(model: nn.Module) -> nn.Module:
 
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
-        forget_first_pass(module)
+        coverage.forget_first_pass(module)
         if isinstance(module, Changed):
             module.to_float()
 
@@ -242,7 +231,7 @@ def _leave_out(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         inside = any(name.startswith(f"{o}.") or (o == "" and name) for o in outer)
         if inside and not isinstance(module, QuantizedLayer):
-            if isinstance(module, ParametrizationList) or form_of(module) is not None:
+            if isinstance(module, ParametrizationList) or coverage.form_of(module) is not None:
                 module.__class__ = made(InFloat32, type(module))
 
 

@@ -120,7 +120,7 @@ def test_what_fails_midway_leaves_the_model_as_it_was(stage, monkeypatch):
     if stage in KINDS:
         monkeypatch.setattr(KINDS[stage], "lengths", classmethod(later))
     elif stage == "hooks":
-        monkeypatch.setattr(convert, "FirstPass", fails)
+        monkeypatch.setattr(convert.coverage, "FirstPass", fails)
     elif stage == "KeyboardInterrupt":
         monkeypatch.setattr(QuantLSTM, "lengths", fails)
     if stage in ("conv", "lstm"):
