@@ -34,8 +34,8 @@ from cpt_lab.studies.h10 import outcome as h10
 
 KINDS = ("Differs", "Paper")
 CALLED = {  # data sets, as pages call them
-    "cifar10-jpeg": "CIFAR-10 copies", "digit-scenes": "scenes of digits", "facebook_ogb_layout": "Facebook",
-    "planetoid/cora": "Cora", "ptb": "Penn Treebank", "pydoc": "characters", "xnli": "XNLI",
+    "cifar10-jpeg": "CIFAR-10 copies", "digit-scenes": "scenes of digits", "facebook": "Facebook",
+    "facebook_ogb_layout": "Facebook", "planetoid/cora": "Cora", "ptb": "Penn Treebank", "pydoc": "characters", "xnli": "XNLI",
     "voc2007-first16": "Pascal VOC (16 pictures)", "voc2007-subset320": "Pascal VOC (320 pictures)",
 }  # fmt: skip
 PAGES = ROOT / "docs" / "reproducing"
@@ -70,7 +70,7 @@ def pages() -> dict[Path, str]:
         tally=lambda topic: _tally([entry for page, entry, _ in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
-        outcome=_listed(map(sentence, answers)),
+        outcome=_listed(_called(sentence(a)) for a in answers),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
         equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],

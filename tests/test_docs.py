@@ -263,7 +263,7 @@ def test_the_readme_says_what_the_rows_say(question):
     if question == "H2":
         assert "no cyclic schedule beat static bits of its cost by the margin" in report.ANSWER
     if question == "H5":
-        assert re.search(r"over both, characters:\s\+.*over both, cifar10-jpeg:\s-", answers, re.S)
+        assert re.search(r"over both, characters:\s\+.*over both, CIFAR-10 copies:\s-", answers, re.S)
     (entry,) = re.findall(rf"^- \*\*{question.rstrip('abc')}\*\* (.*?)(?=^- |^\n)", README.read_text(), re.M | re.S)
     assert said in " ".join(re.sub(r"\[(.*?)\]\(.*?\)", r"\1", entry).split())
 
