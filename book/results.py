@@ -35,8 +35,8 @@ from cpt_lab.studies.h10 import outcome as h10
 KINDS = ("Differs", "Paper")
 CALLED = {  # data sets, as pages call them
     "cifar10-jpeg": "CIFAR-10 copies", "digit-scenes": "scenes of digits", "facebook": "Facebook",
-    "facebook_ogb_layout": "Facebook", "planetoid/cora": "Cora", "ptb": "Penn Treebank", "pydoc": "characters", "xnli": "XNLI",
-    "voc2007-first16": "Pascal VOC (16 pictures)", "voc2007-subset320": "Pascal VOC (320 pictures)",
+    "facebook_ogb_layout": "Facebook", "planetoid/cora": "Cora", "ptb": "Penn Treebank", "pydoc": "characters",
+    "voc2007-first16": "Pascal VOC (16 pictures)", "voc2007-subset320": "Pascal VOC (320 pictures)", "xnli": "XNLI",
 }  # fmt: skip
 PAGES = ROOT / "docs" / "reproducing"
 

@@ -27,7 +27,8 @@ class BitOpsLedger:
     Use it as a context manager around training. Forward passes count while the model is in training mode; error and
     weight-gradient products count when their backward pass runs, so skipped backward passes, recomputation and early
     stops show up. It reads Python numbers only and does not change the computation. Of products inside a
-    ``torch.autograd.Function`` it sees the forward pass alone, as the plan does.
+    ``torch.autograd.Function`` it sees the forward pass alone, as the plan does. Where a layer's ``forward`` is called
+    directly, past its hooks, it takes its products for float32; the plan does not.
 
     Attributes:
         unpriced: layer -> forward MACs so far that "paper" leaves out and "per_op" prices, see ``BitOpsPlan``.
