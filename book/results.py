@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,7 @@ from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.analysis.statistics import ALPHA
-from cpt_lab.experiments.grids import find_grids, grid_specs
+from cpt_lab.experiments.grids import find_grids, grid_specs, studies
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 from cpt_lab.studies.h5 import outcome as h5
 from cpt_lab.studies.h7 import outcome as h7
@@ -77,6 +78,7 @@ def pages() -> dict[Path, str]:
         spent=h7.gains(h7.tasks(runs)[0]),
         switched=h10.gains(h10.tasks(runs)[0]),
         again=_again(answers),
+        unrun=[f"`{grid}`" for grid, found in _fresh().items() if found is None and "-rates/" not in grid],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     found = {name: re.sub(r"\n{3,}", "\n\n", text).strip() for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -175,13 +177,18 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks})
 
 
+def _fresh() -> dict[str, Any]:
+    """What ``bench.fresh_seeds`` kept, by grid; None of a grid that was not run with fresh seeds."""
+    kept = json.loads((results_dir() / "fresh_seeds.json").read_text(encoding="utf-8"))["grids"]
+    return {grid: kept.get(grid) for study in studies("arms") for grid in study.GRIDS}
+
+
 def _again(answers: list[preregistered.Answer]) -> list[preregistered.Repeated]:
-    """The effects that ``bench.fresh_seeds`` kept, beside those of the committed rows."""
+    """The effects with fresh seeds, beside those of the committed rows."""
     before = {e.what: e for a in answers for e in a.primary}
-    grids = json.loads((results_dir() / "fresh_seeds.json").read_text(encoding="utf-8"))["grids"]
     pairs = [
         [(before[what], replace(before[what], values=np.array(values))) for what, values in grid["effects"].items()]
-        for grid in grids.values()
+        for grid in filter(None, _fresh().values())
     ]
     return [one for of_grid in pairs for one in preregistered.compared(of_grid)]
 
