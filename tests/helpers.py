@@ -19,6 +19,7 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipe import SCALES
 from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.sweeps.outlook import total_bitops
 
 WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAN, INF = float("nan"), float("inf")
@@ -176,7 +177,7 @@ def row_of(spec, value, metric="accuracy", status="ok"):
         "noise_exposure": cost.noise_exposure(bits, spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
-        "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad or spec.q_max)} if status == "ok" else {},
+        "bitops": {"paper": total_bitops(1, bits, spec.q_grad or spec.q_max)} if status == "ok" else {},
         "steps": len(bits),
     }  # fmt: skip
 

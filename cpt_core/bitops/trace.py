@@ -20,7 +20,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from cpt_core.bitops import macs as counted
 from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PARTS, PLAIN, PRODUCTS, UPSAMPLING, Elements, part_of
 from cpt_core.bitops.products import Product, first_of, name_of
-from cpt_core.bitops.watch import Watch, floating_in, inputs_of, random_as_it_was, shadow_of, tensors_in, within
+from cpt_core.bitops.watch import (
+    Watch,
+    another,
+    as_it_was,
+    floating_in,
+    inputs_of,
+    shadow_of,
+    tensors_in,
+    within,
+)  # fmt: skip
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.layers import PASSES
@@ -84,12 +93,6 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def compiled_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
-    modules = model.named_modules()
-    return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
-
-
 # Operations that move, rename or create data cost nothing by any convention.
 _FREE = frozenset(
     "view _unsafe_view reshape expand permute transpose t detach alias clone copy contiguous slice select unbind "
@@ -149,16 +152,23 @@ class Calls(Watch):
             hooks.enter_context(self.following(inner))
             for name, module in inner.items():
                 if isinstance(module, QuantOperations):
+                    hooks.callback(setattr, module.catching, "report", module.catching.report)
                     module.catching.report = partial(self._on_codes, name)
-                    hooks.callback(delattr, module.catching, "report")
             yield
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if another(module, (self.layers | self.wholes)[name]):
+            return
         outputs = floating_in(output)
         given = signature(module.forward).bind(*args, **kwargs)
         given.apply_defaults()
         for call in _calls_of(name, module, given.args, output, outputs[0]):
             self.on_call(module, call, [y for y in outputs if y.requires_grad])
+
+    def ended(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Report a layer whose forward was called directly."""
+        if name in self.layers or name in self.wholes:
+            self._report(name, module, args, kwargs, output)
 
     def pause(self) -> None:
         """Report what has run."""
@@ -282,11 +292,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     arguments(inputs)
     given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     without = any(t.is_meta for t in given)
-    shadow = shadow_of(model, meta=True)
+    shadow = model
     calls: list[Call] = []
     others: dict[str, int] = {}
     try:
-        calls, others, depends = _on_shapes(shadow, inputs)
+        shadow = shadow_of(model, meta=True)
+        calls, others, depends = _on_shapes(model, shadow, inputs)
         why = f"what {type(model).__name__} multiplies depends on its data" if depends else ""
     except Exception as problem:
         said = textwrap.shorten(str(problem) or type(problem).__name__, 160)
@@ -296,7 +307,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     if why and without:
         warnings.warn(f"{why}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
     elif why:
-        on_data, others, _ = _run(shadow_of(model, meta=False), inputs, meta=False)
+        on_data, others, _ = _run(model, shadow_of(model, meta=False), inputs, meta=False)
         if on_data != calls:
             warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
         calls = on_data
@@ -305,19 +316,22 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     return calls, others
 
 
-def _on_shapes(shadow: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int], bool]:
+def _on_shapes(model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int], bool]:
     """Run on ``meta``; also return whether the calls depend on the data, which may be asked "is all of it true?"."""
-    calls, others, asked = _run(shadow, inputs, meta=True)
+    calls, others, asked = _run(model, shadow, inputs, meta=True)
     try:
-        return calls, others, asked and calls != _run(shadow, inputs, meta=True, answer=True)[0]
+        return calls, others, asked and calls != _run(model, shadow, inputs, meta=True, answer=True)[0]
     except Exception:  # it needs data there, or refuses what it has asked for
         return calls, others, True
 
 
 def _run(
-    shadow: nn.Module, inputs: tuple[Any, ...], meta: bool, answer: bool = False
+    model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...], meta: bool, answer: bool = False
 ) -> tuple[list[Call], dict[str, int], bool]:
-    """Return the calls, the other operations, and whether the model asked for data that are not there."""
+    """Run a copy of a model; return the calls, the other operations, and whether it asked for data that are not there.
+
+    The model itself is put back as it was: a closure that is a forward or a hook runs it and not its copy.
+    """
     calls, others, reached = list[Call](), Counter[str](), set[int]()
 
     def on_call(_: nn.Module, call: Call, outputs: list[Tensor]) -> None:
@@ -327,8 +341,7 @@ def _run(
 
     watch = Calls(shadow, on_call, lambda name, n: others.update({name: n}), answer=answer)
     modules = dict(shadow.named_modules())
-    tensors, eager = [*shadow.parameters(), *tensors_in(inputs)], torch.compiler.set_stance("force_eager")
-    with watch.on(), watch.calling(modules), random_as_it_was(tensors), torch.enable_grad(), eager:
+    with watch.on(), watch.calling(modules), as_it_was(model, inputs):
         returned = list(tensors_in(shadow(*inputs_of(inputs, meta, {}))))
         found, before, first = calls.copy(), dict(others), len(calls)
         with suppress(Exception):  # where no backward pass runs, or none is known, every call is taken to have one

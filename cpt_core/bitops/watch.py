@@ -32,12 +32,18 @@ def within(name: str, outer: Iterable[str]) -> bool:
     return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)
 
 
+def another(ran: nn.Module | None, module: nn.Module) -> bool:
+    """Whether a module that has the hooks of another is a copy of it, as an average of models has."""
+    return ran not in (None, module) and not getattr(ran, "_is_replica", False)
+
+
 class Path:
     """The ``names`` of the modules whose forward runs, the innermost last; subclasses say what a change means."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.followed: Mapping[str, nn.Module] = {}
 
     @contextmanager
     def following(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -46,19 +52,20 @@ class Path:
         From before all other hooks, and also to the end of a forward pass that fails. A ScriptModule, which takes no
         hooks, is part of what is around it.
         """
+        self.followed = modules
         with ExitStack() as hooks:
             for name, module in modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
                     hooks.enter_context(module.register_forward_pre_hook(partial(self._entered, name), prepend=True))
                     hooks.enter_context(module.register_forward_hook(partial(self._left, name), always_call=True))
                 if (catching := getattr(module, "catching", None)) is not None:  # also where no hook is called
+                    hooks.callback(setattr, catching, "watched", catching.watched)
                     catching.watched = partial(self.running, name)
-                    hooks.callback(delattr, catching, "watched")
             yield
 
     @contextmanager
     def calling(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Let a ``forward`` that is called directly be a call of its module, of which hooks tell, inside the block."""
+        """Follow modules whose ``forward`` is called directly, of which no hook tells, inside the block."""
         with ExitStack() as undo:
             for name, module in modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
@@ -68,7 +75,15 @@ class Path:
             yield
 
     def _called(self, name: str, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if self.names[-1:] == [name] else module(*args, **kwargs)
+        if self.names[-1:] == [name]:
+            return own(*args, **kwargs)
+        with self.running(name):
+            output = own(*args, **kwargs)
+            self.ended(name, module, args, kwargs, output)
+        return output
+
+    def ended(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Whatever is to be done at the end of a forward that was called directly, of which no hook tells."""
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -87,12 +102,16 @@ class Path:
     def resume(self) -> None:
         """Whatever is to be done when it is."""
 
-    def _entered(self, name: str, *_: Any) -> None:
+    def _entered(self, name: str, ran: nn.Module | None = None, *_: Any) -> None:
+        if another(ran, self.followed[name]):
+            return
         self.pause()
         self.names.append(name)
         self.resume()
 
-    def _left(self, name: str, *_: Any) -> None:
+    def _left(self, name: str, ran: nn.Module | None = None, *_: Any) -> None:
+        if another(ran, self.followed[name]):
+            return
         if self.names and self.names[-1] == name:  # else something failed before it had entered
             self.pause()
             self.names.pop()
@@ -187,16 +206,31 @@ def floating_in(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def random_as_it_was(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put the random numbers of Python, NumPy and torch, on the devices of tensors, back afterwards."""
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+    """Run eager code with gradients; put buffers, gradients, the rounding noise and random numbers back afterwards."""
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    keys = [m.noise_key for m in modules if isinstance(m, LayerPrecision)]
+    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
+    buffers = [(m._buffers, dict(m._buffers)) for m in modules]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None and p.is_leaf]
+    gradients = [(p, p.grad) for p in parameters]
+    devices = sorted({t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda})
     pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices):
+        for p in parameters:
+            p.grad = None
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             yield
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)  # noqa: NPY002
+        for p, gradient in gradients:
+            p.grad = gradient
+        for own, before in buffers:
+            own.update(before)
+        with torch.no_grad():
+            for tensor, value in held:
+                tensor.copy_(value)
 
 
 def _bare(tensor: Tensor, meta: bool) -> Tensor:

@@ -129,6 +129,13 @@ def _divisors(graph: Graph) -> Tensor:
     return graph.in_degrees.clamp_min(1).unsqueeze(1)
 
 
+def _rounded_and_biased(p: GraphPrecision, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
+    """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
+    if p._in_one_pass("input", h):
+        return operators.active.scale_round_add(h, scale, bias, p.levels, p.quantizers["input"].grid)
+    return p.operand("input", h if scale is None else h * scale) + bias
+
+
 class After:
     """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h."""
 
@@ -142,7 +149,7 @@ class After:
         """Return what follows h, (N, F), which may be changed; the bias is rounded already."""
         self.scale = self.scale_of(h)
         if bias is not None:
-            return self.precision.rounded_and_biased(h, self.scale, bias)
+            return _rounded_and_biased(self.precision, h, self.scale, bias)
         return h if self.scale is None else h.mul_(self.scale)
 
     def backward(self, gradient: Tensor, further: bool) -> tuple[Operand, Tensor | None]:

@@ -27,10 +27,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import ADDS, Product, name_of
-from cpt_core.bitops.watch import Watch, floating_in, tensors_in, within
+from cpt_core.bitops.watch import Watch, as_it_was, floating_in, tensors_in, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
-from cpt_core.inspecting.step import as_it_was, storage_of
+from cpt_core.inspecting.step import storage_of
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.bitops import tally
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, widest
-from cpt_core.bitops.trace import CONVENTIONS, Call, Calls, compiled_parts
+from cpt_core.bitops.trace import CONVENTIONS, Call, Calls
 from cpt_core.checks import choose, declared
 from cpt_core.formats.costs import FLOAT32, Operands
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
@@ -139,3 +139,9 @@ def _in_force(layer: LayerPrecision) -> Operands:
         return IN_FLOAT32
     roles = zip(layer.now.formats, layer.in_force, layer.ladders, strict=True)
     return Operands(*(f or (FLOAT32 if level is None else ladder.priced(level)) for f, level, ladder in roles))
+
+
+def compiled_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
+    modules = model.named_modules()
+    return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)

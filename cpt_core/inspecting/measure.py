@@ -17,9 +17,10 @@ from torch import nn
 
 from cpt_core.bitops.plan import formats_per_layer, price
 from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.bitops.watch import as_it_was
 from cpt_core.checks import check_bits, choose, declared, whole
 from cpt_core.inspecting.measured import MeasuredCost, Spent
-from cpt_core.inspecting.step import TrainingStep, as_it_was
+from cpt_core.inspecting.step import TrainingStep
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cpt_core.bitops.trace import compiled_parts
 from cpt_core.bitops.watch import within
 from cpt_core.checks import declared, library, whole
+from cpt_core.inspecting.ledger import compiled_parts
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.in_force import ladder_role

@@ -8,17 +8,16 @@
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.watch import Path, floating_in, random_as_it_was, tensors_in
+from cpt_core.bitops.watch import Path, floating_in, tensors_in
 from cpt_core.checks import choose
-from cpt_core.quantization.precision import LayerPrecision
 
 
 class TrainingStep(Path):
@@ -163,17 +162,3 @@ def storage_of(x: Tensor) -> StorageWeakRef | None:
         return StorageWeakRef(x.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run eager code with gradients; put buffers, the rounding noise and random numbers back afterwards."""
-    keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
-    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
-    try:
-        with random_as_it_was(model.parameters()), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in held:
-                tensor.copy_(value)

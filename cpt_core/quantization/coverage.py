@@ -175,7 +175,7 @@ class FirstPass(TorchFunctionMode):
         """Put hooks on the model; names of modules: ``asked`` to stay in float32, and ``unseen``, which call those."""
         super().__init__()
         self.model, self.asked = model, frozenset(asked)
-        self.seen = dict.fromkeys(unseen, *UNSEEN)
+        self.seen = dict.fromkeys(unseen, f"{', '.join(UNSEEN)} (if it runs)")
         self.passes, self.done = 0, False  # running, in all threads; whether one has not failed
         model.register_forward_pre_hook(self.enter)
         model.register_forward_hook(self.leave, always_call=True)

@@ -85,12 +85,6 @@ class GraphPrecision(LayerPrecision, layers.Precision):
         key = self.noise_key if q.rounding == "stochastic" else None
         return _ScaledAndBiased.apply(*terms, self.grad_levels, key)
 
-    def rounded_and_biased(self, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
-        """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
-        if self._in_one_pass("input", h):
-            return operators.active.scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].grid)
-        return self.operand("input", h if scale is None else h * scale) + bias
-
     def product(
         self, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool = False,
         tail: Tail | None = None,

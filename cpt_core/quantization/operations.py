@@ -87,12 +87,17 @@ class Products(TorchFunctionMode):
         self.given: tuple[Tensor, ...] = ()  # tensors in the place of parameters, as functional_call puts them there
         self.needed: set[tuple[str, int, int]] = set()  # places in programs where an operand needed a gradient
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave whoever watches out of copies."""
+        return {name: value for name, value in vars(self).items() if name not in ("report", "watched")}
+
     def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, of which products are caught."""
         if torch.compiler.is_compiling():
             with self:
                 return function(*args, **kwargs)
         before, self.outside = self.outside, _surroundings()
+        self.multiplying = self.on_codes = False  # whatever another thread has left behind
         try:
             with self.watched(), self:
                 return function(*args, **kwargs)

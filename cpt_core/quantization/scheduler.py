@@ -219,15 +219,16 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
                 "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
             )
     else:
+        kept = getattr(optimizer, "state", {}).values()  # none of a Lookahead
+        if any(float(of.get("step", 1)) > 0 for of in kept if of):
+            said = "the optimizer has a state already, and the schedule begins at step 0: to resume a run, make the "
+            warnings.warn(f"{said}PrecisionScheduler before optimizer.load_state_dict", stacklevel=3)
         try:
             optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
             optimizer.register_load_state_dict_pre_hook(_load)
             optimizer.register_step_post_hook(_stepped)
         except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
             raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
-        if optimizer.state:
-            said = "the optimizer has a state already, and the schedule begins at step 0: to resume a run, make the "
-            warnings.warn(f"{said}PrecisionScheduler before optimizer.load_state_dict", stacklevel=3)
     _followers[optimizer] = scheduler
 
 

@@ -150,23 +150,6 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDAr
     return np.array(prices)[where].reshape(np.shape(bits))
 
 
-def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
-    """Return the BitOps of a run: ``macs * sum_t (q_t**2 + 2 q_t q_grad) / 32**2``.
-
-    Args:
-        macs: forward multiply-accumulates of ONE training step (the whole batch).
-        bits: forward bits of every step, shape (steps,).
-        q_grad: gradient bits, a scalar or one per step.
-
-    Returns:
-        BitOps in units of one full-precision MAC (32 x 32 bits). It is a count, not a time.
-
-    Paper: section 4.1.
-    Differs: the "GBitOps" printed in the paper's text are this number divided by 1e13.
-    """
-    return float(macs * int(step_cost(bits, q_grad).sum()) / FULL_PRECISION**2)
-
-
 def noise_exposure(bits: ArrayLike, q_max: int) -> float:
     """Return the mean of ``4**-q`` over the steps, relative to training at static ``q_max``.
 

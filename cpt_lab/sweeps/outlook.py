@@ -9,6 +9,7 @@ from functools import cache
 from statistics import median
 
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from cpt_core.checks import choose, offer
 from cpt_core.formats.ladder import LADDERS
@@ -94,11 +95,28 @@ def _price(
     bitops = 0.0
     for spec in specs:
         bits = LADDERS[spec.recipe.ladder].bits
-        static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max))
+        static = total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max))
         bitops += static * spec.relative_cost
     curves = sum(CURVE_BYTES * spec.recipe.steps + RUN_BYTES for spec in missing)
     disk = math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6)
     return {**line, "bitops": bitops, "disk": disk, "age": (time.time() - found.measured) / 86400}
+
+
+def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
+    """Return the BitOps of a run: ``macs * sum_t (q_t**2 + 2 q_t q_grad) / 32**2``.
+
+    Args:
+        macs: forward multiply-accumulates of ONE training step (the whole batch).
+        bits: forward bits of every step, shape (steps,).
+        q_grad: gradient bits, a scalar or one per step.
+
+    Returns:
+        BitOps in units of one full-precision MAC (32 x 32 bits). It is a count, not a time.
+
+    Paper: section 4.1.
+    Differs: the "GBitOps" printed in the paper's text are this number divided by 1e13.
+    """
+    return float(macs * int(cost.step_cost(bits, q_grad).sum()) / cost.FULL_PRECISION**2)
 
 
 def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:

@@ -1,5 +1,6 @@
 """Products that no layer reports: a table of models against torch's own counter, and plan against ledger."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -21,7 +22,7 @@ from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.coverage import convertible
-from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
 
@@ -293,6 +294,18 @@ def test_the_ledger_survives_a_failing_forward_pass():
         model(torch.randn(5, 8)).sum().backward()
         torch.randn(5, 8) @ torch.randn(8, 3)  # not in the model
     assert ledger.unpriced == {"(products)": 5 * 8 * 3}
+
+
+def test_neither_a_check_inside_a_ledger_nor_a_copy_breaks_or_counts():
+    model, x = quantize_(nn.Sequential(Borrowed())), sequences()
+    with precision(model, 8), BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+        before, average = ledger.total(), copy.deepcopy(model)
+        with precision(average, 8):
+            average(x).sum().backward()
+        assert ledger.total() == before
+        check(model, (x,))
+    assert ledger.total() > before  # it is a step of the model
 
 
 def test_a_plan_inside_a_ledger_is_no_training():

@@ -193,8 +193,11 @@ def test_what_would_go_wrong_without_a_word_is_an_error():
     late = torch.optim.Adam(model.parameters())
     model[0].weight.grad = torch.zeros_like(model[0].weight)
     late.step()
-    with pytest.warns(UserWarning, match=r"begins at step 0: to resume .* before optimizer\.load_state_dict"):
+    with pytest.raises(UserWarning, match=r"begins at step 0: to resume .* before optimizer\.load_state_dict"):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=late)
+    late.step()  # the error has left no hook
+    born_with_a_state = torch.optim.Adagrad(model.parameters())
+    cpt.PrecisionScheduler(model, SCHEDULE, optimizer=born_with_a_state)
 
     class Lookahead(torch.optim.Optimizer):
         def __init__(self):

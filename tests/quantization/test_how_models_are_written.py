@@ -52,6 +52,7 @@ class Checkpoint(torch.autograd.Function):
 
 HOW = {"none": lambda run, *xs: run(*xs), "own": Checkpoint.apply}
 HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
+HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](partial(HOW["torch's, True"], run), *xs)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -80,6 +81,30 @@ def test_products_of_a_module_that_are_computed_again_are_priced_as_its_own(how)
     assert (found.ok, found.quantized_share, again.float32) == (True, 1, {})
     # both products once more; torch's stops where nothing more is wanted
     assert again.total == plain.total + (2 if how == "own" else 1) * 2 * 5 * 5 * 8 * 2 * 2 / 32**2
+
+
+class Keeps(torch.autograd.Function):
+    """No checkpoint: what it keeps runs in its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, x, w, back):
+        ctx.back = back
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        assert ctx.back is torch.matmul
+        return ctx.back(gradient, w.t()), ctx.back(x.t(), gradient), None
+
+
+def test_functions_that_are_kept_for_the_backward_pass_alone_stay_as_they_are():
+    model = quantize_(Does(lambda m, x: Keeps.apply(x, m.w, torch.matmul), w=nn.Parameter(torch.randn(4, 4))))
+    x = torch.randn(3, 4, requires_grad=True)
+    with precision(model, 2, 8):
+        model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 4) @ model.w.t())
 
 
 class Outer(nn.Module):

@@ -7,6 +7,7 @@ from helpers import quietly
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_lab.sweeps.outlook import total_bitops
 
 
 def rows_of(path):
@@ -61,7 +62,7 @@ def test_cost_of_every_experiment(reference_dir):
         found = {
             # the authors' baseline has the gradients of the run
             "rel_to_static": schedule.relative_cost(q_grad) / StaticSchedule(schedule.q_max, 1).relative_cost(q_grad),
-            "total_bitops": cost.total_bitops(macs, schedule.bits(), q_grad),
+            "total_bitops": total_bitops(macs, schedule.bits(), q_grad),
             "mean_bits": schedule.bits().mean(),
             "mean_cost": cost.step_cost(schedule.bits(), q_grad).mean() / cost.FULL_PRECISION**2,
         }

@@ -23,6 +23,7 @@ from cpt_core.schedules.schedule import (
     StaticSchedule,
     TableSchedule,
 )
+from cpt_lab.sweeps.outlook import total_bitops
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
 GROUPS = (
@@ -305,7 +306,7 @@ def test_bits_of_groups_are_the_highest_and_at_those_of_each():
 def test_price_of_a_step():
     assert cost.step_cost(8, 8) == 192
     assert cost.step_cost([3, 8.0], 6).tolist() == [9 + 36, 64 + 96]
-    assert cost.total_bitops(10, [32, 32], 32) == 10 * 2 * 3
+    assert total_bitops(10, [32, 32], 32) == 10 * 2 * 3
     assert cost.relative_cost([3, 8], q_max=8) == pytest.approx((9 + 48 + 192) / 2 / 192)
     assert cost.relative_cost([4], q_max=8, q_grad=6) == pytest.approx((16 + 48) / 192)
     six, eight, four = (StaticSchedule(q, 4) for q in (6, 8, 4))
