@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.checks import extra_named
+from cpt_core.checks import choose, extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 app = typer.Typer(
@@ -103,7 +103,7 @@ def run(
     from cpt_lab.sweeps.worker import follow
     from cpt_lab.training.processes import joined
 
-    unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
+    unfit = [word for word in seeds if not (word.isdecimal() and int(word) < 2**31)]
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}; several are written 0 1 2")
     chosen = list(dict.fromkeys(map(int, seeds))) or None
@@ -209,7 +209,10 @@ def _verdict(grid: str) -> None:
             what = f"{spec.recipe.dataset!r} has checksum {here} here, and {checksum} in the rows of {grid}"
             raise ValueError(f"{what}: effects on other data neither repeat it nor differ from it")
     typer.echo(f"{grid} with fresh seeds: {len(specs)} runs, rows in {store}")
-    found = repeated(grid, run_grid(specs, store))
+    rows = run_grid(specs, store, retry_failed=True)
+    if lost := sum(row["status"] == "failed" for row in rows):
+        raise ValueError(f"{lost} of {len(rows)} runs failed, which is no answer; the same command tries them again")
+    found = repeated(grid, rows)
     for line in found:
         typer.echo(f"  {line}")
     if any(line.word == "DIFFERS" for line in found):
@@ -302,8 +305,12 @@ def range_test(
 
     r = recipe(scale, dataset, model, task=task)
     check_data(r)
-    if figure is not None and not figure.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {figure.parent}")
+    if figure is not None and (figure.is_dir() or not figure.parent.is_dir()):
+        raise FileNotFoundError(f"--figure takes a file in a folder that is there, such as answer.png; got {figure}")
+    if figure is not None:
+        from matplotlib.figure import Figure
+
+        choose("type of --figure", figure.suffix.removeprefix("."), Figure().canvas.get_supported_filetypes())
 
     import torch
 

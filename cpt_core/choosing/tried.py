@@ -62,7 +62,10 @@ Run = Callable[[Sequence[Arm], int], Mapping[str, Result]]  # arms and a seed ->
 
 @dataclass(frozen=True)
 class Difference:
-    """What an arm reaches minus what another does, one value a seed, and the ``margin``: too little to matter."""
+    """What an arm reaches minus what another does, one value a seed, and the ``margin``: too little to matter.
+
+    A value is minus infinity where the arm has diverged, and infinity where the other alone has.
+    """
 
     arm: Arm
     values: tuple[float, ...]
@@ -71,10 +74,11 @@ class Difference:
 
     @property
     def mean(self) -> float:
-        """Over seeds; minus infinity where a training diverged, NaN where none is there."""
+        """Over seeds, NaN where none is there; of infinite ones, minus infinity counts first."""
         if not self.values:
             return math.nan
-        return float(np.mean(self.values)) if np.isfinite(self.values).all() else -math.inf
+        ends = [end for end in (-math.inf, math.inf) if end in self.values]
+        return ends[0] if ends else float(np.mean(self.values))
 
     def half(self, level: float = 0.05) -> float:
         """Return half the width of the interval of Student's t; infinity for one seed."""
@@ -84,8 +88,8 @@ class Difference:
     @property
     def word(self) -> str:
         """ "as good as" (the 90 % interval lies within the margin), "better than", "worse than" (95 %), "unclear"."""
-        if self.mean == -math.inf:
-            return "worse than"
+        if math.isinf(self.mean):
+            return "worse than" if self.mean < 0 else "better than"
         if len(self.values) < FEWEST:
             return "unclear"
         if abs(self.mean) + self.half(0.1) < self.margin:
@@ -102,8 +106,8 @@ class Difference:
 
     def __str__(self) -> str:
         """Return the mean with its 95 % interval, such as "-0.21 [-0.52, +0.10] points"."""
-        if self.mean == -math.inf:
-            return "diverged"
+        if math.isinf(self.mean):
+            return "diverged" if self.mean < 0 else "the other diverged"
         n = len(self.values)
         mean, low, high = (round(x, 9) + 0.0 for x in (self.mean, self.mean - self.half(), self.mean + self.half()))
         ends = f"[{low:+.2g}, {high:+.2g}]" if n >= FEWEST else f"({n} seeds)" if n > 1 else "(one seed)"
@@ -139,8 +143,10 @@ class Tried:
     def difference(self, name: str, other: str = "") -> Difference:
         """Return what an arm reaches minus what another does, by the seeds of both; ``other`` is its ``against``."""
         mine, its = (self.results.get(n, {}) for n in (name, other or self.arms[name].against))  # float32: with none
-        values = (mine[seed].value - its[seed].value for seed in sorted(set(mine) & set(its)))
-        return Difference(self.arms[name], tuple(values), self.margin, self.unit)
+        pairs = ((mine[seed].value, its[seed].value) for seed in sorted(set(mine) & set(its)))
+        ends = {(True, False): -math.inf, (False, True): math.inf}
+        values = (ends.get((math.isnan(a), math.isnan(b)), a - b) for a, b in pairs)
+        return Difference(self.arms[name], tuple(v for v in values if not math.isnan(v)), self.margin, self.unit)
 
     def _of(self, kind: str, bits: int | None = None) -> list[Difference]:
         """What was tried of a kind, against what it is compared with."""
@@ -304,7 +310,7 @@ class Tried:
                 ("gradients", self.bits, f"{self.bits} bits, gradients at …", "s", "#D55E00", 5),
             ):
                 found = [self.difference(d.arm.name, FULL) for d in self._of(kind, bits)]
-                shown = [d for d in found if d.values and d.mean > -math.inf]
+                shown = [d for d in found if d.values and math.isfinite(d.mean)]
                 aside = 0.012 * (kind == "schedule")  # where their static precision would hide them
                 x, y = [d.arm.cost + aside * (i + 1) for i, d in enumerate(shown)], [d.mean for d in shown]
                 half = [d.half() if len(d.values) >= FEWEST else 0.0 for d in shown]

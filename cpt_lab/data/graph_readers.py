@@ -83,7 +83,8 @@ def read_archive(path: Path) -> RawGraph:
             if key is not None:
                 found[what] = arrays[key]
             elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
-                found[what] = _dense(path, *(arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape")))
+                csr = (arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape"))
+                found[what] = _dense(path, arrays.get("feat_data"), *csr)
             elif what not in SPLITS:
                 raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
         labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
@@ -103,15 +104,16 @@ def read_archive(path: Path) -> RawGraph:
     return RawGraph(title, (source, destination), found["features"], labels, split)
 
 
-def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
-    """Return a matrix of ones and zeros, given in CSR form without its values."""
+def _dense(path: Path, data: np.ndarray | None, *csr: np.ndarray) -> np.ndarray:
+    """Return a matrix that is given in CSR form; without its values, ``data``, they are ones."""
     names = ("feat_indptr", "feat_indices", "feat_shape")
     ends, places, size = (whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True))
     fits = len(size) == 2 and len(ends) == size[0] + 1 and ends[0] == 0 and ends[-1] == len(places)
+    fits = fits and (data is None or data.shape == places.shape)
     if not fits or (np.diff(ends) < 0).any() or ((places < 0) | (places >= size[1])).any():
         raise ValueError(f"{path}: feat_indptr and feat_indices do not fit feat_shape {tuple(size.tolist())}")
     features = np.zeros(size, dtype=np.float32)
-    features[np.repeat(np.arange(size[0]), np.diff(ends)), places] = 1
+    features[np.repeat(np.arange(size[0]), np.diff(ends)), places] = 1 if data is None else data
     return features
 
 

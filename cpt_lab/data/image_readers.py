@@ -39,6 +39,8 @@ def rgb(image: Any) -> Any:
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
             raise ValueError(f"a picture of 8 or 16 bits expected, got PIL's mode {image.mode}")
+        if 0 < values.max() < 256:
+            raise ValueError(f"a picture of 16 bits whose values end at {values.max()} would be black; save it with 8")
         image = library("PIL.Image", "vision").fromarray((values >> 8).astype(np.uint8))
     return image.convert("RGB")
 

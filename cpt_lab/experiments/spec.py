@@ -118,7 +118,7 @@ def run_spec(
     """
     kind, _, bits = arm.partition(" ")
     if kind == "static":
-        if not bits.isdigit():
+        if not bits.isdecimal():
             raise ValueError(f"a static arm is written 'static 5', got {arm!r}")
         schedule = make_schedule(STATIC, q_max=int(bits), total_steps=recipe.steps)
     else:

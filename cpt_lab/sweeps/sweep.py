@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from cpt_lab.data.files import check_data
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores, usable_memory
@@ -115,6 +116,7 @@ def _check_data(
     for spec in _recipes(specs):
         if spec.recipe in here:
             choose_device(options.device, spec)
+            check_data(spec.recipe)
         elif not is_own(spec.recipe.dataset):
             continue
         try:

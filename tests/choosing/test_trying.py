@@ -86,7 +86,7 @@ def test_the_answer_is_that_of_the_trainings():
         (dict(), 4.1, 3, 4, "Bits", "With 3 bits it is slightly worse than in float32, which", "3 bits are enough"),
         (dict(diverged=SOME), 1.0, 4, 6, "Bits", "With 3 bits it is worse than float32 (diverged).", "4 bits are"),
         (
-            dict(diverged=[f"{b} bits" for b in WIDTHS]), 1.0, 8, 8, "Bits", "worse than in float32, which reaches 9",
+            dict(diverged=[f"{b} bits" for b in WIDTHS]), 1.0, 8, 4, "Bits", "worse than in float32, which reaches 9",
             "Even 8 bits are not enough",
         ),
         (dict(rr=-2.0), 1.0, 4, 5, "Schedule", "At the cost of 4 bits schedules are clearly worse than 4 bits", ""),
@@ -110,6 +110,17 @@ def test_what_diverged_is_not_drawn():
     drawn = {text.get_text() for text in ax.texts}
     assert {"4 bits", "2 bits", "6", "4"} < drawn
     assert not {"3 bits", "5"} & drawn
+
+
+def test_where_static_precision_alone_diverges_schedules_and_gradients_are_not_worse():
+    lost = dict.fromkeys((5, 4, 3, 2), 9.0)
+    found = answer(Trainings(lost=lost, diverged=("6 bits",)), seeds=3)
+    words = {name: found.difference(name).word for name in ("6 bits", "CR at 6", "RR at 6")}
+    assert words == {"6 bits": "worse than", "CR at 6": "better than", "RR at 6": "better than"}
+    assert str(found.difference("CR at 6")) == "the other diverged"
+    both = answer(Trainings(lost=lost, diverged=("6 bits", "CR at 6")), seeds=3)
+    assert both.difference("CR at 6").values == ()
+    assert found.figure()
 
 
 def test_float32_that_diverges_is_an_error():

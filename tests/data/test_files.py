@@ -298,6 +298,8 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
     assert np.array_equal(np.asarray(rgb(few)), np.asarray(few.convert("RGB")))
     grey = np.asarray(rgb(colours.convert("L")))
     assert (grey == grey[..., :1]).all()
+    dark = Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16))
+    refused("16 bits whose values end at 255 would be black; save it with 8", rgb, dark)
     refused("8 or 16 bits expected, got PIL's mode F", rgb, Image.fromarray(np.ones((2, 2), np.float32)))
 
 

@@ -77,6 +77,8 @@ def test_sparse_features_and_other_names(tmp_path):
     found = load_graph(own(path, standardize=False))
     assert torch.equal(found.features, torch.from_numpy(sparse.toarray()))
     assert torch.equal(found.labels, torch.from_numpy(a["labels"]))
+    path = write_npz(tmp_path, features=None, labels=None, node_labels=a["labels"], feat_data=3 * sparse.data, **csr)
+    assert torch.equal(load_graph(own(path, standardize=False)).features, 3 * found.features)
 
 
 def test_a_graph_without_a_split_is_cut_and_says_so(tmp_path):

@@ -51,11 +51,20 @@ def test_fresh_seeds_are_nobodys():
 def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(date, code, monkeypatch, command):
     found, asked = made(date, fresh=True), []
     monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or found)
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, **_: asked.extend(specs) or found)
     status, said, _ = command("verify", "--verdict", GRID)
     assert (status, asked) == (code, repeated.fresh(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
     assert ("DIFFERS" in said) == bool(code)
+
+
+def test_runs_that_failed_are_no_answer(monkeypatch, command):
+    found = made(1, fresh=True)
+    found[0]["status"] = "failed"
+    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, retry_failed: found)
+    status, _, said = command("verify", "--verdict", GRID)
+    assert (status, "1 of 300 runs failed, which is no answer; the same command tries them again" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,7 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(change, kept, monke
 
 def test_effects_on_other_data_are_no_answer(monkeypatch, command):
     stored, asked = committed("h5"), []
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or [])
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, **_: asked.extend(specs) or [])
     monkeypatch.setattr(repeated, "repeated", lambda grid, rows: [])
     monkeypatch.setattr(repeated, "committed", lambda: stored)
     assert command("verify", "--verdict", "h5/digits")[0] == 0

@@ -462,7 +462,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
 def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     good = specs_of("CR", steps=20)[0]
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
-    refused("there is no folder", run_grid, [good, bad], tmp_path / "rows.jsonl", error=FileNotFoundError)
+    refused("there is no file or folder", run_grid, [good, bad], tmp_path / "rows.jsonl", error=FileNotFoundError)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
