@@ -214,7 +214,8 @@ def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
     buffers = [(m._buffers, dict(m._buffers)) for m in modules]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and p.is_leaf]
     gradients = [(p, p.grad) for p in parameters]
-    devices = sorted({t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda})
+    places = {t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda}
+    devices = sorted(places) if torch.cuda.is_initialized() else []  # else nothing has drawn there yet
     pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         for p in parameters:
