@@ -46,6 +46,7 @@ class Many(TyperCommand):
 Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")]
 Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
+Task = Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")]
 Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
 
 
@@ -233,6 +234,19 @@ def report(
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 
+def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> Any:
+    """Return the recipe of a data set, which is there."""
+    from cpt_lab.data.files import check_data, task_of_data
+    from cpt_lab.experiments.recipe import is_own
+    from cpt_lab.experiments.recipes import recipe
+
+    if task and not is_own(dataset):
+        raise ValueError(f"--task {task} is for data of your own; {dataset} has its task")
+    found = recipe(scale, dataset, model, task=task or task_of_data(dataset))
+    check_data(found)
+    return found
+
+
 @app.command("try")
 def try_(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
@@ -245,22 +259,17 @@ def try_(
     margin: Annotated[
         float, typer.Option(min=1e-6, help="too little to matter: points, or percent of a perplexity")
     ] = 1,
-    task: Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")] = None,
+    task: Task = None,
     workers: Annotated[int | None, typer.Option(help="trainings at a time; the cores if left out")] = None,
     device: Device = "auto",
 ) -> None:
     """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
-    from cpt_lab.data.files import check_data, task_of_data
     from cpt_lab.experiments.recipe import is_own
-    from cpt_lab.experiments.recipes import recipe
 
-    if task and not is_own(dataset):
-        raise ValueError(f"--task {task} is for data of your own; {dataset} has its task")
-    r = recipe(scale, dataset, model, task=task or task_of_data(dataset))
-    check_data(r)
+    r = _recipe(dataset, model, scale, task)
     from cpt_lab.tasks.base import read_whole
 
-    classes = read_whole(r) if is_own(dataset) else None  # before longer imports: a defect is said within seconds
+    guessed = read_whole(r) if is_own(dataset) else None  # before longer imports: a defect is said within seconds
     from functools import partial
 
     from cpt_lab.analysis.trying import try_recipe
@@ -277,7 +286,7 @@ def try_(
         try:
             found, page = try_recipe(
                 r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
-                seeds=seeds, margin=margin, classes=classes,
+                seeds=seeds, margin=margin, guessed=guessed,
             )  # fmt: skip
         except RuntimeError as error:
             typer.echo(f"error: a training failed: {error}", err=True)
@@ -287,7 +296,7 @@ def try_(
 
 @app.command("range-test", cls=Many)
 def range_test(
-    dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],
+    dataset: Annotated[str, typer.Argument(help="a named data set, or your own, before the options")],
     model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
     scale: Scale = "demo",
     q_max: Annotated[int, typer.Option(min=2, help="bits that the others are compared with")] = 8,
@@ -295,16 +304,12 @@ def range_test(
     dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
     mode: Annotated[str, typer.Option(help="reset, or continuing as the CPT paper words it")] = "reset",
     seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [0, 1, 2],  # noqa: B006
-    task: Annotated[str, typer.Option(help="of data of your own: image, detection, graph, ...")] = "image",
+    task: Task = None,
     device: Device = "auto",
     figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
 ) -> None:
     """Find the lowest precision that still trains a data set's model: the precision range test."""
-    from cpt_lab.data.files import check_data
-    from cpt_lab.experiments.recipes import recipe
-
-    r = recipe(scale, dataset, model, task=task)
-    check_data(r)
+    r = _recipe(dataset, model, scale, task)
     if figure is not None and (figure.is_dir() or not figure.parent.is_dir()):
         raise FileNotFoundError(f"--figure takes a file in a folder that is there, such as answer.png; got {figure}")
     if figure is not None:

@@ -53,6 +53,7 @@ def keep(spec, status="ok", **more):
         (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
         (["range-test", "digits", "--q-max", "1"], "Invalid value for '--q-max'"),
         (["range-test", "digits", "--q-max", "2"], "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2"),
+        (["range-test", "digits", "--task", "graph"], "--task graph is for data of your own; digits has its task"),
         (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
         (["range-test", "digits", "--figure", "no/such/folder.png"], "a folder that is there, such as answer.png; got"),
         (["range-test", "digits", "--figure", "answer.foo"], "unknown type of --figure 'foo'"),

@@ -123,7 +123,7 @@ class BitOpsPlan:
     def __str__(self) -> str:
         """Return a table by layer."""
         width = max([len(n) for n in self.macs] + [5])
-        lines = [f"{'layer':<{width}}  {'MACs/step':>15}  {'BitOps':>12}"]
+        lines = [f"{'layer':<{width}}  {'forward MACs':>15}  {'BitOps':>12}"]
         lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
         lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
         lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same products in float32")

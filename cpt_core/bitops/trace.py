@@ -29,7 +29,7 @@ from cpt_core.bitops.watch import (
     shadow_of,
     tensors_in,
     within,
-)  # fmt: skip
+)
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.layers import PASSES

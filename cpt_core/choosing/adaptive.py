@@ -73,6 +73,8 @@ class AdaptiveScheduler(PrecisionScheduler):
 
     def step(self, loss: Tensor | float) -> None:  # type: ignore[override]
         """Go to the next optimizer step; ``loss`` is that of the one that was made, and nothing waits for it."""
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}")
         self.total = self.total + (loss.detach().float() if isinstance(loss, Tensor) else number("loss", loss))
         self.state["runs"][-1][1] += 1
         self.last_step += 1
@@ -85,7 +87,7 @@ class AdaptiveScheduler(PrecisionScheduler):
         s = self.state
         s["window"] = [*s["window"], loss][-KEPT:]
         s["first"] = [*s["first"], loss][:FIRST]
-        near = s["share"] * sum(s["first"]) / len(s["first"])
+        near = s["share"] * abs(sum(s["first"])) / len(s["first"])
         stalls = len(s["window"]) == KEPT and all(abs(x - loss) <= near for x in s["window"])
         if stalls and s["stage"] + 1 < len(self.levels):
             s |= {"stage": s["stage"] + 1, "share": self.decay * s["share"], "window": []}

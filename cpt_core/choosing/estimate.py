@@ -8,8 +8,9 @@ weights by its learning rate, so we weigh each step with it:
 
     w(t, l) = lr_t * sum over the inputs and weights of l of g**2 * range**2 / 12
 
-That is a heuristic: it knows nothing of how later steps undo an error, which measured responses do.
-Biases, hidden states of an LSTM and inputs that need no gradient (those of the first layer) are not in it.
+with the rate of the weights' own group. That is a heuristic: it knows nothing of how later steps undo an error, which
+measured responses do. Biases, hidden states, what deeper layers of an LSTM get, inputs that need no gradient (those of
+the first layer) and what attention and other modules multiply besides their weights are not in it.
 """
 
 from collections.abc import Iterator
@@ -28,26 +29,37 @@ from cpt_core.quantization.layers import QuantizedLayer
 def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]) -> Iterator[None]:
     """Add the estimate of every quantised layer to ``found`` for the steps inside a ``with`` block."""
     layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     hooks = ExitStack()
 
     @torch.no_grad()
-    def add(name: str, role: str, x: Tensor, gradient: Tensor) -> None:
-        quantizer = layers[name].precision.quantizers.get(role)
-        if quantizer is None or x.numel() == 0:
+    def add(name: str, role: str, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+        if x.numel() == 0:
             return
-        width = range_of(x.detach(), quantizer.grid)[1]
-        rate = float(optimizer.param_groups[0]["lr"])
+        width = range_of(x.detach(), layers[name].precision.quantizers[role].grid)[1]
+        if role == "input_l0":  # a range at every step of an LSTM
+            time = 1 if layers[name].batch_first and x.dim() == 3 else 0
+            rest = [i for i in range(x.dim()) if i != time]
+            width = x.amax(rest, keepdim=True) - x.amin(rest, keepdim=True)
+        rate = float(group_of.get(id(weight), optimizer.param_groups[0])["lr"])
         found[name] += rate * float((gradient.float() * width).square().sum()) / 12
 
-    def inputs(name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def inputs(role: str, name: str, weight: Tensor, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                hooks.enter_context(x.register_hook(partial(add, name, "input", x.detach())))
+                hooks.enter_context(x.register_hook(partial(add, name, role, weight, x.detach())))
 
     with hooks:
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(partial(inputs, name), with_kwargs=True))
-            for parameter, weight in layer.named_parameters(recurse=False):
-                if parameter.startswith("weight") and weight.requires_grad:
-                    hooks.enter_context(weight.register_hook(partial(add, name, "weight", weight)))
+            own = "weight" in layer.precision.quantizers  # else its products are caught
+            held = layer.named_parameters(recurse=False)
+            weights = [p for key, p in held if (key.startswith("weight") if own else p.dim() > 1)]
+            for weight in weights:
+                role = "weight" if own else "conv_weight" if weight.dim() > 2 else "linear_weight"
+                if weight.requires_grad:
+                    hooks.enter_context(weight.register_hook(partial(add, name, role, weight, weight)))
+            role = next((r for r in layer.precision.quantizers if r in ("input", "input_l0")), "")
+            if weights and role:
+                seen = partial(inputs, role, name, weights[0])
+                hooks.enter_context(layer.register_forward_pre_hook(seen, with_kwargs=True))
         yield

@@ -180,10 +180,13 @@ def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     with precision(trial.model, bits=bits, q_grad=bits), watch.on():
         trial.train_step(first)
     names = layer_precisions(trial.model)
-    found: Counter[str] = Counter()
+    layers, caught = Counter[str](), Counter[str]()  # as the paper counts, and products that it has no layer for
     for call in calls:
         if call.layer in names and call.passes("paper"):
-            found[call.layer] += call.macs
+            layers[call.layer] += call.macs
+        elif call.owner in names:
+            caught[call.owner] += call.macs
+    found = Counter({**caught, **layers})
     if idle := [n for n in names if not found[n]]:
         said = "leave it in float32 (config=), then it has no bits"
         raise ValueError(f"layer {idle[0]!r} did nothing in a step of train_step; {said}")

@@ -105,6 +105,8 @@ def judge(
     if any(math.isnan(x) for x in (*reference, *start)):
         at = top if mode == "reset" else bits[0]
         return answer(None, f"training diverges at {at} bits; lower the learning rate or clip")
+    if mode == "continuing" and 0 in start:
+        return answer(None, "the loss starts at 0, of which no share can fall; take mode='reset'")
     if mode == "reset":
         noise = [_mean_std(seed[-1][-window:])[1] / math.sqrt(window) for seed in traces]
         if any(a - b <= 2 * n for a, b, n in zip(start, reference, noise, strict=True)):
@@ -130,7 +132,7 @@ def _shares(mode: str, start: float, losses: list[float]) -> list[float]:
     if mode == "reset":
         whole = start - losses[-1]
         return [(start - loss) / whole if whole else math.nan for loss in losses]
-    return [(before - loss) / start for before, loss in zip((start, *losses), losses, strict=False)]
+    return [(before - loss) / (abs(start) or math.nan) for before, loss in zip((start, *losses), losses, strict=False)]
 
 
 def _doubt(of: dict[int, tuple[float, float]], q_min: int, threshold: float, losses: list[list[float]]) -> str:

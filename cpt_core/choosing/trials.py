@@ -2,9 +2,11 @@
 
 import copy
 import math
+import random as python_random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,17 +43,24 @@ class Trial:
         self.rates: list[list[float]] = []  # after every step, which all trainings have in common
         self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # also those of no state_dict
         random = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+        random_python = (python_random.getstate(), np.random.get_state())  # noqa: NPY002
         others = [s.state_dict() for s in self.stateful]
-        states = (model.state_dict(), optimizer.state_dict(), self.scheduler.state_dict(), others, *random)
-        self.before = copy.deepcopy(states)
+        states = (model.state_dict(), optimizer.state_dict(), self.scheduler.state_dict(), others)
+        self.before = copy.deepcopy((*states, *random, *random_python))
 
     def put_back(self) -> None:
         """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""
-        model, optimizer, scheduler, others, random, random_cuda = copy.deepcopy(self.before)
+        model, optimizer, scheduler, others, random, random_cuda, pythons, numpys = copy.deepcopy(self.before)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
+        for parameter in self.model.parameters():
+            parameter.grad = None
         self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
         self.scheduler.load_state_dict(scheduler)
         for other, state in zip(self.stateful, others, strict=True):
             other.load_state_dict(state)
@@ -60,6 +69,8 @@ class Trial:
         torch.set_rng_state(random)
         if random_cuda is not None:
             torch.cuda.set_rng_state(random_cuda)
+        python_random.setstate(pythons)
+        np.random.set_state(numpys)  # noqa: NPY002
 
     def losses(self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any) -> list[float]:
         """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``Levels``.
@@ -118,14 +129,18 @@ def of_model(
         quantize_(model, config)
     elif config is not None:
         raise ValueError("the model is quantised already, so that config= would change nothing")
-    layers = layer_precisions(model).values()
+    layers, trial = layer_precisions(model).values(), None
     former = [(layer, layer.in_force, layer.highest, layer.driver) for layer in layers]
-    trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
+        trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)
         for seed in seeds:
             yield trial, seed * batches
     finally:
-        trial.put_back()
+        if trial is not None:
+            trial.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for layer, in_force, top, driver in former:
             layer.in_force, layer.highest, layer.driver = in_force, top, driver
         if convert:

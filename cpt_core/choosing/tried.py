@@ -125,7 +125,7 @@ class Tried:
         margin: what is too little to matter, in units of the results.
         unit: of the results, such as "points".
         of: what is measured, such as "accuracy".
-        guessed: what guessing reaches.
+        guessed: what the best guess reaches that knows no input.
         out_of_time: whether the time was over, or Ctrl-C came, before all was clear.
         conversion: the line that quantises the model.
     """
@@ -239,8 +239,9 @@ class Tried:
         found["Time"] = f"None is saved, as low precision is simulated{takes}."
         if self.unclear:
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
-            seeds = max((d.needed for d in self.unclear if len(d.values) >= FEWEST), default=FEWEST)
+            seeds = max((d.needed for d in self.unclear if len(d.values) >= FEWEST), default=0)
             count = f"takes about {seeds} seeds" if seeds < MOST_SEEDS else "takes more than these seeds can say"
+            count = count if seeds else f"takes {FEWEST} seeds or more"
             found["Not clear"] = f"{names}. To tell {self._little} apart {count}."
         return found
 
@@ -262,7 +263,7 @@ class Tried:
         first = self.difference(f"{self.bits} bits")
         are = "are perhaps" if first.word == "unclear" else "are"
         enough = first.mean >= -self.margin
-        bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
+        bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits {are} not enough"
         return f"{bits}; {verdict if schedules else 'schedules were not compared'}"
 
     def lines(self) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from cpt_core.checks import check_bits, declared, shown
 from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule
 
 
@@ -88,10 +89,9 @@ class MeasuredCost:
             ValueError: for a schedule with bits that were not measured, or with other bits in other layers.
         """
         declared(self.relative_cost, locals())
-        if isinstance(schedule, LayeredSchedule):
-            raise ValueError(
-                "a layered schedule cannot be priced: steps were measured with the same bits in all layers"
-            )
+        if isinstance(schedule, LayeredSchedule | RoleSchedules):
+            measured = "the same bits in all layers, weights and activations, and with the same gradients"
+            raise ValueError(f"a {type(schedule).__name__} cannot be priced: steps were measured with {measured}")
         return cost.relative_cost(schedule.bits(), schedule.q_max, cost=self.seconds)
 
     def _at(self, bits: int) -> Spent:

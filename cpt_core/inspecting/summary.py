@@ -25,14 +25,13 @@ from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.tally import mostly_float32
 from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
-from cpt_core.processor import multiplies_codes
+from cpt_core.codes.reasons import products_of, simulated_products
 from cpt_core.quantization.coverage import convertible, float32_reason, form_of, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.operations import QuantOperations
 
 NOT_CALLED = "converted, but its parent ran without calling it"
 IDLE = "its forward multiplied nothing"
-SLOW = "auto: this device does not multiply codes"
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             simulated: dict[str, str] | None = None
             products: tuple[str, ...] = PASSES
             if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":
-                slow = layer.precision.execution == "auto" and not multiplies_codes(layer.precision.levels.device)
-                products = layer.products
-                simulated = dict.fromkeys(products, SLOW) if slow else layer.simulated_products()
-                simulated |= _in_other_formats(layer)
+                products, simulated = products_of(layer), simulated_products(layer)
             share = shares.get(name, 0.0) if inputs is not None else None
             rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products, share))
     layers = (m.precision.extra_repr() for m in modules.values() if isinstance(m, QuantizedLayer))
@@ -155,14 +151,3 @@ def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float]
         plain[call.layer] += 0 if call.owner in converted else call.macs
     total = max(1, every.total())
     return {k: n / total for k, n in every.items()}, {k: n / total for k, n in plain.items() if n}
-
-
-def _in_other_formats(layer: QuantizedLayer) -> dict[str, str]:
-    """Return the products that some level of a ladder has in formats without codes, with the first such level."""
-    forward = ("forward", "aggregation")
-    for role, ladder in layer.precision.ladders._asdict().items():
-        if odd := [q for q in ladder.levels if not (ladder.quantizer(q).plain or ladder[q].is_identity)]:
-            why = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder.quantizer(odd[0])}"
-            gradients = role in ("error", "weight_gradient")
-            return {product: why for product in layer.products if not (gradients and product in forward)}
-    return {}

@@ -151,12 +151,13 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
                 f"layer {name!r} is not called by the module that holds it, which may use its weights itself; leave "
                 f"it in float32: QuantConfig(float32=({name!r}, ...))"
             )
-        for role, quantizer in layer.quantizers.items():
-            if quantizer.running and not layer.get_buffer(f"running_{role}")[2] > 0:
-                raise ValueError(
-                    f"layer {name!r} has no running range of its {role} yet, on which evaluation rounds: train the "
-                    "model first, or run it on a few batches in training mode"
-                )
+        running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]
+        empty = [role for role in running if not layer.get_buffer(f"running_{role}")[2] > 0]
+        if empty and not (module.CATCHES and len(empty) < len(running)):  # its own product fills one of them
+            raise ValueError(
+                f"layer {name!r} has no running range of its {empty[0]} yet, on which evaluation rounds: train the "
+                "model first, or run it on a few batches in training mode"
+            )
 
 
 def _check_format(name: str, layer: LayerPrecision) -> None:

@@ -128,7 +128,7 @@ class PrecisionCallback(TrainerCallback):
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Where the Trainer has put back the best weights, put back the running ranges they had."""
         self.precision.stop_recording()
-        if args.load_best_model_at_end and state.best_model_checkpoint:
+        if args.load_best_model_at_end and state.best_model_checkpoint and not state.is_hyper_param_search:
             ranges = _read(Path(state.best_model_checkpoint) / FILE)["layers"]
             for name, layer in layer_precisions(self.precision.model).items():
                 layer.set_running(ranges[name])

@@ -28,7 +28,8 @@ class PrecisionCallback(Callback):
     Args:
         schedule: one schedule, or a mapping from patterns of layer names to schedules (``PrecisionScheduler``). Its
             ``total_steps`` are the optimizer steps of the run, ``trainer.estimated_stepping_batches``: accumulated
-            batches are one step. In manual optimization steps of all optimizers count, as in ``trainer.global_step``.
+            batches are one step. In manual optimization steps of all optimizers count, as in ``trainer.global_step``;
+            how many there will be is known to nobody, and not checked.
         q_grad: gradient bits; None takes each schedule's ``q_max``.
         eval_bits: precision of validation, test and prediction: "q_max", "current" (of the schedule), "float" (no
             quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
@@ -54,6 +55,7 @@ class PrecisionCallback(Callback):
         self.record_every = None if record_every is None else whole("record_every", record_every, 1)
         self.precision: TrainerPrecision | None = None
         self._saved: dict[str, Any] | None = None  # Lightning loads states before there is a scheduler
+        self._hooks: list[Any] = []  # on optimizers, in manual optimization
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for Lightning's checkpoint."""
@@ -69,7 +71,8 @@ class PrecisionCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the scheduler, before the first validation."""
-        self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad, trainer.estimated_stepping_batches)
+        steps = trainer.estimated_stepping_batches if pl_module.automatic_optimization else None
+        self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad, steps)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start at step 0, or where the checkpoint was written."""
@@ -78,7 +81,11 @@ class PrecisionCallback(Callback):
                 f"training starts at step {trainer.global_step}, but its checkpoint has no state of {self.state_key}; "
                 "give one that was written with this callback, or start again without ckpt_path"
             )
-        self._follow(trainer, pl_module).start_recording(self.record_every, trainer.global_step)
+        precision = self._follow(trainer, pl_module)
+        precision.start_recording(self.record_every, trainer.global_step)
+        if not pl_module.automatic_optimization:  # a batch may have several steps
+            step = lambda *_: precision.step()  # noqa: E731
+            self._hooks = [optimizer.register_step_post_hook(step) for optimizer in trainer.optimizers]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -91,7 +98,9 @@ class PrecisionCallback(Callback):
                 logger.log_metrics(scalars, step=precision.recording.steps[-1])  # type: ignore[union-attr]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take recording off the module, also after an error."""
+        """Take recording off the module, and hooks off optimizers, also after an error."""
+        while self._hooks:
+            self._hooks.pop().remove()
         if self.precision is not None:
             self.precision.stop_recording()
 

@@ -170,7 +170,6 @@ class QuantPyGGraphConv(_QuantPyG, _QuantSAGEConv, GraphConv):
     """``GraphConv`` of PyTorch Geometric with quantised operands."""
 
     FLOAT, LINEAR, REST = GraphConv, ("lin_rel", "lin_root"), ("edge_weight", "size")
-    NEVER: ClassVar = {}
 
     def forward(self, x: Features, edge_index: Any, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
         """(S, I) -> (D, O)."""

@@ -240,7 +240,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 
     Without modules that turned out to multiply nothing in their own forward, see ``operations``.
     """
-    return {name: p for name, p in all_precisions(model).items() if p.must_be_there or p.called is not False}
+    return {name: p for name, p in all_precisions(model).items() if p.listed}
 
 
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:

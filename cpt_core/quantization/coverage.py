@@ -46,13 +46,13 @@ FORMS = {
 NAMES = frozenset(
     "__matmul__ __rmatmul__ _grouped_mm _nested_tensor_from_mask _transformer_encoder_layer_fwd addmm addmv baddbmm "
     "bilinear bmm chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot einsum "
-    "grouped_mm grouped_mm_fallback gru gru_cell inner linalg_matmul linalg_multi_dot linear lstm lstm_cell matmul mm "
-    "multi_dot multi_head_attention_forward mv rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
+    "grouped_mm grouped_mm_fallback gru gru_cell inner linalg_matmul linalg_multi_dot linear linear_cross_entropy "
+    "lstm lstm_cell matmul mm multi_dot multi_head_attention_forward mv rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
     "scaled_dot_product_attention tensordot vdot".split()
 )
 UNRULED = tuple(
-    "addbmm addbmm_ addmm_ addmv_ baddbmm_ cdist conv_tbc corrcoef cov linalg_matrix_exp linalg_matrix_power "
-    "matrix_exp matrix_power".split()
+    "addbmm addbmm_ addmm_ addmv_ baddbmm_ cdist conv_tbc convolution corrcoef cov linalg_matrix_exp "
+    "linalg_matrix_power matrix_exp matrix_power".split()
 )
 UNSEEN = frozenset({"flex_attention"})  # functions that multiply and that no mode sees: known by name alone
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word

@@ -61,7 +61,8 @@ class ForgottenStep:
             self.updates += 1
         elif self.gradient() is not weight.grad:
             self.starts += 1
-        self.version, self.gradient = weight._version, weakref.ref(weight.grad)
+        self.version = weight._version
+        self.gradient = weakref.ref(weight if weight.grad is None else weight.grad)  # a hook may have put it away
         if (self.updates < UPDATES and self.starts < STARTS) or self.step >= scheduler.total_steps - 1:
             return
         if _inside_an_optimizer():

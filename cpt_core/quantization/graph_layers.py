@@ -17,7 +17,7 @@ from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels import operators, products, traced
-from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32, on_codes
+from cpt_core.quantization.layers import QuantizedLayer, in_float32, on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.schedules.schedule import Levels
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
 ONE_RANGE = (*WHOLE, "per_sample_mean")  # those of which (N, F) has one range
-
-SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 
 
 class _ScaledAndBiased(torch.autograd.Function):
@@ -128,12 +126,6 @@ class _QuantGraph(QuantizedLayer):
     KIND = "graph"
     PRECISION = GraphPrecision
     ROOT: ClassVar = False  # whether the features of the destinations themselves are multiplied, too
-    ONE_RANGE = ONE_RANGE
-    SEVERAL: ClassVar = {
-        "input": {"weight": "inputs have a range per node"},
-        "aggregation": {SUMS[0]: "features have a range per node"},
-        "grad": dict.fromkeys(("weight", SUMS[1]), "gradients have a range per node"),
-    }
 
     @classmethod
     def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
@@ -152,11 +144,6 @@ class _QuantGraph(QuantizedLayer):
         inside, out = int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
         return Levels((inside, out), (inside,), (out,), (out,))
 
-    @property
-    def products(self) -> tuple[str, ...]:
-        """With Q-Agg the sum over neighbours, and that of its gradient, have quantised operands as well."""
-        return (*PASSES, *SUMS) if self.quantizes_aggregation else PASSES
-
     def not_on_codes(self) -> str:
         """Some product always has an integer form."""
         return ""
@@ -173,7 +160,6 @@ class _QuantGraph(QuantizedLayer):
 
 class _QuantGraphConv(_QuantGraph):
     SUMS: ClassVar = {"weight": -2}
-    SEVERAL: ClassVar = _QuantGraph.SEVERAL | {"weight": {"forward": "weights have a range per row"}}
 
     def forward(
         self, graph: Any, feat: Features, weight: Tensor | None = None, edge_weight: Tensor | None = None
@@ -197,8 +183,6 @@ class QuantGraphConv(_QuantGraphConv, GraphConv):
 
 class _QuantSAGEConv(_QuantGraph):
     WHOLE = ROOT = True
-    SEVERAL: ClassVar = _QuantGraph.SEVERAL | {"weight": {"error": "weights have a range per row"}}
-    NEVER: ClassVar = {SUMS[1]: "a mean divides every node's gradient by its own degree"}
 
 
 class QuantSAGEConv(_QuantSAGEConv, SAGEConv):

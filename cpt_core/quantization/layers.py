@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cpt_core.quantization.convert import QuantConfig
 
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
+ONE_RANGE = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
 ON_CODES = {  # products on codes -> their place in a room of their own, opened when a layer is asked for them
     "linear": "layers:linear_on_codes",
     "conv2d": "layers:conv2d_on_codes",
@@ -63,9 +64,6 @@ class QuantizedLayer(Changed):
     WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
     SPLITS: ClassVar[bool] = False  # gradients can differ between backward products, operands be rotated
     SUMS: ClassVar[Mapping[str, int]] = {}  # role -> dimension over which its product sums, where it is not the last
-    ONE_RANGE: ClassVar[tuple[str, ...]] = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
-    SEVERAL: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # role with several -> products not on codes then, and why
-    NEVER: ClassVar[Mapping[str, str]] = {}  # products that are not on codes whatever their ranges are, and why
     precision: LayerPrecision
 
     @classmethod
@@ -110,26 +108,14 @@ class QuantizedLayer(Changed):
                 "leave the module out: QuantConfig(float32=(...,))"
             )
 
-    @property
-    def products(self) -> tuple[str, ...]:
-        """The products of the layer, by name."""
-        return PASSES
-
     def not_on_codes(self) -> str:
         """Return why no product of this layer has an integer form, or ""."""
         return f"a {self.FLOAT.__name__} has no integer form"
 
-    def simulated_products(self) -> dict[str, str]:
-        """Return which of its ``products`` have no integer form here, with the reason."""
-        if reason := self.not_on_codes():
-            return dict.fromkeys(self.products, reason)
-        several = {role for role, q in self.precision.quantizers.items() if q.grid not in self.ONE_RANGE}
-        found = {product: why for role, of in self.SEVERAL.items() if role in several for product, why in of.items()}
-        found |= self.NEVER
-        return {product: found[product] for product in self.products if product in found}
-
     def to_float(self) -> None:
         """Undo ``from_float``."""
+        if self.precision.driver is not None:
+            self.precision.driver.release(self.precision)
         del self.precision
         super().to_float()
 
@@ -214,10 +200,6 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
 
     FLOAT = nn.Conv2d
-    SEVERAL: ClassVar = {
-        "grad": dict.fromkeys(PASSES[1:], "gradients have several ranges"),
-        "weight": {"error": "weights have a range per channel"},
-    }
 
     def _convolve(self, x: Tensor) -> Tensor:
         batch = x.unsqueeze(0) if self._is_image(x) else x
@@ -244,7 +226,7 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
             return f"it has {self.groups} groups"
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return f"its padding is {self.padding if isinstance(self.padding, str) else self.padding_mode!r}"
-        shared = self.precision.quantizers["input"].grid in self.ONE_RANGE
+        shared = self.precision.quantizers["input"].grid in ONE_RANGE
         return "" if shared else "its inputs have several ranges"
 
 
@@ -260,11 +242,6 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     FLOAT = nn.Linear
     KIND = "linear"
     SPLITS = True
-    SEVERAL: ClassVar = {
-        "weight": {"error": "weights have a range per row"},
-        "grad": {"weight": "gradients of sequences have a range per position"},
-        "input": {"weight": "inputs have several ranges"},
-    }
 
     @classmethod
     def lengths(cls, module: Any) -> Levels:

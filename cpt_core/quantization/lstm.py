@@ -22,7 +22,7 @@ torch.Size([7, 2, 3])
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,6 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
 
     FLOAT = nn.LSTM
     KIND = "lstm"
-    SEVERAL: ClassVar = {"weight": {"error": "weights have a range per row"}}
-    NEVER: ClassVar = {"weight": "every step has ranges of its own"}
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:

@@ -53,7 +53,7 @@ from cpt_core.checks import library
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
 from cpt_core.quantization import coverage, recurrences
-from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, on_codes, unseen
+from cpt_core.quantization.layers import TRACED, Changed, QuantizedLayer, in_float32, on_codes, unseen
 
 if TYPE_CHECKING:
     from cpt_core.quantization.convert import QuantConfig
@@ -416,8 +416,9 @@ def _recurrence(form: Rule, kind: str) -> Rule:
 
 def _named(*names: str) -> list[Any]:
     """Return the functions of torch with these names, wherever it has them."""
-    places = (torch, functional, Tensor, torch.linalg, torch._C._nn)
-    return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+    places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch.ops.aten)
+    found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+    return found + [f.default for f in found if hasattr(f, "default")]  # of the operators that graphs are made of
 
 
 PAIRS = dict.fromkeys(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"))
@@ -464,18 +465,19 @@ def factors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return ordered[1:3] if function.__name__.startswith(("add", "badd")) else ordered[:2]
 
 
-def _seen_inside(function: Any) -> FunctionType:
+def _seen_inside(function: Any) -> Callable[..., Any]:
     """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
-    own = {**function.__globals__, "has_torch_function": lambda _: False}
+    asking = "has_torch_function", "has_torch_function_variadic"
+    own = function.__globals__ | dict.fromkeys(asking, lambda *_: False)
     inside = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
     inside.__kwdefaults__ = function.__kwdefaults__
-    return inside
+    return lambda *args, options=None, **kwargs: inside(*args, **kwargs)  # cross entropy's hide products to save memory
 
 
 RULES = {function: (rule, names.split()) for name, (rule, names) in _table().items() for function in _named(name)}
 OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
 UNRULED = frozenset(_named(*coverage.UNRULED))  # products that no rule quantises
-INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
+INSIDE = {f: _seen_inside(f) for f in _named("multi_head_attention_forward", "linear_cross_entropy")}
 
 
 def learn_operators() -> None:
@@ -525,7 +527,8 @@ class QuantOperations(QuantizedLayer):
         catching = module.catching
         if torch.compiler.is_compiling():
             return catching.around(forward, module, *args, **kwargs)
-        given = (p for p in module._parameters.values() if p is not None and not isinstance(p, nn.Parameter))
+        held = (p for m in module.modules() for p in m._parameters.values())  # also of others, as tied weights are
+        given = (p for p in held if p is not None and not isinstance(p, nn.Parameter))
         try:
             catching.given = tuple(given)
             return catching.around(forward, module, *args, **kwargs)
@@ -553,20 +556,6 @@ class QuantOperations(QuantizedLayer):
         """Undo ``from_float``, in place."""
         del self.catching
         super().to_float()
-
-    def simulated_products(self) -> dict[str, str]:
-        """Return which products are simulated, with the reason; "weight" are the gradients of keys and values."""
-        if self.precision.execution == "auto":
-            return dict.fromkeys(PASSES, "many small products are no faster on codes")
-        if not self.catching.per_feature:
-            return dict.fromkeys(PASSES, "only attention with keys by feature has products on codes")
-        reasons = {
-            "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
-            "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
-        }
-        by_row = {r for r, q in self.precision.quantizers.items() if q.grid in ("per_row", "per_position")}
-        found = {k: [why for role, why in of.items() if role in by_row] for k, of in reasons.items()}
-        return {k: ", ".join(dict.fromkeys(why)) for k, why in found.items() if why}
 
 
 class InFloat32(Changed):

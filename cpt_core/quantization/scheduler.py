@@ -36,7 +36,8 @@ Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
 KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
-_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.WeakKeyDictionary()
+# optimizers with hooks -> who follows: None after ``release``
+_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler | None] = weakref.WeakKeyDictionary()
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
@@ -112,6 +113,12 @@ class PrecisionScheduler:
         """Whether the steps of an optimizer are those of the scheduler."""
         return any(s is self for s in _followers.values())
 
+    def release(self, layer: LayerPrecision) -> None:
+        """Drive a layer no longer, as another scheduler or nobody does; who drives none follows no optimizer."""
+        layer.driver = None
+        if all(p.driver is not self for p in self._layers.values()):
+            _followers.update({o: None for o, s in _followers.items() if s is self})
+
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
         if self.follows:
@@ -176,7 +183,7 @@ class PrecisionScheduler:
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
             "ladders": {name: _described(p.ladders) for name, p in self._layers.items() if set(p.ladders) != {AFFINE}},
-            "layers": {name: layer.get_running() for name, layer in self._layers.items() if layer.called is not False},
+            "layers": {name: layer.get_running() for name, layer in self._layers.items() if layer.listed},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,7 +201,7 @@ class PrecisionScheduler:
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = mine["layers"]
-        odd = set(theirs["layers"]) ^ {name for name, layer in layers.items() if layer.called is not False}
+        odd = set(theirs["layers"]) ^ {name for name, layer in layers.items() if layer.listed}
         # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
         if odd := {name for name in odd if name not in layers or layers[name].must_be_there}:
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
@@ -218,31 +225,40 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
                 "the optimizer is followed already, by a scheduler that drives other layers: make one scheduler for "
                 "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
             )
-    else:
+    elif optimizer not in _followers:
         kept = getattr(optimizer, "state", {}).values()  # none of a Lookahead
         if any(float(of.get("step", 1)) > 0 for of in kept if of):
             said = "the optimizer has a state already, and the schedule begins at step 0: to resume a run, make the "
             warnings.warn(f"{said}PrecisionScheduler before optimizer.load_state_dict", stacklevel=3)
         try:
-            optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
+            optimizer.register_state_dict_post_hook(_kept)
             optimizer.register_load_state_dict_pre_hook(_load)
             optimizer.register_step_post_hook(_stepped)
         except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
             raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
+    for layer in scheduler._layers.values():  # of which one at most follows
+        if layer.driver is not None:
+            layer.driver.release(layer)
     _followers[optimizer] = scheduler
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     left_out = getattr(optimizer, "found_inf", None)  # GradScaler lets fused optimizers find that out by themselves
-    if left_out is None or not left_out:
-        _followers[optimizer].advance()
+    if (scheduler := _followers[optimizer]) is not None and (left_out is None or not left_out):
+        scheduler.advance()
+
+
+def _kept(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, KEY: s.state_dict()} if (s := _followers[optimizer]) is not None else state
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    if KEY not in state:
+    scheduler = _followers[optimizer]
+    if KEY not in state and scheduler is not None:
         said = "the optimizer's state has no PrecisionScheduler: to start one there, make it after load_state_dict"
         raise ValueError(f"{said}; with torch.distributed.checkpoint call step() and save its state_dict() yourself")
-    _followers[optimizer].load_state_dict(state[KEY])
+    if scheduler is not None:
+        scheduler.load_state_dict(state[KEY])
     return {name: value for name, value in state.items() if name != KEY}
 
 

@@ -19,7 +19,8 @@ class LayeredSchedule(Schedule):
     A group's MACs, multiply-accumulates of one forward pass, are its weight in ``relative_cost``, ``noise_exposure``
     and ``share_at``; those of a whole model are in ``count_bitops(...).macs``. ``bits`` are the highest of any layer,
     at which the convention "paper" prices the work outside the quantised layers; ``at(step)`` are those of each;
-    ``q_min`` and ``q_max`` the lowest and the highest of any.
+    ``q_min`` and ``q_max`` the lowest and the highest of any. Without ``q_grad`` the gradients of a group have its own
+    ``q_max``, as a ``PrecisionScheduler`` sets them.
 
     >>> from cpt_core.schedules.schedule import StaticSchedule
     >>> s = LayeredSchedule(((("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)))
@@ -79,7 +80,7 @@ class LayeredSchedule(Schedule):
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return self._mean(lambda s: s.relative_cost(q_grad, q_max, *priced))
+        return self._mean(lambda s: s.relative_cost(s.q_max if q_grad is None else q_grad, q_max, *priced))
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""

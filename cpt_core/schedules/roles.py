@@ -96,6 +96,11 @@ class RoleSchedules(Schedule):
         spent, top = role_prices(self.levels(), q_max, *priced)
         return float(spent.mean() / top)
 
+    def noise_exposure(self, q_max: int | None = None) -> float:
+        """Return the mean of 4**-q over steps, weights and activations, relative to static ``q_max``."""
+        top, forward = self.q_max if q_max is None else q_max, self.parts[:2]
+        return sum(s.noise_exposure(top) for s in forward) / len(forward)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
         return {"kind": self.kind, **{name: s.to_dict() for name, s in self.parts._asdict().items()}}

@@ -61,11 +61,11 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
 
 def try_recipe(
     recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
-    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, classes: int | None = None,
+    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, guessed: float | None = None,
 ) -> tuple[Tried, Path]:  # fmt: skip
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
 
-    Where there are ``classes`` and float32 is no better than guessing one of them, the answer says that.
+    Where float32 is no better than what is ``guessed``, the share of the commonest class, the answer says that.
 
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
@@ -88,9 +88,8 @@ def try_recipe(
         results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
         at_once=at_once,
     )  # fmt: skip
-    found = replace(
-        found, title=title or recipe.dataset, unit=unit, of=of, guessed=100 / classes if classes else -math.inf
-    )
+    guess = -math.inf if guessed is None else 100 * guessed
+    found = replace(found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess)
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     shown = sections(found)

@@ -36,6 +36,11 @@ class GraphData:
     checksum: str  # of all of this
     ogb: str | None = None  # name for OGB's ``Evaluator``, or None
 
+    @property
+    def answers(self) -> Tensor:
+        """The labels of the test data."""
+        return self.labels[self.test]
+
 
 @one_thread()  # neighbours at equal distance, and the last bits of sums, depend on the number of threads
 def load_graph(recipe: GraphRecipe) -> GraphData:

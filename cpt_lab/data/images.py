@@ -47,6 +47,12 @@ class ImageData:
     test: Split
     checksum: str  # of pixels and labels in memory, or of the list of files
 
+    @property
+    def answers(self) -> Tensor:
+        """The labels of the test data; those of files in a numbering of their own."""
+        test: Any = self.test
+        return test.labels if isinstance(test, ArrayImages) else torch.tensor(test.dataset.targets)[test.indices]
+
 
 def load_images(recipe: ImageRecipe) -> ImageData:
     """Load the data of a recipe, hold out its validation images and cut it to size.

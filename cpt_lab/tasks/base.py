@@ -92,15 +92,15 @@ def task_of(spec: RunSpec) -> type[Task]:
     return library(experiment.task, experiment.extra)
 
 
-def read_whole(recipe: Recipe) -> int | None:
+def read_whole(recipe: Recipe) -> float | None:
     """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory.
 
     Returns:
-        How many classes there are, of tasks that have one answer of several.
+        The share of the test data that are of the commonest class, of tasks that have one answer of several.
     """
     spec = run_spec(recipe, "static 8", q_max=8, seed=0)
-    classes = getattr(task_of(spec)(spec, torch.device("cpu")).data, "classes", None)
-    return classes if isinstance(classes, int) else None
+    answers = getattr(task_of(spec)(spec, torch.device("cpu")).data, "answers", None)
+    return None if answers is None else float(answers.bincount().max() / len(answers))
 
 
 # --- rules of the learning rate -------------------------------------------------------------------

@@ -96,3 +96,8 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
     refused("runs must be pairs", getattr, after([]), "ran")
     refused(r"levels must rise, got \(4, 4\)", AdaptiveScheduler, model(), (4, 4), steps_per_epoch=1)
     refused(r"share must be a number from 0 to 1, got -0\.1", AdaptiveScheduler, model(), steps_per_epoch=1, share=-0.1)
+
+
+def test_losses_below_zero_stall_like_others_and_a_loss_is_one_number():
+    assert after([-1.0] * 10).ran.runs == after([1.0] * 10).ran.runs == ((3, 5), (4, 5))
+    refused(r"loss must be one number, got a tensor of shape \(4,\)", after, [torch.ones(4)])

@@ -96,6 +96,8 @@ def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
     assert none.q_min is None
     assert "at no precision the loss falls" in none.reason
     assert judged(math.nan, 2.0, 1.0, mode="continuing", threshold=0.05).q_min is None
+    assert judged(-10.1, -11.0, -11.0, start=-10.0, mode="continuing", threshold=0.05).q_min == 3
+    assert "the loss starts at 0" in judged(-1.0, -2.0, -3.0, start=0.0, mode="continuing", threshold=0.05).reason
 
 
 # --- a training loop of one's own -----------------------------------------------------------------

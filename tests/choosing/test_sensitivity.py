@@ -16,6 +16,7 @@ from cpt_core.choosing.measuring import sensitivity
 from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.quantization import convert
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.training.recipe_trials import recipe_range_test, recipe_sensitivity
 from tests.choosing.test_trials import problem
@@ -189,6 +190,66 @@ def test_the_estimate_by_hand():
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
     model(x).sum().backward()  # outside nothing is recorded
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_products_that_are_caught_have_a_weight_and_an_estimate():
+    torch.manual_seed(0)
+    model, x = Attending(), torch.randn(3, 5, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(_):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    found = sensitivity(model, step, optimizer, base=4, windows=1, steps=4, seeds=(0,), estimate=True)
+    assert found.groups == (("attention",), ("out",))
+    assert found.macs == (15 * 8 * 24 + 15 * 8 * 8 + 2 * 3 * 5 * 5 * 8, 15 * 8 * 2)
+    assert found.estimated[0][0] > 0
+
+
+def estimated(model, rates, x):
+    groups = [{"params": list(m.parameters()), "lr": rate} for m, rate in zip(model, rates, strict=True)]
+    recorded = defaultdict(float)
+    with precision(model, 8, 8), gradients_recorded(model, torch.optim.SGD(groups), recorded):
+        (model[1](model[0](x))[0] if len(model) == 2 else model(x)).square().sum().backward()
+    return recorded
+
+
+def test_every_layer_is_weighed_with_the_rate_of_its_own_group():
+    torch.manual_seed(0)
+    model = convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
+    x = torch.randn(8, 4)
+    even, last = estimated(model, (1, 1, 1), x), estimated(model, (1, 1, 5), x)
+    assert [last[n] / even[n] for n in "012"] == pytest.approx([1, 1, 5], rel=0.05)  # the rounding noise differs
+
+
+def test_the_input_of_an_lstm_has_a_range_at_every_step():
+    torch.manual_seed(0)
+    model, x = convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))), torch.randn(5, 6, 4)
+    inputs, gradients = [], []
+
+    def seen(module, given):
+        inputs.append(given[0].detach())
+        given[0].register_hook(gradients.append)
+
+    model[1].register_forward_pre_hook(seen)
+    found = estimated(model, (1, 1), x)["1"]
+    pairs = [(inputs[0], gradients[0], (1, 2)), *((w.detach(), w.grad, (1,)) for w in model[1].all_weights[0][:2])]
+    expected = sum((g * (x.amax(dims, True) - x.amin(dims, True))).square().sum() for x, g, dims in pairs) / 12
+    assert found == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """What all that trains a model repeatedly owes to it: one start for every training, and all put back at the end."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from helpers import refused
@@ -62,6 +65,47 @@ def test_model_optimizer_and_random_numbers_are_left_as_they_were(repeat):
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
     assert not any(m._forward_pre_hooks for m in model.modules())
     assert next(model.parameters()) is optimizer.param_groups[0]["params"][0]
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer of no ``state_dict``."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        return x + 0 * self.passes.add_(1)
+
+
+@every
+def test_trainings_start_alike_and_leave_what_no_state_dict_holds(repeat):
+    model, train_step, _, _ = problem()
+    model.append(Counting())
+    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)  # the rest has gradients that nobody puts away
+    model[0].weight.grad = kept = torch.ones(32, 8)
+    starts = {}
+
+    def step(number):
+        drawn = random.random(), np.random.default_rng(np.random.randint(100)).random()  # noqa: NPY002
+        starts.setdefault(number, set()).add((*drawn, float(model[-1].passes)))
+        return train_step(number)
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    repeat(model, step, optimizer)
+    assert all(len(seen) == 1 for seen in starts.values()), starts
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    assert model[-1].passes == 0
+    assert model[0].weight.grad is kept
+    assert model[0].bias.grad is None
+
+
+@every
+def test_a_model_that_is_refused_is_as_it_was(repeat):
+    model, train_step, optimizer, _ = problem()
+    holes = cpt.QuantConfig(ladder={2: "e2m1", 3: "e4m3"})
+    refused("the ladder has a hole at level", repeat, model, train_step, optimizer, config=holes)
+    assert type(model[0]) is nn.Linear
 
 
 @every

@@ -40,6 +40,7 @@ from cpt_lab.data.images import load_images
 from cpt_lab.data.text import SPLITS, load_text
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.paths import cards_dir
+from cpt_lab.tasks.base import read_whole
 
 LOAD = {
     "image": load_images, "detection": load_detection, "graph": load_graph, "language_model": load_text,
@@ -268,6 +269,7 @@ def test_hostile_content_is_refused_with_its_reason(task, files, message, data_f
 def test_masks_of_every_form(form, data_folder):
     found = load_graph(own("graph", own_data(data_folder, masks(form))))
     assert [found.train.tolist(), found.valid.tolist(), found.test.tolist()] == [[0, 1], [2], [3, 4]]
+    assert found.answers.tolist() == found.labels[3:5].tolist()
 
 
 @pytest.mark.parametrize("size", [16, 72])  # in memory and from disk
@@ -277,6 +279,12 @@ def test_classes_of_val_are_numbered_by_those_of_train(size, data_folder):
     labels = found.test.labels.tolist() if size == 16 else [label for _, label in found.test]
     assert labels == [1] * 4 + [2] * 4
     assert found.classes == 3
+
+
+@pytest.mark.parametrize("size", [16, 72])
+def test_who_guesses_says_the_commonest_class_of_the_test_data(size, data_folder):
+    files = {name: file for name, file in image_folder().items() if name not in ("val/a/0.png", "val/a/1.png")}
+    assert read_whole(own("image", own_data(data_folder, files), size=size)) == pytest.approx(4 / 6)
 
 
 def test_labels_in_a_column_and_as_whole_floats(data_folder):

@@ -16,6 +16,7 @@ from cpt_core.inspecting import step
 from cpt_core.inspecting.measure import measure_cost
 from cpt_core.inspecting.measured import MeasuredCost
 from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
 
@@ -238,7 +239,9 @@ def test_bits_of_a_schedule_and_its_measured_cost(clock):
     assert measured.relative_cost(schedule) == (20 * 1 + 20 * 2) / 40 / 2  # relative to its own q_max, 5
     relative = measured.relative_cost
     refused(r"^4 bits were not measured; measured: 3, 5, 8$", relative, TableSchedule(((3, 10), (4, 10))))
-    refused("a layered schedule cannot be priced", relative, LayeredSchedule(((("*",), schedule, 1),)))
+    refused("a LayeredSchedule cannot be priced", relative, LayeredSchedule(((("*",), schedule, 1),)))
+    apart = RoleSchedules(weight=schedule, activation=8, gradient=8)
+    refused("a RoleSchedules cannot be priced", relative, apart)
     assert MeasuredCost.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
 

@@ -240,3 +240,21 @@ def test_a_layer_whose_weights_are_used_past_it_is_refused():
     cpt.restore_(model.train())
     model = filled(model, *numbers(4, 12), float32=("second",))
     assert torch.equal(cpt.export(model, numbers(2, 12)).module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that multiplies in a forward of its own."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight - self.weight.mean((1, 2, 3), True), self.bias)
+
+
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d, Standardised])
+def test_a_caught_layer_needs_the_running_range_of_its_own_product(layer):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    model = cpt.quantize_(nn.Sequential(layer(3, 4, 3), nn.ReLU()))
+    refused("has no running range of its", cpt.export, model.eval(), (x,), 8)
+    model = filled(nn.Sequential(layer(3, 4, 3), nn.ReLU()), x)
+    with torch.no_grad():
+        assert torch.equal(cpt.export(model, (x,), 8).module()(x), evaluated(model, (x,), 8))

@@ -280,3 +280,37 @@ def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
     assert {p.bits for p in precisions_of(second)} == {3}
     second.eval()
     assert {p.bits for p in precisions_of(second)} == {5}
+
+
+class Pooled(torch.nn.Module):
+    """A classifier with a layer that never runs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bert, self.pooler = bert(), torch.nn.Linear(4, 4)
+
+    def forward(self, input_ids, attention_mask, labels):
+        return self.bert(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_a_layer_that_never_runs_is_in_checkpoints_and_in_the_best_model(tmp_path):
+    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving)
+    trainer.train()
+    again = trainer_of(tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.state.global_step == STEPS
+
+
+def test_a_search_keeps_no_precision_and_ends_without_one(tmp_path):
+    callback = PrecisionCallback(schedule_of())
+    trainer = trainer_of(tmp_path, callback, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True)
+
+    class Searching(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            state.is_hyper_param_search = True
+
+    trainer.add_callback(Searching())
+    trainer.train()
+    assert not list(tmp_path.rglob(FILE))

@@ -238,3 +238,31 @@ def test_a_second_training_starts_anew(tmp_path):
         trainer.fit(module, TRAIN, TEST)
         trainer.test(module, TEST, verbose=False)
     assert module.bits("train") == 2 * per_batch(schedule_of().bits())
+
+
+class Twofold(Small):
+    """Manual optimization with two steps a batch, as a discriminator's and a generator's."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self._loss("train", batch))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
+
+
+def test_every_step_of_manual_optimization_has_its_bits(tmp_path):
+    schedule = cpt.FunctionSchedule(lambda u: 3 if round(15 * u) % 2 == 0 else 8, total_steps=16)
+    module = cpt.quantize_(Twofold())
+    callback = PrecisionCallback(schedule)
+    trainer = trainer_of(tmp_path, callback, max_epochs=1, accumulate_grad_batches=1)
+    trainer.fit(module, TRAIN, TEST)
+    assert module.bits("train") == [{3}, {8}] * 8
+    assert callback.precision.last_step == trainer.global_step == 16
+    assert not any(o._optimizer_step_post_hooks for o in trainer.optimizers)

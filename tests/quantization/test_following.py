@@ -125,6 +125,58 @@ def test_two_models_of_one_optimizer_have_one_scheduler():
     assert not first.follows
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_restored_model_is_followed_no_longer_and_may_be_quantised_again():
+    model, optimizer, first = made()
+    their_loop(model, optimizer, 0, 3)
+    cpt.restore_(model)
+    their_loop(model, optimizer, 0, STEPS + 2)  # past the end of the schedule
+    assert first.last_step == 3
+    assert KEY not in optimizer.state_dict()
+    optimizer.load_state_dict({**optimizer.state_dict(), KEY: {}})  # of somebody who is gone
+    second = cpt.PrecisionScheduler(cpt.quantize_(model), SCHEDULE, optimizer=optimizer)
+    their_loop(model, optimizer, 0, 4)
+    assert (first.last_step, second.last_step) == (3, 4)
+    assert optimizer.state_dict()[KEY]["last_step"] == 4
+
+
+def test_of_two_that_follow_the_newest_drives():
+    model, optimizer, first = made()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = cpt.PrecisionScheduler(model, cpt.StaticSchedule(6, STEPS), optimizer=other)
+    for stepped in (optimizer, other, optimizer):
+        loss_of(model, 0).backward()
+        stepped.step()
+        assert {layer.bits for layer in layer_precisions(model).values()} == {6}
+    assert (first.follows, second.follows, second.last_step) == (False, True, 1)
+
+
+class TwoTasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x, task):
+        return getattr(self, task)(self.body(x))
+
+
+@pytest.mark.parametrize(("trained", "before"), [("aaa", ""), ("ab", "a"), ("ab", "")])
+def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
+    def made():
+        model = cpt.quantize_(TwoTasks())
+        return model, cpt.PrecisionScheduler(model, SCHEDULE)
+
+    model, scheduler = made()
+    for task in trained:
+        model(torch.ones(4, 8), task).sum().backward()
+        scheduler.step()
+    model, again = made()
+    for task in before:
+        model(torch.ones(4, 8), task)
+    again.load_state_dict(scheduler.state_dict())
+    assert again.last_step == len(trained)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_follows_nothing_and_says_so(copied):
     with pytest.warns(UserWarning, match=r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)"):
@@ -387,3 +439,20 @@ def test_an_optimizer_that_does_not_step_is_said():
     ):
         their_loop(model, other, stop=6)
     assert follower.last_step == 0
+
+
+def test_gradients_that_a_hook_has_put_away_disturb_nobody():
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    scheduler = cpt.PrecisionScheduler(model, SCHEDULE)
+    for _ in range(STEPS):
+        model(torch.ones(3, 4)).square().sum().backward()
+        scheduler.step()
+    assert scheduler.last_step == STEPS

@@ -199,7 +199,7 @@ class Own(nn.Module):
         return x @ self.w
 
 
-@pytest.mark.parametrize("name", ["precision", "products", "catching", "KIND", "run"])
+@pytest.mark.parametrize("name", ["precision", "lengths", "catching", "KIND", "run"])
 @pytest.mark.parametrize("value", [2.0, nn.Parameter(torch.ones(4)), nn.ReLU()])
 def test_names_of_the_model_are_not_taken_from_it(name, value):
     model = Own(name, value)

@@ -47,7 +47,7 @@ def trained(model, call=None):
 def slow(monkeypatch):
     """A machine without instructions for products of 8-bit integers."""
     monkeypatch.setattr(precisions, "multiplies_codes", lambda device: False)
-    monkeypatch.setattr("cpt_core.inspecting.summary.multiplies_codes", lambda device: False)
+    monkeypatch.setattr("cpt_core.codes.reasons.multiplies_codes", lambda device: False)
     monkeypatch.setattr(precisions, "_warned", set())
 
 

@@ -18,7 +18,7 @@ from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import coverage, operations
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning, names_a_product
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -438,4 +438,59 @@ def test_every_product_that_has_a_rule_is_looked_for():
     named |= {"_transformer_encoder_layer_fwd", "_nested_tensor_from_mask", "multi_dot"}  # names in code alone
     named |= {name.partition("::")[2] for name in operations.OPERATORS}
     assert coverage.NAMES == named
-    assert {f.__name__ for f in operations.UNRULED} == set(coverage.UNRULED)
+    assert {f.__name__.partition(".")[0] for f in operations.UNRULED} == set(coverage.UNRULED)
+
+
+class Aten(nn.Module):
+    """Calls operators as graphs of torch.export and fx do."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.k = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(2, 1, 3))
+
+    def forward(self, x):
+        y = torch.ops.aten.linear.default(x, self.w)
+        y = torch.ops.aten.conv1d(y.unsqueeze(1), self.k).flatten(1)
+        return torch.ops.aten.mm.default(y, y.t())
+
+
+@pytest.mark.filterwarnings("error")
+def test_operators_of_graphs_are_products_like_others():
+    torch.manual_seed(0)
+    model, x = quantize_(Aten()), torch.randn(5, 4)
+    found = check(model, (x,))
+    assert found.ok, found
+    assert sum(p.macs for p in found.products if not p.backward) == 5 * 6 * 4 + 5 * 2 * 4 * 3 + 5 * 5 * 8
+    with precision(quantize_(Aten()), 32, 32) as wide:
+        wide.load_state_dict(model.state_dict())
+        torch.testing.assert_close(wide(x), restore_(model)(x))
+
+
+class Head(nn.Module):
+    """A language model's loss, of a product and a cross entropy: in one function, or one after the other."""
+
+    def __init__(self, options=None, at_once=True):
+        super().__init__()
+        self.head, self.options, self.at_once = nn.Linear(6, 5, bias=False), options, at_once
+
+    def forward(self, x, y):
+        if not self.at_once:
+            return F.cross_entropy(F.linear(x, self.head.weight), y)
+        return F.linear_cross_entropy(x, self.head.weight, y, options=self.options)
+
+
+@pytest.mark.parametrize("options", [None, nn.LinearCrossEntropyOptions()], ids=["whole", "in parts"])
+def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randint(5, (32,))
+    found = []
+    for head in (Head(options), Head(at_once=False)):
+        torch.manual_seed(1)
+        nn.init.normal_(head.head.weight)
+        model = quantize_(head, QuantConfig().with_gradient_rounding("nearest"))
+        assert check(model, (x, y)).ok
+        with precision(model, 3, 3):
+            loss = model(x, y)
+            loss.backward()
+        found.append((loss.detach(), head.head.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import OnRing, identical, pictures, small
 from torch import nn
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from cpt_core.formats.quantizer import Quantizer
@@ -190,3 +190,26 @@ def test_vmap_runs_in_evaluation_alone():
         model.eval()
         # products of other shapes may be summed in another order
         torch.testing.assert_close(vmap(model)(x), torch.stack([model(row) for row in x]), rtol=1e-6, atol=1e-6)
+
+
+class Tied(nn.Module):
+    """Multiplies with the weight of a layer of its own, which multiplies with it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.encoder(x) @ self.encoder.weight
+
+
+def test_functional_call_rounds_the_weights_of_others_as_weights():
+    torch.manual_seed(0)
+    model, x = quantize_(Tied(), NEAREST), torch.randn(5, 6)
+    values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with precision(model, 3, 3):
+        plain, called = model(x), functional_call(model, values, (x,))
+        plain.square().sum().backward()
+        called.square().sum().backward()
+    assert torch.equal(plain, called)
+    assert all(torch.equal(p.grad, values[name].grad) for name, p in model.named_parameters())

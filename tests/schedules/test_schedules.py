@@ -312,6 +312,8 @@ def test_price_of_a_step():
     six, eight, four = (StaticSchedule(q, 4) for q in (6, 8, 4))
     roles = RoleSchedules(weight=six, activation=six, error=eight, weight_gradient=four)
     assert roles.relative_cost(q_max=8) == pytest.approx((36 + 48 + 24) / 192)
+    apart = RoleSchedules(weight=four, activation=eight, gradient=eight)
+    assert apart.noise_exposure() == pytest.approx((256 + 1) / 2)
 
 
 @pytest.mark.parametrize("bits", ["3", [3, 4.5], True])
@@ -324,5 +326,6 @@ def test_costs_of_groups_are_weighted_by_work():
     s, spent = LayeredSchedule(GROUPS), 30 * 80 + 10 * (80 + 192) / 2
     assert s.relative_cost(8) == pytest.approx(spent / (40 * 192))
     assert s.relative_cost(8, q_max=4) == pytest.approx(spent / (40 * 48))  # gradients of the baseline: 4 bits
+    assert s.relative_cost() == pytest.approx((30 * 48 + 10 * (80 + 192) / 2) / (40 * 192))  # each group's own q_max
     assert s.noise_exposure() == pytest.approx((30 * 256 + 10 * (256 + 1) / 2) / 40)
     assert s.share_at(4) == pytest.approx(30 / 40 + 10 / 40 / 2)

@@ -202,7 +202,7 @@ def _gains(lines: pd.DataFrame) -> list[str]:
     said = []
     for r in lines.itertuples():
         alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
-        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
+        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} of all that runs"
         gain = f"{r.arm}, {r.case}: {_interval(r)}"
         said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
     return said
