@@ -29,11 +29,14 @@ OF_A_ROW = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
 
 def counted() -> pd.DataFrame:
     """Return a line per grid of the paper: its runs, the steps of one, the MACs of a forward pass, what is stored."""
-    lines = []
+    lines, seen = [], set[str]()
     for name, grid in find_grids(None).items():
         if "paper" not in grid.scales:
             continue
-        specs = grid.make("paper")
+        specs = [spec for spec in grid.make("paper") if spec.key not in seen]  # a run of two grids counts in the first
+        if not specs:
+            continue
+        seen |= {spec.key for spec in specs}
         found = kept(specs[0])
         if found is None:
             raise SystemExit(f"{name} was never measured here; first: cpt plan --measure --scale paper")
