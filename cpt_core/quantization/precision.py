@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
@@ -24,7 +23,6 @@ from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladde
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
-CLIPPED, MANY = 0.05, 1000  # share of so many numbers or more that evaluation does not clip without a word
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
@@ -99,7 +97,6 @@ class LayerPrecision(RunningState):
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called: bool | None = None
     unseen = True  # no gradient of a training has come yet
-    looked: frozenset[str] = frozenset()  # roles whose running range an evaluation has been compared with
     must_be_there = True  # in any checkpoint: but a module whose forward may, as it turns out, multiply nothing
     gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
 
@@ -255,30 +252,12 @@ class LayerPrecision(RunningState):
 
             x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
-            low, width = self.evaluated(role, x)
-            self._look_outside(role, x, low, width)
-            return round_in_range(x, low, width, levels, quantizer.grid, None, True)
+            return round_in_range(x, *self.evaluated(role, x), levels, quantizer.grid, None, True)
         self.observe(role, x)
         y, low, width = fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
             self.track(role, low, width)
         return y
-
-    def _look_outside(self, role: str, x: Tensor, low: Tensor, width: Tensor) -> None:
-        """Warn where the first evaluation clips much: ranges differed from step to step, or these are other data."""
-        if torch.compiler.is_compiling() or role in self.looked or not self.calibrated or x.numel() < MANY:
-            return
-        hidden = x.is_meta or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
-        if hidden or isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self.looked |= {role}
-        if (share := float(((x < low) | (x > low + width)).float().mean())) > CLIPPED:
-            warnings.warn(
-                f"evaluation clips {share:.0%} of the {role} of layer {self.name!r}: it lies outside the running range "
-                "that training left. Training rounds every batch, and an LSTM every step, on its own range; quantizers "
-                "with running=False in QuantConfig do so in evaluation, too",
-                stacklevel=2,
-            )
 
     def multiplied(self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad") -> Tensor:
         """Return ``multiply(*operands)``, a product of quantised operands, whose gradient is quantised.

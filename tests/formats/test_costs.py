@@ -122,7 +122,7 @@ def test_gradients_have_a_format_of_their_own():
 def test_groups_of_layers_are_priced_by_name():
     parts = (("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)
     found = LayeredSchedule(parts).relative_cost(cost="traffic")
-    assert found == pytest.approx((30 * StaticSchedule(4, 10).relative_cost(q_max=8, cost="traffic") + 10) / 40)
+    assert found == pytest.approx((30 * StaticSchedule(4, 10).relative_cost(4, 8, cost="traffic") + 10) / 40)
     assert 0.75 < found < 1
 
 

@@ -1,7 +1,6 @@
 """The quantised LSTM against plain loops; that both backends agree bit for bit: test_lstm_kernels."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -302,22 +301,3 @@ def test_frozen_weights_get_no_gradient():
     assert module.weight_hh_l0.grad is None
     assert module.bias_hh_l0.grad is None
     assert module.weight_ih_l0.grad is not None
-
-
-def test_evaluation_that_clips_much_says_so_once():
-    """One step of four has inputs ten times as wide: its range is lost in the running one."""
-    torch.manual_seed(0)
-    x = torch.randn(4, 32, 16) * torch.tensor([10.0, 1.0, 1.0, 1.0])[:, None, None]
-    model = quantize_(nn.LSTM(16, 8))
-    with precision(model, 8, 8):
-        for _ in range(20):
-            model(x)
-        model.eval()
-        with pytest.warns(UserWarning, match=r"evaluation clips \d+% of the input_l0 of layer '': .* running=False"):
-            model(x)
-        model(x)  # a second warning would be an error
-    own = QuantConfig(quantizers={**QUANTIZERS, "lstm_input": replace(QUANTIZERS["lstm_input"], running=False)})
-    model = quantize_(nn.LSTM(16, 8), own)
-    with precision(model, 8, 8):
-        model(x)
-        model.eval()(x)
