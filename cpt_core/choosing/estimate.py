@@ -10,7 +10,7 @@ weights by its learning rate, so we weigh each step with it:
 
 with the rate of the weights' own group. That is a heuristic: it knows nothing of how later steps undo an error, which
 measured responses do. Biases, hidden states, what deeper layers of an LSTM get, inputs that need no gradient (those of
-the first layer) and what attention and other modules multiply besides their weights are not in it.
+the first layer) and what attention and other modules multiply besides parameters that are called weights are not in it.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found
         for name, layer in layers.items():
             own = "weight" in layer.precision.quantizers  # else its products are caught
             held = layer.named_parameters(recurse=False)
-            weights = [p for key, p in held if (key.startswith("weight") if own else p.dim() > 1)]
+            weights = [p for key, p in held if (key.startswith("weight") if own else "weight" in key and p.dim() > 1)]
             for weight in weights:
                 role = "weight" if own else "conv_weight" if weight.dim() > 2 else "linear_weight"
                 if weight.requires_grad:
