@@ -418,7 +418,8 @@ def _named(*names: str) -> list[Any]:
     """Return the functions of torch with these names, wherever it has them."""
     places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch.ops.aten)
     found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
-    return found + [f.default for f in found if hasattr(f, "default")]  # of the operators that graphs are made of
+    overloads = "default", "padding", "input", "data"  # of the operators that graphs are made of
+    return found + [getattr(f, name) for f in found for name in overloads if hasattr(f, name)]
 
 
 PAIRS = dict.fromkeys(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"))

@@ -36,8 +36,7 @@ Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
 KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
-# optimizers with hooks -> who follows: None after ``release``
-_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler | None] = weakref.WeakKeyDictionary()
+_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler | None] = weakref.WeakKeyDictionary()  # or nobody
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
