@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from cpt_core.bitops.watch import tensors_in
 from cpt_core.graphs.layers import MatrixNorm
 from cpt_core.quantization.coverage import module_kind, own_form
-from cpt_core.quantization.layers import QuantizedLayer
 
 Elements = tuple[int, int, int]
 
@@ -55,7 +54,7 @@ def sequences_of(module: Any, x: Any) -> tuple[int, int]:
 def started_macs(module: Any, inputs: tuple[Any, ...]) -> int:
     """MACs with hidden states that a layer starts from and that need no gradient: only fused LSTMs compute one."""
     x, *given = inputs
-    fused = not isinstance(x, PackedSequence) or isinstance(module, QuantizedLayer)
+    fused = not getattr(module, "CATCHES", isinstance(x, PackedSequence))  # what is caught is unrolled
     if (module.mode == "LSTM" and not module.proj_size and fused) or any(t.requires_grad for t in tensors_in(given)):
         return 0
     starts = sum(sequences_of(module, x)[: 1 + module.bidirectional])  # backwards, the first step is the last

@@ -257,8 +257,9 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
     if (form := counted.graph_form(module)) is not None:
         graph, (inside, out) = form.graph_in(module, *inputs), form.lengths(module).activation
         width, first = min(inside, out), inside <= out  # the narrower side is summed
-        rows = (graph.num_dst if first else graph.num_src) + graph.num_dst * form.ROOT
-        yield replace(call, macs=rows * inside * out, elements=(rows * inside, stored, rows * out))
+        rows, root = graph.num_dst if first else graph.num_src, graph.num_dst * form.ROOT
+        read = rows * inside + root * getattr(module, "_in_dst_feats", inside)  # DGL's destinations may have others
+        yield replace(call, macs=read * out, elements=(read, stored, (rows + root) * out))
         yield call.part(
             AGGREGATION,
             macs=graph.num_edges * width,

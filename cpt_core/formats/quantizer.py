@@ -87,7 +87,7 @@ class Quantizer:
     @property
     def plain(self) -> bool:
         """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
-        return self.format is None or (self.format.plain_affine and self == Quantizer(format=self.format))
+        return self.format is None or (self.format.plain_affine and not self.running and not _said(self, tuple(_READ)))
 
     def on(self, level: Quantizer | None) -> Quantizer:
         """Return what is in force at a level of a ladder; the paper's grids, and None, leave it as it is."""

@@ -153,7 +153,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         with warnings.catch_warnings(), watch.following(modules), watch.calling(modules), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
-    products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
+    products = tuple(Executed(*key, macs) for key, macs in watch.macs.items() if macs)  # an expert may have no token
     ran = {p.layer for p in products if p.quantized and not p.backward}
     plain = {p.layer: p.layer for p in products if not p.quantized}
     unexplained = any(not p.backward and p.layer not in layers for p in products if not p.quantized)

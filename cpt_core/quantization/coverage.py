@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from inspect import getattr_static
 from threading import Lock
 from traceback import walk_stack
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -51,8 +52,8 @@ NAMES = frozenset(
     "scaled_dot_product_attention tensordot vdot".split()
 )
 UNRULED = tuple(
-    "addbmm addbmm_ addmm_ addmv_ baddbmm_ cdist conv_tbc convolution corrcoef cov linalg_matrix_exp "
-    "linalg_matrix_power matrix_exp matrix_power".split()
+    "_sparse_addmm _sparse_mm addbmm addbmm_ addmm_ addmv_ baddbmm_ cdist conv_tbc convolution corrcoef cov "
+    "linalg_matrix_exp linalg_matrix_power matrix_exp matrix_power".split()
 )
 UNSEEN = frozenset({"flex_attention"})  # functions that multiply and that no mode sees: known by name alone
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
@@ -94,12 +95,18 @@ def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts_of_wholes(model: nn.Module) -> dict[str, str]:
-    """Modules inside a layer that is quantised as a whole: name of the part -> name of that layer."""
+    """Return modules -> the layer they are part of: quantised as a whole, or around what only holds parameters."""
     out: dict[str, str] = {}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         form = own_form(module_kind(module))
         if form is not None and form.WHOLE and not form.why_not(module):
             out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+        user = name
+        while user and getattr_static(type(modules[user]), "forward") is nn.Module.forward:
+            user = user.rpartition(".")[0]
+        if user != name and module._parameters and name not in out:
+            out[name] = str(out.get(user, user))
     return out
 
 
@@ -141,7 +148,7 @@ def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter
     for name, module in modules.items():
         held = [p for p in module._parameters.values() if p is not None]  # parameters() may be the user's own
         own = sum(p.numel() for p in held if not is_lazy(p) and p.dim() > 1 and len(p) > 1)
-        layer = str(parts.get(name, name)).partition(".parametrizations")[0]
+        layer = f".{parts.get(name, name)}".partition(".parametrizations")[0][1:]
         if own and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and layer not in asked:
             weights += own
             if isinstance(modules[layer], QuantizedLayer):

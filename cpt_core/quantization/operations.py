@@ -32,6 +32,7 @@ Differs: the paper and its code quantise the layers of their own models; nothing
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
@@ -114,6 +116,8 @@ class Products(TorchFunctionMode):
         if function in RULES and "out" not in kwargs:
             if kwargs:
                 args, kwargs = in_order(function, args, kwargs)
+            if len(args) > 3 and hasattr(args[3], "_materialize"):  # torch's own masks are tensors without numbers
+                args = (*args[:3], args[3]._materialize(args[0].device), *args[4:])
             with unseen():
                 if _has_a_grid(args) and not only_scales(function, args, self.constant):
                     return self._multiplied(RULES[function][0], function, args, kwargs)
@@ -276,7 +280,6 @@ def _attention(
 
     scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)
     """
-
     if is_causal and attn_mask is not None:
         raise RuntimeError("attention takes a mask or is_causal=True, not both")
 
@@ -340,6 +343,9 @@ def _einsum(c: Products, function: Any, equation: Any, *operands: Any) -> Tensor
     if not arrow:
         single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
         result = ("..." if "..." in left else "") + "".join(single)
+    if "..." in left and "..." not in result:  # summed over: dimensions with letters, as the others
+        free = "".join(x for x in ascii_letters if x not in left)
+        terms = [t.replace("...", free[: x.dim() + 3 - len(t)][::-1]) for t, x in zip(terms, tensors, strict=True)]
     while len(terms) > 1:
         wanted = set("".join([*terms[2:], result]))
         both = terms[0] + terms[1]
@@ -352,11 +358,9 @@ def _einsum(c: Products, function: Any, equation: Any, *operands: Any) -> Tensor
 def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor) -> Tensor:
     p, equation = c.precision, f"{terms[0]},{terms[1]}->{result}"
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
-    if not summed:  # element by element, as a * b
-        return function(equation, a, b)
     weights = is_weight(a, c.given), is_weight(b, c.given)
     places = [(x, i) for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)]
-    if all(x.shape[i] == 1 for x, i in places) and c.constant(a, b):
+    if not summed or (all(x.shape[i] == 1 for x, i in places) and c.constant(a, b)):  # element by element, as a * b
         return function(equation, a, b)
 
     def multiplied(a: Tensor, b: Tensor) -> Tensor:
@@ -416,7 +420,7 @@ def _recurrence(form: Rule, kind: str) -> Rule:
 
 def _named(*names: str) -> list[Any]:
     """Return the functions of torch with these names, wherever it has them."""
-    places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch.ops.aten)
+    places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch._C._sparse, torch.ops.aten)  # type: ignore[attr-defined]
     found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
     overloads = "default", "padding", "input", "data"  # of the operators that graphs are made of
     return found + [getattr(f, name) for f in found for name in overloads if hasattr(f, name)]
@@ -441,7 +445,7 @@ def _table() -> dict[str, tuple[Rule, str]]:
         "addmm": (_added, "input mat1 mat2"),
         "baddbmm": (_added, "input batch1 batch2"),
         "addmv": (_added, "input mat vec"),
-        "scaled_dot_product_attention": (_attention, "query key value"),
+        "scaled_dot_product_attention": (_attention, "query key value attn_mask"),
         "bilinear": (_bilinear, "input1 input2 weight bias"),
         **dict.fromkeys(("grouped_mm", "_grouped_mm"), (_grouped, "mat_a mat_b")),
         "einsum": (_einsum, "equation"),
@@ -585,12 +589,23 @@ def _made(base: type[QuantOperations] | type[InFloat32], kind: type[nn.Module]) 
     def again(self: Any, protocol: Any) -> Any:  # the class is made where a copy or a stored model comes to
         return _empty, (base, kind), self.__getstate__()
 
+    def copied(self: Any, memo: dict[int, Any]) -> Any:  # a graph's own copy is made of the graph alone
+        memo[id(self)] = new = _empty(base, kind)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
     about = {"FLOAT": kind, "forward": forward, "__module__": __name__, "__doc__": kind.__doc__, "__reduce_ex__": again}
+    if issubclass(kind, GraphModule):
+        about |= {"__deepcopy__": copied, "recompile": _refuse}
     return type(f"Quant{kind.__name__}" if base is QuantOperations else kind.__name__, (base, kind), about)
 
 
+def _refuse(self: Any) -> None:
+    raise ValueError("restore_ this model before its graph is compiled again, and quantize_ it afterwards")
+
+
 def _empty(*of: Any) -> Any:
-    return made(*of).__new__(made(*of))
+    return object.__new__(made(*of))  # a graph's own __new__ makes a class for every graph
 
 
 made: Any = cache(_made)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -83,7 +85,8 @@ class Replay:
             carried, self._carry = tree_flatten(carry)
             return [loss.detach(), *carried, *gradients]
 
-        with _unchanged(session):
+        shapes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))  # else torch makes one for every tensor
+        with _unchanged(session), tracing(shapes):
             recorded = make_fx(step)(*tensors_in(leaves))
         self._copied = places
         self._shared, self._own, self._reads = _functions(recorded, tensors_of(session), len(tensors_in(batch)))

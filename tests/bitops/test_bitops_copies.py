@@ -14,6 +14,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
@@ -173,3 +174,12 @@ def test_layers_of_dgl(name):
         layer(graph, x)
     assert ledger.by_pass("paper")["forward"] == macs
     assert ledger.unpriced == plan.unpriced
+
+
+@pytest.mark.parametrize(("sizes", "sums"), [((6, 9), 3 * 6), ((9, 6), 4 * 9)])  # the narrower side is summed
+def test_destinations_of_dgl_may_have_other_features_than_sources(sizes, sums):
+    layer, graph = quantize_(dgl.nn.SAGEConv(sizes, 7, "mean")), dgl.create_block(([0, 1, 3, 0], [1, 2, 0, 2]))
+    nodes = torch.randn(4, sizes[0]), torch.randn(3, sizes[1])
+    plan = count_bitops(layer, (graph, nodes))
+    assert plan.macs[""] == 7 * (sums + 3 * sizes[1])
+    assert check(layer, (graph, nodes)).ok

@@ -367,6 +367,29 @@ def test_a_compiled_model_is_checked_in_eager_mode():
     assert [p.layer for p in found.products if not p.backward] == ["_orig_mod.0"]
 
 
+class Recurrent(nn.LSTM):
+    """Runs its own forward, step by step."""
+
+
+class Experts(nn.Module):
+    """The first has no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return torch.cat([self.experts[0](x[:0]), self.experts[1](x)])
+
+
+@pytest.mark.parametrize("kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), Experts])
+def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(kind):
+    model = quantize_(kind())
+    assert check(model, (torch.randn(5, 4),)).ok
+    if isinstance(model, nn.LSTM):
+        assert check(model, (torch.randn(5, 0, 4),)).mispriced == {}
+
+
 @pytest.mark.parametrize("hidden", ["quantised", "float32"])
 def test_the_products_inside_the_steps_of_an_lstm_are_seen(monkeypatch, hidden):
     if hidden == "float32":

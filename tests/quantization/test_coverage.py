@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import operator
 import pickle
 import re
 import warnings
@@ -12,8 +11,9 @@ from threading import Barrier
 import pytest
 import torch
 from helpers import Does, Ran, refused
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.overrides import _get_current_function_mode_stack
 
 from cpt_core.bitops.plan import count_bitops
@@ -192,11 +192,20 @@ def test_what_stays_in_float32_inside_a_module_that_multiplies():
     assert type(model["past"].first) is nn.Linear
 
 
-@pytest.mark.parametrize("name", ["cov", "corrcoef", "linalg.matrix_power"])
+EDGES = torch.eye(4).to_sparse()
+UNRULED = {
+    "cov": torch.cov,
+    "corrcoef": torch.corrcoef,
+    "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x, 2),
+    "_sparse_mm": lambda x: torch.sparse.mm(EDGES, x),
+    "_sparse_addmm": lambda x: torch.sparse.addmm(x, EDGES, x),
+}
+
+
+@pytest.mark.parametrize("name", UNRULED)
 def test_products_inside_a_function_that_has_no_rule_are_named(name):
-    function = operator.attrgetter(name)(torch)
-    model = quantize_(Does(lambda m, x: function(m.layer(x), *[2] * ("power" in name)), layer=nn.Linear(4, 4)))
-    said = f"nobody asked for: {name.replace('.', '_')} in the model;"
+    model = quantize_(Does(lambda m, x: UNRULED[name](m.layer(x)), layer=nn.Linear(4, 4)))
+    said = f"nobody asked for: {name} in the model;"
     with precision(model, 4), pytest.warns(QuantizationWarning, match=said):
         model(torch.randn(4, 4))
 
@@ -230,9 +239,42 @@ def test_a_forward_of_the_instance_is_refused_where_it_would_hide_the_quantised_
         assert not torch.equal(model(x), F.linear(x, model[0].weight, model[0].bias))
 
 
+class Listed(nn.Module):
+    """Multiplies by weights that a list of parameters holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.held = nn.Linear(4, 4), nn.ParameterList([torch.randn(4, 4)])
+
+    def forward(self, x):
+        return self.layer(x).relu() @ self.held[0]
+
+
+TRACED = [fx.symbolic_trace, lambda model: torch.export.export(model, (torch.ones(8, 4),)).module()]
+
+
+@pytest.mark.parametrize("traced", [lambda model: model, *TRACED], ids=["plain", "fx", "export"])
+def test_weights_that_only_lie_in_a_module_are_those_of_the_one_that_multiplies_by_them(traced):
+    plain, x = Listed(), torch.randn(8, 4)
+    model = quantize_(traced(copy.deepcopy(plain)))
+    copied = copy.deepcopy(model)
+    with precision(model, 3), precision(copied, 3):
+        assert torch.equal(copied(x), model(x))
+        assert not torch.equal(model(x), plain(x))
+    assert not summary(model).float32
+    assert check(model, (x,)).ok
+    assert count_bitops(model, (x,), StaticSchedule(3, total_steps=1)).relative_to_float32 < 0.1
+    if isinstance(model, fx.GraphModule):
+        refused("before its graph is compiled again", model.recompile)
+    assert torch.equal(restore_(copied)(x), plain(x))
+    refused("'held' matches a part of 'the model'", quantize_, plain, QuantConfig(float32=("held",)))
+
+
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
+        (Listed(), None, ""),
+        (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
         (nn.Sequential(nn.Linear(4, 4), Hidden()), None, r"^50% .* float32: 1 Hidden \(its forward names no product\)"),
         (nn.Sequential(nn.Linear(4, 40), Hidden()), None, ""),  # less than a tenth
         (nn.Sequential(nn.Linear(4, 4), Hidden()), QuantConfig(float32=("1",)), ""),  # as asked for

@@ -8,6 +8,7 @@ import torch
 from helpers import NAN, Does, refused
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import bias
 from torch.utils.checkpoint import checkpoint
 
 from cpt_core.bitops.plan import count_bitops
@@ -175,6 +176,15 @@ def test_a_token_that_sees_nothing_gets_nothing(kind):
     torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x, attn_mask=mask), rtol=1e-3, atol=1e-3)
     assert not y[0, 1].any()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [bias.causal_lower_right, bias.causal_upper_left])
+def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
+    model, q, x = quantize_(Masked()), torch.randn(1, 2, 4), torch.randn(1, 3, 4)
+    mask = torch.ones(2, 3).tril(1 if causal is bias.causal_lower_right else 0).bool()
+    for bits in (4, "float"):
+        with precision(model, bits):
+            assert torch.equal(model(q, x, x, attn_mask=causal(2, 3)), model(q, x, x, attn_mask=mask))
 
 
 def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
