@@ -109,7 +109,7 @@ def run(
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}; several are written 0 1 2")
     chosen = list(dict.fromkeys(map(int, seeds))) or None
     specs = [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)]
-    specs = grids.keep(specs, only)
+    specs = list({spec.key: spec for spec in grids.keep(specs, only)}.values())  # grids of a figure may share runs
     if shard:
         found = re.fullmatch(r"(\d+)/(\d+)", shard)
         if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):

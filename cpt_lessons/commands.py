@@ -11,7 +11,7 @@ from cpt_lab.commands import Many, Scale, app, stoppable
 from cpt_lab.paths import study_dir
 
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
-Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
+Data = Annotated[str | None, typer.Option(help="a named data set, or your own")]
 Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
 
 

@@ -18,6 +18,7 @@ from cpt_lab.analysis.preregistered import Answer
 from cpt_lab.analysis.runs import TYPES, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.experiments.recipes import recipe
 from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import calibration, outlook, stores, sweep
 from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
@@ -153,6 +154,14 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command):
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert status == 0
     assert "12 runs: 2 done, 1 failed, 9 missing" in out
+
+
+def test_runs_of_two_grids_are_named_in_a_plan_and_done_once(command):
+    out = command("plan", "table_1")[1]
+    assert "; 87 runs: " in out
+    assert "\n3 of them are runs of another grid, too; each is done once" in out
+    said = command("run", "table_1", "--shard", "1/85")[2]
+    assert "with I <= N <= 84, the runs" in " ".join(said.split())
 
 
 def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
@@ -417,6 +426,19 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     before = rows.read_bytes()
     assert command(*words)[1].splitlines()[0] == said.splitlines()[0]
     assert rows.read_bytes() == before  # nothing is trained twice
+
+
+def test_tries_of_folders_with_names_that_are_alike_are_apart(place):
+    stores = set()
+
+    def run(specs, store):
+        stores.add(store)
+        raise RuntimeError("enough")
+
+    for dataset in ("a-b/", "a/b/"):
+        own = replace(recipe("smoke"), dataset=dataset)
+        refused("enough", trying.try_recipe, own, "smoke", run, at_once=1, error=RuntimeError)
+    assert len(stores) == 2
 
 
 def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):

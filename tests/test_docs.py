@@ -79,8 +79,8 @@ TASKS = {
 }  # fmt: skip
 
 
-def test_the_page_on_choosing_says_what_rising_bits_came_to():
-    told = page("docs/choosing.md")
+def test_the_page_of_small_studies_says_what_rising_bits_came_to():
+    told = page("docs/small-studies.md")
     for task, runs in kept("adaptive")["tasks"].items():
         for other in ("static", "CR"):
             gain = interval_text(*interval([run["adaptive"] - run[other] for run in runs]))
@@ -89,7 +89,7 @@ def test_the_page_on_choosing_says_what_rising_bits_came_to():
     assert "It is not clearly better than static bits. On characters it is better than CR." in told
 
 
-def test_the_page_on_choosing_says_which_bits_evaluate():
+def test_the_page_of_small_studies_says_which_bits_evaluate():
     found = {(row["task"], row["trained"], row["seed"]): row["quality"] for row in kept("evaluated_at")["rows"]}
     assert len(found) == 4 * 5 * 8
 
@@ -101,11 +101,14 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
     for (task, (word, unit)), b in itertools.product(TASKS.items(), (3, 4, 5, 6)):
         more, rounded = minus(task, (b, "8"), (b, str(b))), minus(task, (8, str(b)), (b, str(b)))
         line = f"| {word} | {b} | {interval_text(*more)} {unit} | {interval_text(*rounded)} {unit} |"
-        assert line in page("docs/choosing.md")
-    assert not any(low > 0 or high < 0 for _, low, high in (minus(t, (8, "float"), (8, "8")) for t in TASKS))
+        assert line in page("docs/small-studies.md")
+    most = dict.fromkeys(("points", "%"), 0.0)
+    for (task, (_, unit)), b in itertools.product(TASKS.items(), (3, 4, 5, 6, 8)):
+        most[unit] = max(most[unit], abs(minus(task, (b, "float"), (b, "8"))[0]))
+    assert f"changes at most {most['points']:.1f} points, or {most['%']:.2f} %" in page("docs/small-studies.md")
 
 
-def test_the_page_on_choosing_says_which_roles_should_have_the_bits():
+def test_the_page_of_small_studies_says_which_roles_should_have_the_bits():
     found = kept("roles")
     quality = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in found["rows"]}
     assert len(quality) == 4 * 3 * 12
@@ -120,7 +123,7 @@ def test_the_page_on_choosing_says_which_roles_should_have_the_bits():
         parts = (sorted(set(s.bits().tolist())) for s in (spent.weight, spent.activation, spent.error))
         bits = ", ".join(" to ".join(map(str, part)) for part in parts)
         cells = [f"{interval_text(*interval(gains[task, other]))} {unit}" for other in ("3/8", "4/5")]
-        assert f"| {word} | {bits} | **{cells[0]}** | {cells[1]} |" in page("docs/choosing.md")
+        assert f"| {word} | {bits} | **{cells[0]}** | {cells[1]} |" in page("docs/small-studies.md")
 
 
 def standing(gains):
@@ -129,7 +132,7 @@ def standing(gains):
     return {key for key, p in zip(gains, adjusted, strict=True) if p < 0.05}
 
 
-def test_the_page_on_choosing_says_in_which_order_bits_come():
+def test_the_page_of_small_studies_says_in_which_order_bits_come():
     found = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in kept("order_of_bits")["rows"]}
     assert (len(found), {seed for *_, seed in found}) == (7 * 4 * 12, set(order_of_bits.SEEDS))
     gains = {
@@ -141,7 +144,7 @@ def test_the_page_on_choosing_says_in_which_order_bits_come():
     for task in order_of_bits.RECIPES:
         cells = {key: f"{interval_text(*interval(x))} %" for key, x in gains.items() if key[0] == task}
         line = " | ".join(f"**{cell}**" if key in bold else cell for key, cell in cells.items())
-        assert f"| {task} | {line} |" in page("docs/choosing.md")
+        assert f"| {task} | {line} |" in page("docs/small-studies.md")
 
 
 def test_the_page_on_sweeps_says_what_runs_side_by_side_gain():
@@ -166,8 +169,6 @@ def test_pages_say_how_long_a_step_takes_on_a_gpu():
     assert f"took {eager[1]} and {eager[0]} float32" in told
     wanted = f"took {eager[0]} to {eager[1]} float32 steps; captured as a CUDA graph, {captured[0]} to {captured[1]}."
     assert wanted in page("docs/should-i-use-it.md")
-    wanted = f"took {eager[0][0]} to {float(eager[1]):.0f} float32 steps, captured {captured[0]} to {captured[1]}."
-    assert wanted in page("README.md")
     alone, five, shared = (f"{found['packing'][n]['steps_per_second']:.0f}" for n in ("1", "5", "5, MPS"))
     whole = [json.loads(line) for line in page("data/results/language_paper.jsonl").splitlines()]
     minutes, took = {f"{row['seconds'] / 60:.0f}" for row in whole}, found["evaluation_seconds"]
@@ -181,7 +182,7 @@ def test_pages_say_how_long_a_step_takes_on_a_gpu():
     told = "RR reached a perplexity of {RR:.1f}, CR {CR:.1f} and static 8 {static 8:.1f}."
     assert told.format(**reached) in page("notebooks/06_language.ipynb")
     assert len(whole) == 3
-    assert "Three Penn Treebank runs had the paper's scale." in page("README.md")
+    assert "Only three runs, on Penn Treebank, had the paper's scale." in page("README.md")
 
 
 def test_the_page_on_sweeps_prices_the_whole_paper():

@@ -12,6 +12,8 @@
 
 import copy
 import itertools
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +68,7 @@ class AdaptiveScheduler(PrecisionScheduler):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")
         self.decay = decay
-        self.state: dict[str, Any] = {"stage": 0, "share": share, "window": [], "first": [], "runs": [[0, 0]]}
+        self.state: dict[str, Any] = {"stage": 0, "share": float(share), "window": [], "first": [], "runs": [[0, 0]]}
         self.total: Tensor | float = 0.0  # of the losses of this epoch, on their device
         super().__init__(model, TableSchedule(tuple((level, 1) for level in self.levels)), q_grad)
         self.total_steps = MOST_STEPS
@@ -84,6 +86,10 @@ class AdaptiveScheduler(PrecisionScheduler):
         self._apply()
 
     def _after_epoch(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            said = f"the epoch that ends at step {self.last_step} has a loss that is not finite: it is left out"
+            warnings.warn(said, stacklevel=3)
+            return
         s = self.state
         s["window"] = [*s["window"], loss][-KEPT:]
         s["first"] = [*s["first"], loss][:FIRST]

@@ -118,7 +118,8 @@ def solve_schedule(
     spent = spends(whole.bits())
     if abs(spent - budget) > TOLERANCE * budget:
         raise ValueError(
-            f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; the nearest is {spent:.4f}"
+            f"no schedule of {total_steps} steps was found to cost {budget!r} to {100 * TOLERANCE:g} %; "
+            f"the nearest is {spent:.4f}"
         )
     return whole
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from cpt_core.bitops import tally
@@ -118,11 +119,14 @@ class BitOpsLedger:
         if "paper" not in formats:
             self.unpriced[call.layer] += call.macs
         self._add(call, formats, ("forward",))
-        backward = iter([call])  # counted once, whichever of the outputs the gradient comes through first
+        seen = set[
+            int
+        ]()  # backward passes, each counted once, whichever of the outputs its gradient comes through first
 
         def on_gradient(gradient: Tensor) -> None:
-            for found in backward:
-                self._add(found, formats, ("error", "weight"))
+            if (now := torch._C._current_graph_task_id()) not in seen:
+                seen.add(now)
+                self._add(call, formats, ("error", "weight"))
 
         for output in outputs:
             output.register_hook(on_gradient)

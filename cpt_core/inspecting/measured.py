@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cpt_core.checks import check_bits, declared, shown
-from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule
@@ -92,7 +91,7 @@ class MeasuredCost:
         if isinstance(schedule, LayeredSchedule | RoleSchedules):
             measured = "the same bits in all layers, weights and activations, and with the same gradients"
             raise ValueError(f"a {type(schedule).__name__} cannot be priced: steps were measured with {measured}")
-        return cost.relative_cost(schedule.bits(), schedule.q_max, cost=self.seconds)
+        return schedule.relative_cost(cost=self.seconds)
 
     def _at(self, bits: int) -> Spent:
         if check_bits("bits", bits) not in self.steps:

@@ -188,8 +188,7 @@ def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
             near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3] or ["none, as it has no parts"]
             raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
         if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
-            whole = parts[hits[0]] or "the model"
-            raise ValueError(f"float32 pattern {pattern!r} matches a part of {whole!r}; name the whole layer")
+            raise ValueError(f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it")
         asked |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
     return asked
 

@@ -97,8 +97,7 @@ def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def parts_of_wholes(model: nn.Module) -> dict[str, str]:
     """Return modules -> the layer they are part of: quantised as a whole, or around what only holds parameters."""
     out: dict[str, str] = {}
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    for name, module in (modules := dict(model.named_modules())).items():
         form = own_form(module_kind(module))
         if form is not None and form.WHOLE and not form.why_not(module):
             out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}

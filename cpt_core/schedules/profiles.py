@@ -62,6 +62,7 @@ class Exponential(Profile):
         declared(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
+        object.__setattr__(self, "rate", float(self.rate))  # no number of numpy's, which checkpoints would hold
 
     def growth(self, x: Array) -> Array:
         """Return 1 - exp(-rate x)."""
@@ -86,6 +87,7 @@ class Rex(Profile):
         declared(type(self), vars(self))
         if not 0 <= self.d < 1:
             raise ValueError(f"d must satisfy 0 <= d < 1, got {self.d}")
+        object.__setattr__(self, "d", float(self.d))
 
     def growth(self, x: Array) -> Array:
         """Return f(x)."""
@@ -121,6 +123,7 @@ class Warped(Profile):
         declared(type(self), vars(self))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
+        object.__setattr__(self, "power", float(self.power))
 
     def growth(self, x: Array) -> Array:
         """Return g(x**power)."""

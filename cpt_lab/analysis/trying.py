@@ -5,6 +5,7 @@ The rows lie beside the page; the same command goes on from them.
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,7 +71,8 @@ def try_recipe(
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
     """
-    name = re.sub(r"[^\w.-]+", "-", f"{recipe.dataset.strip('/')}-{recipe.model}")
+    name = re.sub(r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}")
+    name += f"-{zlib.crc32(said.encode()):08x}" * (name != said)  # for a-b/ is another folder than a/b/
     store, unit, title, of = runs_dir() / "try" / f"{name}-{scale}" / "rows.jsonl", "", "", ""
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:

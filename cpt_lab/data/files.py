@@ -128,10 +128,10 @@ def task_of_data(dataset: str) -> str:
 WAYS_OUT = {  # what else people have, and what to do with it
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
     "labels/*.txt|*/labels/*.txt|labels/*/*.txt": "export boxes of YOLO's form in COCO's or VOC's",
+    "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
     "*.json|*/*.json": "put boxes of COCO's form into annotations/instances_train.json and instances_val.json",
     "T[rR][aA][iI][nN]/*/*": "call the folders train/ and test/, in small letters",
     "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
-    "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
 }
 
 

@@ -231,4 +231,4 @@ class Experiment:
 
 def is_own(dataset: str) -> bool:
     """Whether ``dataset`` names the user's own files rather than a known data set."""
-    return "/" in dataset or "\\" in dataset or dataset.endswith((".npz", ".txt"))
+    return "/" in dataset or "\\" in dataset or dataset.endswith((".npz", ".txt", ".pt"))

@@ -57,13 +57,14 @@ def plan(
     if scale not in (None, *scales):
         raise ValueError(f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}")
     rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
-    lines = []
+    lines, keys = [], set()
     bar = waiting("measuring", found.items(), progress=bool(progress and measured), leave=False)
     for key, grid in bar:
         at = scale or grid.scales[0]
         if at not in grid.scales:
             continue
         specs = grid.make(at)
+        keys |= {spec.key for spec in specs}
         rows = rows_of(stores.store_path(at, specs[0].recipe.task))
         status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
         missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
@@ -80,7 +81,9 @@ def plan(
     columns = "grid artefact scale runs done failed missing bitops hours disk age note".split()
     frame = pd.DataFrame(lines, columns=columns)
     types = dict.fromkeys(columns[3:7], "Int64") | dict.fromkeys(columns[7:11], "float64") | {"note": "string"}
-    return frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
+    frame = frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
+    frame.attrs["shared"] = int(frame.runs.sum()) - len(keys)
+    return frame
 
 
 def _price(
@@ -141,6 +144,8 @@ def text(frame: pd.DataFrame) -> str:
         f"grids: {len(frame)}; {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",
     ]
+    if shared := frame.attrs["shared"]:
+        lines.append(f"{shared} of them are runs of another grid, too; each is done once")
     known, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
     new = (frame.age.isna() & (frame.note == "")).sum()
     if len(known):

@@ -115,6 +115,18 @@ def test_plan_equals_ledger(name):
         assert min(plan.costs.values()) > 0
 
 
+def test_every_backward_pass_counts_once():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    with precision(model, bits=4, q_grad=8), BitOpsLedger(model) as ledger:
+        y = model(torch.ones(2, 4))
+        spent = []
+        for loss in (y.sum(), y.square().sum()):
+            loss.backward(retain_graph=True)
+            spent.append(dict(ledger.by_pass("per_op")))
+    forward, error, weight = (n * q / 1024 for n, q in ((2 * 18, 16), (2 * 6, 32), (2 * 18, 32)))
+    assert spent == [{"forward": forward, "error": n * error, "weight": n * weight} for n in (1, 2)]
+
+
 def test_ledger_sees_what_does_not_run():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     x = torch.randn(2, 4)

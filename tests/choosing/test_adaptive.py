@@ -98,6 +98,13 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
     refused(r"share must be a number from 0 to 1, got -0\.1", AdaptiveScheduler, model(), steps_per_epoch=1, share=-0.1)
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_an_epoch_whose_loss_is_not_finite_is_left_out(loss):
+    with pytest.warns(UserWarning, match="the epoch that ends at step 1 has a loss that is not finite: it is left out"):
+        odd = after([torch.tensor(loss), *[1.0] * 5, 2.0])
+    assert odd.ran.runs == ((3, 6), (4, 1))
+
+
 def test_losses_below_zero_stall_like_others_and_a_loss_is_one_number():
     assert after([-1.0] * 10).ran.runs == after([1.0] * 10).ran.runs == ((3, 5), (4, 5))
     refused(r"loss must be one number, got a tensor of shape \(4,\)", after, [torch.ones(4)])

@@ -77,7 +77,7 @@ def test_budgets_that_no_bits_of_few_steps_meet():
         sums = {s + q * q + 2 * q * 9 for s in sums for q in (7, 8, 9)}
     nearest = min((s / (16 * 3 * 81) for s in sums), key=lambda c: abs(c - 0.9084))
     assert abs(nearest - 0.9084) > 0.9084e-3
-    said = r"16 steps are too few to cost 0\.9084 to 0\.1 %; the nearest is 0\.9"
+    said = r"no schedule of 16 steps was found to cost 0\.9084 to 0\.1 %; the nearest is 0\.9"
     refused(said, quietly, solve_schedule, 0.9084, 7, 9, 16, 1)
 
 

@@ -332,7 +332,8 @@ def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
         ("labels/a.txt images/a.jpg", "of YOLO's"), ("train/labels/a.txt train/images/a.jpg", "of YOLO's"),
         ("train.json train/a.jpg", "boxes of COCO's form into annotations/instances_train.json"),
         ("Train/cat/a.jpg Test/cat/a.jpg", "call the folders train/ and test/, in small letters"),
-        ("processed/data.pt", "PyTorch Geometric with numpy.savez"), ("train/data-0.arrow", "Hugging Face's datasets"),
+        ("processed/data.pt", "PyTorch Geometric with numpy.savez"),
+        ("train/data-0.arrow train/dataset_info.json", "Hugging Face's datasets"),
     ],
 )  # fmt: skip
 def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):

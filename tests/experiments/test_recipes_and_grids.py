@@ -323,7 +323,7 @@ def test_a_name_belongs_to_one_data_set_and_one_task():
         assert task_of_dataset(unnamed) is None
 
 
-@pytest.mark.parametrize("path", ["my/images", "images/", "a.npz,b.npz", "C:\\data\\images", "images\\"])
+@pytest.mark.parametrize("path", ["my/images", "images/", "a.npz,b.npz", "g.pt", "C:\\data\\images", "images\\"])
 def test_paths_are_ones_own_on_every_system(path):
     assert is_own(path)
     assert not any(map(is_own, DATASETS))

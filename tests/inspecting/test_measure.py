@@ -242,6 +242,8 @@ def test_bits_of_a_schedule_and_its_measured_cost(clock):
     refused("a LayeredSchedule cannot be priced", relative, LayeredSchedule(((("*",), schedule, 1),)))
     apart = RoleSchedules(weight=schedule, activation=8, gradient=8)
     refused("a RoleSchedules cannot be priced", relative, apart)
+    late = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2, delay=0.25, delay_at="float32")
+    refused("roles with levels of their own are priced by the name", relative, late)
     assert MeasuredCost.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
 

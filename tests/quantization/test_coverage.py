@@ -267,7 +267,7 @@ def test_weights_that_only_lie_in_a_module_are_those_of_the_one_that_multiplies_
     if isinstance(model, fx.GraphModule):
         refused("before its graph is compiled again", model.recompile)
     assert torch.equal(restore_(copied)(x), plain(x))
-    refused("'held' matches a part of 'the model'", quantize_, plain, QuantConfig(float32=("held",)))
+    refused("'held' matches part of 'the model'", quantize_, plain, QuantConfig(float32=("held",)))
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,8 @@ def test_numpy_integers_make_the_same_schedule():
     assert schedule == make()
     assert json.dumps(schedule.to_dict()) == json.dumps(make().to_dict())
     assert schedule(np.int64(3)) == make()(3)
+    for profile in (Rex(np.float64(0.5)), Exponential(np.float32(0.5)), Warped("rex", np.int64(2))):
+        assert {type(value) for value in vars(profile).values()} <= {str, float}  # torch.load takes no others
     schedule = DeficitSchedule(np.int64(3), np.int8(8), np.array([[4, 5], [0, 2]]), np.int64(6))
     assert written_and_read(schedule) == schedule == DeficitSchedule(3, 8, ((0, 2), (4, 5)), 6)
 
