@@ -65,7 +65,7 @@ PRODUCTS = {
     "einsum, weight": (lambda m, x: torch.einsum("btd,dhk->bthk", x, m.w), (6, 2, 3), [Y], 1),
     "einsum, weight first": (lambda m, x: torch.einsum("hkd,btd->bthk", m.w, x), (2, 3, 6), [Y], 1),
     "einsum, three": (lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y), (6, 6), [X, X], 2),
-    "einsum, all summed": (lambda m, x, y: torch.einsum("b...,...b->", x, y), (1, 1), [Y, (3, 6, 2)], 1),
+    "einsum, dots summed": (lambda m, x, y: torch.einsum("b...,b...->b", x, y), (1, 1), [Y, Y], 1),
     "einsum, implicit": (lambda m, x: torch.einsum("...d,dk", x, m.w), (6, 4), [Y], 1),
     "tensordot": (lambda m, x: torch.tensordot(x, m.w, ([1, 2], [1, 0])), (6, 3, 4), [Y], 1),
     "inner": (lambda m, x: torch.inner(x, m.w), (4, 6), [X], 1),
