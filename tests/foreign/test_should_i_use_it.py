@@ -14,7 +14,7 @@ import cpt_core as cpt
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "should-i-use-it.md").read_text(encoding="utf-8")
 LINES = PAGE.split("```python\n")[1].split("```")[0]
-ENDS = re.search(r"`quantize_\(model, (.*)\)`", PAGE)[1]
+ENDS = re.search(r"`quantize_\(model, (.*)\)`", (DOCS / "training-loop.md").read_text(encoding="utf-8"))[1]
 
 
 class Block(nn.Module):
