@@ -132,7 +132,8 @@ def test_the_page_of_the_index_has_no_links_that_end_there():
     links = re.findall(r"\]\(([^)]*)\)", page)
     assert [link for link in links if not link.startswith("https://")] == []
     text = "".join(p.read_text() for p in sorted(ROOT.glob("cpt_*/commands.py")))
-    commands = set(re.findall(r"^def (\w+)\(|@app.command\(\"([\w-]+)\"|^app.add_typer\(\w+, name=\"([\w-]+)\"", text, re.M))
+    found = r"^def (\w+)\(|@app.command\(\"([\w-]+)\"|^app.add_typer\(\w+, name=\"([\w-]+)\""
+    commands = set(re.findall(found, text, re.M))
     known = {name for pair in commands for name in pair if name}
     assert {word for word in re.findall(r"`cpt ([\w-]+)", page)} <= known
     extras = set(PROJECT["optional-dependencies"]) - {"book", "dev"}
