@@ -29,9 +29,9 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_lab
 # The many processes that tests start compile the package once, also where Python was told to keep no bytecode.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Four processes, for two cores: tests that start programs wait for them. Each takes file after file in the order of
+# Three processes, for two cores: tests that start programs wait for them. Each takes file after file in the order of
 # tests/conftest.py, where what takes long comes first.
-PYTESTS := $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder
+PYTESTS := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup lint check test reproduce notebooks book evidence bench mutants wheel image compat chromium browser lock clean distclean
 
