@@ -119,9 +119,7 @@ class BitOpsLedger:
         if "paper" not in formats:
             self.unpriced[call.layer] += call.macs
         self._add(call, formats, ("forward",))
-        seen = set[
-            int
-        ]()  # backward passes, each counted once, whichever of the outputs its gradient comes through first
+        seen = set[int]()  # backward passes: each counts once, whichever of the outputs its gradient comes through
 
         def on_gradient(gradient: Tensor) -> None:
             if (now := torch._C._current_graph_task_id()) not in seen:
