@@ -248,7 +248,7 @@ class Sensitivity:
         with described.drawing(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (figure, (axes,)):
             for ax, over in zip(axes, parts, strict=True):
                 even = self.even(over)
-                mean, low, high = self.estimates(over) / even
+                mean, low, high = self.estimates(over) / abs(even)
                 x = np.arange(len(mean))
                 ax.axhline(1, color="#888888", linewidth=0.8, label="all alike")
                 ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
@@ -261,11 +261,12 @@ class Sensitivity:
                 ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
                 ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             axes[0].legend(fontsize=8)
-            mean, low, _ = self.estimates("layers") / self.even("layers")
-            worst = int(np.argmax(mean))
-            found = (
-                f"A bit less costs most in {self.places('layers')[worst]}" if low[worst] > 1 else "No layer stands out"
-            )
+            mean, low, _ = self.estimates("layers") / abs(self.even("layers"))
+            worst, found = int(np.argmax(mean)), "No layer stands out"
+            if not np.isfinite(mean[worst]):
+                found = f"Training diverges with a bit less in {self.places('layers')[worst]}"
+            elif low[worst] > 1:
+                found = f"A bit less costs most in {self.places('layers')[worst]}"
             said = f"{found}\n{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
             figure.suptitle(said, fontsize=9, parse_math=False)
         return figure

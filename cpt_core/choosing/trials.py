@@ -44,7 +44,7 @@ class Trial:
         self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # also those of no state_dict
-        random = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+        random = (torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None)
         random_python = (python_random.getstate(), np.random.get_state())  # noqa: NPY002
         others = [s.state_dict() for s in self.stateful]
         states = (model.state_dict(), optimizer.state_dict(), self.scheduler.state_dict(), others)
@@ -68,7 +68,7 @@ class Trial:
             module.training = training
         torch.set_rng_state(random)
         if random_cuda is not None:
-            torch.cuda.set_rng_state(random_cuda)
+            torch.cuda.set_rng_state_all(random_cuda)
         python_random.setstate(pythons)
         np.random.set_state(numpys)  # noqa: NPY002
 

@@ -161,6 +161,20 @@ def test_negative_and_diverged_responses_are_bounded_and_shown():
     assert any(line.startswith("layer0") and line.endswith("diverged") for line in shown)
 
 
+@pytest.mark.parametrize(
+    ("layers", "finding"),
+    [
+        ((1, 500, 9), "A bit less costs most in layer1"),
+        (MACS, "No layer stands out"),
+        ((NAN, 500, 9), "Training diverges with a bit less in layer0"),
+        ((-1, -90, -9), "No layer stands out"),  # nothing is lost in all together
+    ],
+)
+def test_the_title_of_the_figure_is_what_was_found(layers, finding):
+    figure = measured(layers=layers, seeds=2, noise=0.1).figure()
+    assert figure.get_suptitle().startswith(f"{finding}\n")
+
+
 def test_it_comes_back_from_json():
     s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN),))
     text = json.dumps(s.to_dict(), allow_nan=False)
