@@ -281,12 +281,10 @@ class _Grids(Watch):
         backward = self.backward and not self.names  # else it is recomputed there
         if not backward:
             self._layer_of |= dict.fromkeys((k for k in keys if k is not None), layer)
-        quantized = bool(operands) and all(map(self.on_grid, operands))
+        on_grid = [k in self._rounded and a.dtype not in HALF for k, a in zip(keys, operands, strict=True)]
+        quantized = bool(operands) and all(on_grid)
         reads = tuple(self._parameters[k] for k in keys if k in self._parameters)
         self.macs[layer, name, backward, quantized, reads] += sum(product.macs for product in found)
-
-    def on_grid(self, operand: Tensor) -> bool:
-        return storage_of(operand) in self._rounded and operand.dtype not in HALF
 
     def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
         """Follow what was rounded."""

@@ -126,8 +126,7 @@ class MeasuredCost:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``from_dict`` gives an equal object."""
         layers = {name: _plain(spent) for name, spent in self.layers.items()}
-        said = {"device": self.device, "q_grad": self.q_grad, "convention": self.convention}
-        return {**said, "steps": _plain(self.steps), "layers": layers}
+        return {**vars(self), "steps": _plain(self.steps), "layers": layers}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> MeasuredCost:
