@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
@@ -90,22 +91,13 @@ def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loo
 
     ``source`` and ``destination``: (E,) numbers of N nodes, checked.
     """
-    # one int64 key per edge, sorted by destination, then source: on 124 million edges this is what takes the memory
-    count = len(source)
-    keys = np.empty(2 * count + (nodes if self_loops else 0), dtype=np.int64)
-    loops: Any = source == destination
-    for given, (to, of) in ((keys[:count], (destination, source)), (keys[count : 2 * count], (source, destination))):
-        np.multiply(to, nodes, out=given, dtype=np.int64, casting="unsafe")
-        given += of
-        given[loops] = -1
+    apart = source != destination
+    ends = destination[apart], source[apart]
+    directed = sparse.coo_matrix((np.ones(len(ends[0]), bool), ends), shape=(nodes, nodes)).tocsr()
+    both = directed + directed.T
     if self_loops:
-        keys[2 * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
-    keys.sort()
-    keys = torch.unique_consecutive(torch.from_numpy(keys[np.searchsorted(keys, 0) :])).numpy()
-    kind: Any = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
-    indptr = np.searchsorted(keys, np.arange(nodes + 1) * nodes).astype(kind)
-    keys %= nodes  # in place: no second array of int64
-    return Graph(torch.from_numpy(indptr), torch.from_numpy(keys.astype(kind)))
+        both = both + sparse.identity(nodes, bool, "csr")
+    return Graph(torch.from_numpy(both.indptr), torch.from_numpy(both.indices))
 
 
 def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:

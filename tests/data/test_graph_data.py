@@ -43,7 +43,7 @@ def write_npz(folder, **changes):
 
 @pytest.mark.parametrize("self_loops", [False, True])
 def test_edges_are_those_of_a_dense_matrix(self_loops):
-    source, destination = np.random.default_rng(0).integers(0, 50, (2, 400))
+    source, destination = np.random.default_rng(0).integers(0, 50, (2, 400)).astype(np.uint64)  # of any kind
     dense = np.zeros((60, 60), dtype=bool)  # ten nodes have no edge
     dense[source, destination] = dense[destination, source] = True
     np.fill_diagonal(dense, self_loops)
