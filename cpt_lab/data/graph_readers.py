@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -226,19 +225,12 @@ def _unpack(archive: Path, folder: Path) -> Path:
 
 
 def evaluator(name: str) -> Any:
-    """Return OGB's evaluator of a data set."""
-    with _quiet():
-        return library("ogb.nodeproppred", "graph").Evaluator(name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Import OGB without its question to the network for newer versions, and keep what it prints for the log."""
-    sys.modules.setdefault("outdated", cast(Any, None))
+    """Return OGB's evaluator of a data set, without a question to the network; what OGB prints goes to the log."""
+    sys.modules.setdefault("outdated", cast(Any, None))  # would ask for newer versions
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            yield
+            return library("ogb.nodeproppred", "graph").Evaluator(name)
     finally:
         if printed.getvalue().strip():
             log.debug("ogb: %s", printed.getvalue())
