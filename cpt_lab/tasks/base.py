@@ -18,9 +18,11 @@ Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every s
 LearningRate = Callable[[int, Sequence[Evaluation]], float]  # of the optimizer step and of the evaluations so far
 
 
-def on_gpu(device: torch.device) -> bool:
-    """Whether an optimizer must be fused there; on the CPU the plain ones are what results were made with."""
-    return device.type != "cpu"
+def optimizer_of(kind: Any, parameters: Iterable[nn.Parameter], recipe: Recipe, **more: Any) -> torch.optim.Optimizer:
+    """Return a recipe's optimizer; fused on a GPU, on the CPU the plain one, which results were made with."""
+    wanted = list(parameters)
+    fused = wanted[0].device.type != "cpu"
+    return kind(wanted, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, **more)
 
 
 def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:

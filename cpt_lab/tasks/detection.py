@@ -16,7 +16,7 @@ from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, 
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, constant, on_gpu, sums
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, optimizer_of, sums
 
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
@@ -102,9 +102,7 @@ class DetectionTask:
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
-        r = self.recipe
-        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
-        return adam, constant(r.lr)
+        return optimizer_of(torch.optim.Adam, model.parameters(), self.recipe), constant(self.recipe.lr)
 
 
 def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:

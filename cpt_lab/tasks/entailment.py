@@ -18,7 +18,7 @@ from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
-from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, linear, on_gpu
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, linear, optimizer_of
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 250
@@ -126,9 +126,7 @@ class EntailmentTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-        fused = on_gpu(self.device)
-        adamw = torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=fused)
-        return adamw, linear(r.lr, r.final_lr, r.steps)
+        return optimizer_of(torch.optim.AdamW, model.parameters(), r), linear(r.lr, r.final_lr, r.steps)
 
 
 def checkpoint_folder(name: str) -> Path:

@@ -21,7 +21,7 @@ from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
-from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, on_gpu, sums
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, optimizer_of, sums
 
 WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -156,7 +156,7 @@ class GraphTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and the learning rate by the recipe's rule."""
         r = self.recipe
-        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
+        adam = optimizer_of(torch.optim.Adam, model.parameters(), r)
         if r.lr_rule == "step":
             return adam, milestones(r.lr, (0.5, 0.75), r.steps)
         return adam, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else constant(r.lr)

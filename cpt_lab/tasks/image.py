@@ -14,7 +14,7 @@ from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, milestones, on_gpu
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, milestones, optimizer_of
 
 
 class ImageTask:
@@ -72,7 +72,5 @@ class ImageTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""
         r = self.recipe
-        sgd = torch.optim.SGD(
-            model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay, fused=on_gpu(self.device)
-        )
+        sgd = optimizer_of(torch.optim.SGD, model.parameters(), r, momentum=r.momentum)
         return sgd, milestones(r.lr, r.milestones, r.steps)
