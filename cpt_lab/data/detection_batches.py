@@ -51,10 +51,8 @@ class _Ready(Dataset):
         images, targets = zip(*(self._item(index, epoch) for index in self.groups[group]), strict=True)
         sizes = [(i.shape[-2], i.shape[-1]) for i in images]
         height, width = (MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True))
-        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
-        for place, image in zip(padded, images, strict=True):
-            place[:, : image.shape[-2], : image.shape[-1]] = image
-        return Batch(padded, list(targets), sizes, [self.pictures[i] for i in self.groups[group]])
+        padded = [v2.functional.pad(i, [0, 0, width - w, height - h]) for i, (h, w) in zip(images, sizes, strict=True)]
+        return Batch(torch.stack(padded), list(targets), sizes, [self.pictures[i] for i in self.groups[group]])
 
     def _item(self, index: int, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
         picture = self.pictures[index]
