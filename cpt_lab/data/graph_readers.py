@@ -27,7 +27,6 @@ from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
-ROWS = 1 << 17  # lines of a table that are read at a time
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
 # nodes, edges (each once), features and classes, as OGB states them
 OFFICIAL = {"ogbn-arxiv": (169_343, 1_166_243, 128, 40), "ogbn-products": (2_449_029, 61_859_140, 100, 47)}
@@ -158,9 +157,7 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
         if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
             raise ValueError("the file is empty")
         try:
-            # in pieces: a float64 copy of the features of a large graph would take gigabytes
-            tables = pd.read_csv(path, compression="gzip", header=None, dtype=kind, chunksize=ROWS)
-            table = np.concatenate([piece.to_numpy() for piece in tables])
+            table = pd.read_csv(path, compression="gzip", header=None, dtype=kind).to_numpy()
         except pd.errors.EmptyDataError:
             return np.empty((0, columns or 1), dtype=kind or np.int64)
         if columns and table.shape[1] != columns:
