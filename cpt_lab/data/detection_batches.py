@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
 from cpt_lab.data.detection import Annotated
-from cpt_lab.data.image_batches import of_files
+from cpt_lab.data.image_batches import normalizer
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def bytes_read(recipe: DetectionRecipe) -> int:
 
 
 def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device) -> Iterator[Batch]:
-    normalize = of_files(device)
+    normalize = normalizer(device)
 
     def ready(batch: Batch) -> Batch:
         images = normalize(send(batch.images, device).float().div_(255))

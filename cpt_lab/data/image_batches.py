@@ -1,6 +1,6 @@
 """Batches of images: a pure function of (seed, step), from memory or from disk, and the order of evaluation."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, S
 from cpt_lab.experiments.image import ImageRecipe
 
 EVALUATION_BATCH = 250  # images from disk
-Normalizer = Callable[[Tensor], Tensor]
 
 
 def array_batches(
@@ -29,7 +28,7 @@ def array_batches(
     images = torch.nn.functional.pad(split.images, (pad,) * 4).to(device)
     # every position of the window as a view, then one gather: an offset of its own for each image
     windows = images.unfold(2, size, 1).unfold(3, size, 1)
-    labels, normalize = split.labels.to(device), _of_arrays(data, device)
+    labels, normalize = split.labels.to(device), normalizer(device, data.mean, data.std, 255)
     for step, keys in enumerate(batch_keys(len(split), recipe.batch, seed, start), start):
         generator, n = generator_of(seed, step, Stream.AUGMENT), len(keys)
         drawn = torch.zeros(4, n, dtype=torch.int64)  # image, row and column of the window, whether it is mirrored
@@ -45,19 +44,12 @@ def array_batches(
         yield normalize(made.float()), labels[index]
 
 
-def _normalizer(mean: Tensor, std: Tensor, device: torch.device) -> Normalizer:
-    """Return what gives pixels, float32 (N, C, H, W) on the device, mean 0, in place; from theirs, (C,)."""
-    mean, std = (send(x.view(-1, 1, 1), device) for x in (mean, std))
-    return lambda images: images.sub_(mean).div_(std)
-
-
-def _of_arrays(data: ImageData, device: torch.device) -> Normalizer:
-    return _normalizer(255 * torch.tensor(data.mean), 255 * torch.tensor(data.std), device)
-
-
-def of_files(device: torch.device) -> Normalizer:
-    """Return what normalises pixels from 0 to 1, as torchvision does."""
-    return _normalizer(torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD), device)
+def normalizer(
+    device: torch.device, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, white: int = 1
+) -> Callable[[Tensor], Tensor]:
+    """Return what normalises pixels from 0 to ``white``, float32 (N, C, H, W) on the device, in place."""
+    shift, scale = (send((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std))
+    return lambda images: images.sub_(shift).div_(scale)
 
 
 class _Files(Dataset):
@@ -97,7 +89,7 @@ def file_batches(
 
 
 def _read(data: _Files, keys: Iterable[list[tuple[int, int]]], device: torch.device, workers: int) -> Iterator[Batch]:
-    normalize = of_files(device)
+    normalize = normalizer(device)
     for images, labels in loader(data, device, workers, batch_sampler=keys):
         yield normalize(send(images, device).float().mul_(1 / 255)), send(labels, device)
 
@@ -105,7 +97,7 @@ def _read(data: _Files, keys: Iterable[list[tuple[int, int]]], device: torch.dev
 def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.device, workers: int) -> Iterator[Batch]:
     """Yield a split once, in order, without augmentation."""
     if isinstance(split, ArrayImages):
-        normalize = _of_arrays(data, device)
+        normalize = normalizer(device, data.mean, data.std, 255)
         for part in (split[start : start + 1000] for start in range(0, len(split), 1000)):
             yield normalize(send(part.images, device).float()), send(part.labels, device)
     else:
