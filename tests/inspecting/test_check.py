@@ -157,23 +157,36 @@ def test_complex_products_are_in_float32():
     assert [p.quantized for p in found.products if p.layer == ""] == [False] * 3
 
 
-UNLISTED = {
-    "cdist": (lambda m, y: torch.cdist(y, m.w), 3 * 4 * 4),
-    "cdist of many": (lambda m, y: torch.cdist(y.repeat(10, 1), m.w), 30 * 4 * 4),
-    "cdist by absolute values": (lambda m, y: torch.cdist(y, m.w, 1.0), 3 * 4 * 4),
-    "conv_tbc": (lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)), 3 * 4 * 4),
-    "matrix_exp": (lambda m, y: y + torch.matrix_exp(m.w)[0], 5 * 4**3),
+EDGES = torch.eye(4).to_sparse()
+UNRULED = {  # a function -> what it computes of a weight and of four rows of four numbers, and its MACs
+    "addbmm": (lambda m, y: torch.addbmm(m.w, y[None], y[None]), 64),
+    "addmm_": (lambda m, y: y.clone().addmm_(y, m.w), 64),
+    "baddbmm_": (lambda m, y: y[None].clone().baddbmm_(y[None], m.w[None]), 64),
+    "cdist": (lambda m, y: torch.cdist(y, m.w), 64),
+    "cdist of many": (lambda m, y: torch.cdist(y.repeat(10, 1), m.w), 640),
+    "cdist by absolute values": (lambda m, y: torch.cdist(y, m.w, 1.0), 64),
+    "conv_tbc": (lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)), 64),
+    "matrix_exp": (lambda m, y: y + torch.matrix_exp(m.w)[0], 5 * 64),
+    "cov": (lambda m, y: torch.cov(y), 64),
+    "corrcoef": (lambda m, y: torch.corrcoef(y), 64),
+    "linalg_matrix_power": (lambda m, y: torch.linalg.matrix_power(y, 2), 64),
+    "_sparse_mm": (lambda m, y: torch.sparse.mm(EDGES, y), 4 * 4),
+    "_sparse_addmm": (lambda m, y: torch.sparse.addmm(y, EDGES, y), 4 * 4),
 }
 
 
-@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
-@pytest.mark.parametrize("name", UNLISTED)
-def test_products_that_no_rule_knows_are_listed_and_priced(name):
-    function, macs = UNLISTED[name]
+@pytest.mark.filterwarnings("ignore:.* of the weights stay in float32", "ignore:.* does not run on shapes alone")
+@pytest.mark.parametrize("name", UNRULED)
+def test_products_that_no_rule_knows_are_named_listed_and_priced(name):
+    function, macs = UNRULED[name]
     model = Does(lambda m, x: function(m, m.layer(x)), layer=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4, 4)))
-    found = check(quantize_(model), (torch.randn(3, 4),))
+    x = torch.randn(4, 4)
+    said = f"nobody asked for: {name.partition(' ')[0]} in the model;"
+    with precision(quantize_(model), 4), pytest.warns(QuantizationWarning, match=said):
+        model(x)
+    found = check(model, (x,))
     assert [(p.layer, p.macs) for p in found.float32] == [("", macs)]
-    assert count_bitops(model, (torch.randn(3, 4),)).macs["(products)"] == macs
+    assert count_bitops(model, (x,)).macs["(products)"] == macs
     # 2n x 2n matrices and more: that of the exponential is more than is priced, which is said
     assert found.mispriced.keys() == ({"(backward)"} if name == "matrix_exp" else set())
 

@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from helpers import Does, Ran, refused
+from helpers import Ran, refused
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -190,24 +190,6 @@ def test_what_stays_in_float32_inside_a_module_that_multiplies():
     assert next(r.reason for r in summary(model).rows if r.name == "past.first") == "left out"
     restore_(model)
     assert type(model["past"].first) is nn.Linear
-
-
-EDGES = torch.eye(4).to_sparse()
-UNRULED = {
-    "cov": torch.cov,
-    "corrcoef": torch.corrcoef,
-    "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x, 2),
-    "_sparse_mm": lambda x: torch.sparse.mm(EDGES, x),
-    "_sparse_addmm": lambda x: torch.sparse.addmm(x, EDGES, x),
-}
-
-
-@pytest.mark.parametrize("name", UNRULED)
-def test_products_inside_a_function_that_has_no_rule_are_named(name):
-    model = quantize_(Does(lambda m, x: UNRULED[name](m.layer(x)), layer=nn.Linear(4, 4)))
-    said = f"nobody asked for: {name} in the model;"
-    with precision(model, 4), pytest.warns(QuantizationWarning, match=said):
-        model(torch.randn(4, 4))
 
 
 def test_counting_leaves_the_word_to_training():

@@ -19,7 +19,7 @@ from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import coverage, operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.coverage import QuantizationWarning, names_a_product
+from cpt_core.quantization.coverage import names_a_product
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -414,23 +414,6 @@ class Held:
 
 def module_function(x):
     return torch.einsum("ij,jk->ik", x, x)
-
-
-UNRULED = {
-    "addbmm": lambda m, x: torch.addbmm(m.b, x, x.mT),
-    "addmm_": lambda m, x: x[0].clone().addmm_(x[0], x[1]),
-    "baddbmm_": lambda m, x: x.clone().baddbmm_(x, x),
-    "cdist": lambda m, x: torch.cdist(x, m.w),
-    "conv_tbc": lambda m, x: torch.conv_tbc(x, m.w[None], m.b),
-    "matrix_exp": lambda m, x: x + torch.matrix_exp(m.w)[0],
-}
-
-
-@pytest.mark.parametrize("name", UNRULED)
-def test_products_that_no_rule_quantises_are_named(name):
-    model = quantize_(nn.Sequential(nn.Linear(6, 6), Does(UNRULED[name], 6, 6)))
-    with precision(model, 4), pytest.warns(QuantizationWarning, match=f"asked for: {name} in 1"):
-        model(torch.randn(2, 6, 6))
 
 
 def test_every_product_that_has_a_rule_is_looked_for():
