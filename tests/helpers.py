@@ -89,8 +89,8 @@ class Does(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+    def forward(self, *inputs, **given):
+        return self.function(self, *inputs, **given)
 
 
 RINGS = {b: Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, b) for b in ("auto", "csr")}

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import INF, refused
+from helpers import INF, Does, refused
 from torch import nn
 
 from cpt_core.bitops.plan import count_bitops
@@ -192,19 +192,11 @@ def test_the_estimate_by_hand():
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.out = nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.out(self.attention(x, x, x, need_weights=False)[0])
-
-
 def test_products_that_are_caught_have_a_weight_and_an_estimate():
     torch.manual_seed(0)
-    model, x = Attending(), torch.randn(3, 5, 8)
+    parts = {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "out": nn.Linear(8, 2)}
+    model = Does(lambda m, x: m.out(m.attention(x, x, x, need_weights=False)[0]), **parts)
+    x = torch.randn(3, 5, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(_):

@@ -81,13 +81,10 @@ def test_a_layer_that_runs_quantised_and_not_is_found():
 
 
 def test_a_layer_that_is_not_used_is_not_called_bypassed():
-    class Part(nn.Sequential):
-        def forward(self, x):
-            return self[0](x)
-
-    found = check(quantize_(Part(nn.Linear(4, 4), nn.Linear(4, 4))), (torch.ones(3, 4),))
-    assert (found.ok, found.bypassed, found.unused) == (True, {}, ("1",))
-    assert "took no part in the step: 1" in str(found)
+    model = Does(lambda m, x: m.first(x), first=nn.Linear(4, 4), other=nn.Linear(4, 4))
+    found = check(quantize_(model), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused) == (True, {}, ("other",))
+    assert "took no part in the step: other" in str(found)
 
 
 def test_every_product_is_listed_with_its_precision_and_its_macs():
@@ -384,18 +381,12 @@ class Recurrent(nn.LSTM):
     """Runs its own forward, step by step."""
 
 
-class Experts(nn.Module):
+def experts():
     """The first has no token."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        return torch.cat([self.experts[0](x[:0]), self.experts[1](x)])
+    return Does(lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), Experts])
+@pytest.mark.parametrize("kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), experts])
 def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(kind):
     model = quantize_(kind())
     assert check(model, (torch.randn(5, 4),)).ok

@@ -8,16 +8,14 @@ from torch import nn
 import cpt_core as cpt
 
 
-class Net(nn.Module):
-    """A layer, and products in a child, in the child of a child, and in the model itself."""
+def net(attend=lambda _, q, k: q @ k.mT):
+    """A layer, and products in a child and in the model itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.attend = nn.Linear(8, 6), Does(lambda _, q, k: q @ k.mT)
+    def forward(m, x):
+        h = m.linear(x)
+        return m.attend(h, h) @ h
 
-    def forward(self, x):
-        h = self.linear(x)
-        return self.attend(h, h) @ h
+    return Does(forward, linear=nn.Linear(8, 6), attend=Does(attend))
 
 
 X = (torch.randn(3, 5, 8),)
@@ -26,7 +24,7 @@ MACS = {"": 3 * 5 * 5 * 6, "linear": 3 * 5 * 8 * 6, "attend": 3 * 5 * 6 * 5}
 
 @pytest.mark.parametrize("float32", [(), ("attend",), ("linear",), ("attend", "linear")])
 def test_shares_are_those_of_what_runs(float32):
-    model = cpt.quantize_(Net(), cpt.QuantConfig(float32=float32))
+    model = cpt.quantize_(net(), cpt.QuantConfig(float32=float32))
     found = cpt.summary(model, X)
     assert {r.name: r.share for r in found.rows} == {k: n / sum(MACS.values()) for k, n in MACS.items()}
     plain = {p.layer: p.macs / sum(MACS.values()) for p in cpt.check(model, X).float32}
@@ -36,30 +34,22 @@ def test_shares_are_those_of_what_runs(float32):
 
 
 def test_the_print_says_the_share_of_float32():
-    model = cpt.quantize_(Net(), cpt.QuantConfig(float32=("attend",)))
+    model = cpt.quantize_(net(), cpt.QuantConfig(float32=("attend",)))
     lines = str(cpt.summary(model, X)).splitlines()
     assert any(line.startswith("attend ") and line.endswith("27.8%  float32 (left out)") for line in lines)
     assert "27.8% of the forward MACs run in float32: attend (products) 27.8%" in lines
     assert "MACs" not in str(cpt.summary(model))
 
 
-class Unnamed(nn.Module):
-    """A product that only what is around it can catch."""
-
-    def forward(self, q, k):
-        return getattr(torch, "".join(("mat", "mul")))(q, k.mT)
-
-
 def test_a_product_that_what_is_around_it_catches_is_quantised():
-    model = Net()
-    model.attend = Unnamed()
+    model = net(lambda _, q, k: getattr(torch, "".join(("mat", "mul")))(q, k.mT))  # which its code does not name
     found = cpt.summary(cpt.quantize_(model), X)
-    assert [(r.name, r.quantized, r.share) for r in found.rows if r.kind == "Unnamed"] == [("attend", True, 450 / 1620)]
+    assert [(r.quantized, r.share) for r in found.rows if r.name == "attend"] == [(True, 450 / 1620)]
     assert found.float32_shares == {}
     assert cpt.check(model, X).quantized_share == 1
 
 
 def test_a_model_that_is_not_converted_is_in_float32():
-    found = cpt.summary(Net(), X)
+    found = cpt.summary(net(), X)
     assert sum(found.float32_shares.values()) == 1
     assert not found.quantized

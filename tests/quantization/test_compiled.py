@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RINGS, WITH_CUDA, OnRing, Ran, identical
-from quantization.test_integer import Calls, attention, first
+from helpers import RINGS, WITH_CUDA, Does, OnRing, Ran, identical
+from quantization.test_integer import attention, first
 from torch import nn
 
 from cpt_core.graphs.layers import GraphConv, SAGEConv
@@ -36,8 +36,8 @@ KINDS = {
     "sequences": (lambda: nn.Linear(8, 6, bias=False), (2, 5, 8)),
     "rotated": (lambda: nn.Linear(8, 6), (5, 8)),
     "block": (block, (4, 3, 6, 6)),
-    "lstm": (lambda: Calls(nn.LSTM(5, 4, bidirectional=True), first), (3, 3, 5)),
-    "attention": (lambda: Calls(attention(), first), (2, 6, 12)),
+    "lstm": (lambda: Does(first, layer=nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
+    "attention": (lambda: Does(first, layer=attention()), (2, 6, 12)),
     "gcn": (lambda: OnRing(GraphConv(3, 4), "csr"), (6, 3)),  # eager code counts its degrees: else torch compiles twice
     "sage": (lambda: OnRing(SAGEConv(4, 3), "csr"), (6, 4)),
     "called twice": (lambda: nn.Sequential(layer := nn.Linear(8, 8), nn.Tanh(), layer), (5, 8)),

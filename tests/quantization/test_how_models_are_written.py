@@ -150,11 +150,9 @@ def test_an_encoder_takes_padding_at_evaluation():
     torch.testing.assert_close(y[1:, :2], alone, rtol=1e-3, atol=1e-3)
 
 
-class Masked(nn.Module):
+def masked():
     """Attention of torch with what a test gives it."""
-
-    def forward(self, q, k, v, **given):
-        return F.scaled_dot_product_attention(q, k, v, **given)
+    return quantize_(Does(lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)))
 
 
 def test_what_torch_does_not_read_is_not_read():
@@ -167,7 +165,7 @@ def test_what_torch_does_not_read_is_not_read():
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_a_token_that_sees_nothing_gets_nothing(kind):
-    model, x = quantize_(Masked()), torch.randn(1, 3, 4, requires_grad=True)
+    model, x = masked(), torch.randn(1, 3, 4, requires_grad=True)
     sees = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
     mask = sees if kind == torch.bool else torch.zeros(3, 3).masked_fill(~sees, -torch.inf)
     with precision(model, 20, 20):
@@ -180,7 +178,7 @@ def test_a_token_that_sees_nothing_gets_nothing(kind):
 
 @pytest.mark.parametrize("causal", [bias.causal_lower_right, bias.causal_upper_left])
 def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
-    model, q, x = quantize_(Masked()), torch.randn(1, 2, 4), torch.randn(1, 3, 4)
+    model, q, x = masked(), torch.randn(1, 2, 4), torch.randn(1, 3, 4)
     mask = torch.ones(2, 3).tril(1 if causal is bias.causal_lower_right else 0).bool()
     for bits in (4, "float"):
         with precision(model, bits):
@@ -188,7 +186,7 @@ def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
 
 
 def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
-    model = quantize_(Masked())
+    model = masked()
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     with precision(model, 20, 20):
         same = model(q, k, v.expand(1, 2, 3, 8), enable_gqa=True)

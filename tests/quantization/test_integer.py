@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Ran, refused
+from helpers import Does, Ran, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -33,19 +33,8 @@ def distance(y, exact):
     return float((y.double() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
-class Calls(nn.Module):
-    """A layer that is called in a way of one's own."""
-
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, x):
-        return self.call(self.layer, x)
-
-
-def first(layer, x):
-    return layer(x)[0]
+def first(model, x):
+    return model.layer(x)[0]
 
 
 def attention():
@@ -219,16 +208,16 @@ LSTMS = {
     "no bias": (lambda: nn.LSTM(12, 12, bias=False), (7, 4, 12)),
     "two layers": (lambda: nn.LSTM(12, 12, num_layers=2, bidirectional=True), (7, 4, 12)),
     "packed": (
-        lambda: Calls(
-            nn.LSTM(12, 12, bidirectional=True),
-            lambda lstm, x: lstm(pack_padded_sequence(x, LENGTHS, enforce_sorted=False)),
+        lambda: Does(
+            lambda m, x: m.layer(pack_padded_sequence(x, LENGTHS, enforce_sorted=False)),
+            layer=nn.LSTM(12, 12, bidirectional=True),
         ),
         (7, 4, 12),
     ),
     "with a state": (lambda: nn.LSTM(12, 12), (7, 4, 12), (1, 4, 12), (1, 4, 12)),
     "batch first": (lambda: nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
     "one sequence": (lambda: nn.LSTM(12, 12), (7, 12)),
-    "used twice": (lambda: Calls(nn.LSTM(12, 12), lambda lstm, x: lstm(lstm(x)[0])), (7, 4, 12)),
+    "used twice": (lambda: Does(lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(12, 12)), (7, 4, 12)),
 }
 BITS = [(4, 6, reference), (8, 8, nullcontext), (8, "float", reference), (6, 12, nullcontext)]
 STEPS = [(kind, (i + j // 2) % 2 == 0, *bits) for i, kind in enumerate(LSTMS) for j, bits in enumerate(BITS)]

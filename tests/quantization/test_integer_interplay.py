@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import OnRing, Ran, identical, losses_of, pictures, small
-from quantization.test_integer import Calls, attention, first
+from helpers import Does, OnRing, Ran, identical, losses_of, pictures, small
+from quantization.test_integer import attention, first
 from torch import nn
 
 import cpt_core as cpt
@@ -151,8 +151,8 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
     "conv": (lambda: nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
-    "lstm": (lambda: Calls(nn.LSTM(6, 5), first), (4, 2, 6)),
-    "attention": (lambda: Calls(attention(), first), (2, 5, 12)),
+    "lstm": (lambda: Does(first, layer=nn.LSTM(6, 5)), (4, 2, 6)),
+    "attention": (lambda: Does(first, layer=attention()), (2, 5, 12)),
     "gcn": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
     "sage": (lambda: OnRing(cpt.SAGEConv(6, 5)), (6, 6)),
 }

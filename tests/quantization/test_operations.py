@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from quantization.test_integer import Calls
+from helpers import Does
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,18 +27,9 @@ from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule
 
 
-class Does(nn.Module):
-    """A module whose own forward is a function of it and of its inputs."""
-
-    def __init__(self, function, *sizes):
-        super().__init__()
-        self.function = function
-        self.w = nn.Parameter(torch.randn(sizes or (6, 4)))
-        self.b = nn.Parameter(torch.randn(self.w.shape[-1]))
-
-    def forward(self, *x):
-        F.linear  # noqa: B018  # what is multiplied is hidden in a function
-        return self.function(self, *x)
+def weighted(function, *sizes):
+    """A module with a weight and a bias, whose own forward is a function of it and of its inputs."""
+    return Does(function, w=nn.Parameter(torch.randn(sizes)), b=nn.Parameter(torch.randn(sizes[-1])))
 
 
 X, Y = (5, 6), (2, 3, 6)  # (rows, features), (batch, tokens, features)
@@ -107,7 +98,7 @@ def made(name, config=None):
     torch.manual_seed(0)
     function, size, shapes, count = PRODUCTS[name]
     inputs = tuple(torch.randn(s, requires_grad=True) for s in shapes)
-    return quantize_(nn.Sequential(Does(function, *size)), config)[0], inputs, count
+    return quantize_(nn.Sequential(weighted(function, *size)), config)[0], inputs, count
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -180,7 +171,7 @@ CAUSAL = {
     "matmul": lambda m, x: shown(x @ x.mT) @ x,
     "sdpa": lambda m, x: F.scaled_dot_product_attention(x, x, x, MASK),
     "causal": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
-    "module": lambda layer, x: layer(x, x, x, attn_mask=~MASK, need_weights=False)[0],
+    "module": lambda m, x: m.layer(x, x, x, attn_mask=~MASK, need_weights=False)[0],
 }
 
 
@@ -189,9 +180,7 @@ def test_what_comes_later_is_not_seen(implementation):
     """A later token changes no earlier output: no range spans tokens."""
     torch.manual_seed(0)
     attend, x = CAUSAL[implementation], torch.randn(2, 7, 8)
-    module = implementation == "module"
-    model = Calls(nn.MultiheadAttention(8, 2, batch_first=True), attend) if module else Does(attend, 1, 1)
-    quantize_(model)
+    model = quantize_(Does(attend, layer=nn.MultiheadAttention(8, 2, batch_first=True)))
     later = x.clone()
     later[:, 5] = 30 * torch.randn(2, 8)
     for mode in (True, False):
@@ -319,19 +308,15 @@ def test_gradients_that_differ_between_backward_products():
 
 
 def test_patterns_name_modules_and_what_has_no_precision_says_so():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.attention = nn.Linear(6, 6), Does(lambda m, x: x @ x.mT, 1, 1)
+    def block():
+        attention = Does(lambda m, x: x @ x.mT)
+        return quantize_(Does(lambda m, x: m.attention(m.first(x)), first=nn.Linear(6, 6), attention=attention))
 
-        def forward(self, x):
-            return self.attention(self.first(x))
-
-    model, x = quantize_(Block()), torch.randn(2, 3, 6)
+    model, x = block(), torch.randn(2, 3, 6)
     schedules = {"first": StaticSchedule(3, 4), "atten*": StaticSchedule(5, 4)}
     assert PrecisionScheduler(model, schedules).get_last_bits() == [3, 5]
     model(x)
-    other = quantize_(Block())
+    other = block()
     PrecisionScheduler(other, {"first": StaticSchedule(3, 4)})
     with pytest.raises(RuntimeError, match="has no precision yet"):
         other(x)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import OnRing, identical, pictures, small
+from helpers import Does, OnRing, identical, pictures, small
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -89,17 +89,15 @@ def test_gradients_of_gradients_pass_straight_through(call):
 # --- recomputation: nothing may notice that forward passes run a second time ----------------------
 
 
-class Language(nn.Module):
+def language():
     """An LSTM of two directions and attention, for what ``small`` takes."""
 
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.attention = nn.LSTM(6, 4, bidirectional=True), nn.MultiheadAttention(8, 2)
-        self.head = nn.Linear(8, 3)
+    def forward(m, x):
+        y = m.lstm(x.flatten(0, 1))[0]
+        return m.head(m.attention(y, y, y)[0])
 
-    def forward(self, x):
-        y = self.lstm(x.flatten(0, 1))[0]
-        return self.head(self.attention(y, y, y)[0])
+    parts = {"lstm": nn.LSTM(6, 4, bidirectional=True), "attention": nn.MultiheadAttention(8, 2)}
+    return Does(forward, **parts, head=nn.Linear(8, 3))
 
 
 def nested(model, x, **how):
@@ -117,7 +115,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("make", "way", "execution"),
     [(small, "whole", "simulated"), (small, "nested", "simulated"), (small, "segments", "simulated"),
-     (small, "whole", "integer"), (Language, "whole", "simulated"), (Language, "nested", "integer")],
+     (small, "whole", "integer"), (language, "whole", "simulated"), (language, "nested", "integer")],
 )  # fmt: skip
 def test_recomputation_changes_nothing(make, way, execution, use_reentrant):
     found = []
@@ -192,20 +190,10 @@ def test_vmap_runs_in_evaluation_alone():
         torch.testing.assert_close(vmap(model)(x), torch.stack([model(row) for row in x]), rtol=1e-6, atol=1e-6)
 
 
-class Tied(nn.Module):
-    """Multiplies with the weight of a layer of its own, which multiplies with it, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.encoder(x) @ self.encoder.weight
-
-
 def test_functional_call_rounds_the_weights_of_others_as_weights():
     torch.manual_seed(0)
-    model, x = quantize_(Tied(), NEAREST), torch.randn(5, 6)
+    tied = Does(lambda m, x: m.encoder(x) @ m.encoder.weight, encoder=nn.Linear(6, 4))
+    model, x = quantize_(tied, NEAREST), torch.randn(5, 6)
     values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     with precision(model, 3, 3):
         plain, called = model(x), functional_call(model, values, (x,))
