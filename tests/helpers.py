@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.convert import QuantConfig
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
@@ -23,6 +24,7 @@ from cpt_lab.sweeps.outlook import total_bitops
 
 WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAN, INF = float("nan"), float("inf")
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
 RECIPES = {  # scale -> "dataset/model" -> recipe
     scale: {
         f"{d.name}/{r.model}": r for e in EXPERIMENTS.values() for d in e.datasets for r in d.recipes.get(scale, ())
@@ -91,6 +93,13 @@ class Does(nn.Module):
 
     def forward(self, *inputs, **given):
         return self.function(self, *inputs, **given)
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that standardises its weight in a forward of its own, as NFNets and BiT have it."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight - self.weight.mean((1, 2, 3), True), self.bias)
 
 
 RINGS = {b: Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, b) for b in ("auto", "csr")}

@@ -39,17 +39,14 @@ def plain(function, *shape):
     return Does(lambda m, x: function(m.layer(x), m.weight), **parts)
 
 
-class Borrowed(nn.Module):
+def borrowed():
     """A parent that computes its children's products itself, as Swin does."""
 
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.Module()
-        self.attn.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+    def forward(m, x):
+        q, k, v = F.linear(x, m.attn.qkv.weight, m.attn.qkv.bias).chunk(3, -1)
+        return m.out(F.scaled_dot_product_attention(q, k, v))
 
-    def forward(self, x):
-        q, k, v = F.linear(x, self.attn.qkv.weight, self.attn.qkv.bias).chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v))
+    return Does(forward, attn=Does(None, qkv=nn.Linear(8, 24)), out=nn.Linear(8, 3))
 
 
 def sequences():
@@ -79,7 +76,7 @@ ZOO = {
     "einsum": (lambda: plain(lambda x, w: torch.einsum("btc,cd->bdt", x, w), 8, 3), sequences),
     "attention": (lambda: plain(lambda x, w: F.scaled_dot_product_attention(x @ w, x, x), 8, 8), sequences),
     "functional convolution": (lambda: plain(lambda x, w: F.conv1d(x, w), 3, 5, 2), sequences),
-    "borrowed weights": (Borrowed, sequences),
+    "borrowed weights": (borrowed, sequences),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), lambda: torch.randn(2, 3, 6, 6)),
     "ConvTranspose1d, groups": (lambda: nn.ConvTranspose1d(6, 4, 3, groups=2), lambda: torch.randn(2, 6, 5)),
     "TransformerEncoder": (encoder, sequences),
@@ -163,7 +160,7 @@ def test_no_product_is_lost(name):
 
 
 def test_the_plan_says_what_its_total_lacks():
-    plan = count_bitops(Borrowed(), (sequences(),), convention="paper")
+    plan = count_bitops(borrowed(), (sequences(),), convention="paper")
     assert plan.total == 3 * 10 * 8 * 3
     assert plan.unpriced == {"(products)": 10 * 8 * 24 + 2 * 2 * 5 * 5 * 8}
     lines = str(plan).splitlines()
@@ -172,7 +169,7 @@ def test_the_plan_says_what_its_total_lacks():
         'total is without 2,720 MACs per step (91.9% of the forward pass), which "paper" does not price: '
         "(products) 2,720",
     ]
-    assert "total is without" not in str(count_bitops(Borrowed(), (sequences(),)))
+    assert "total is without" not in str(count_bitops(borrowed(), (sequences(),)))
     assert "total is without" not in str(count_bitops(nn.Linear(8, 3), (sequences(),), convention="paper"))
     assert "7 more in .unpriced" in str(count_bitops(*made(*ZOO["gpt2"]), convention="paper"))
 
@@ -271,7 +268,7 @@ def test_the_ledger_sees_recomputed_products(reentrant):
         lambda m, x: m.block(m.first(x)),
         lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
     ):
-        model = Does(forward, first=nn.Linear(8, 8), block=Borrowed())
+        model = Does(forward, first=nn.Linear(8, 8), block=borrowed())
         with BitOpsLedger(model) as ledger:
             model(sequences()).sum().backward()
         totals.append((ledger.unpriced["block (products)"], ledger.by_pass("per_op")))
@@ -297,7 +294,7 @@ def test_the_ledger_survives_a_failing_forward_pass():
 
 
 def test_neither_a_check_inside_a_ledger_nor_a_copy_breaks_or_counts():
-    model, x = quantize_(nn.Sequential(Borrowed())), sequences()
+    model, x = quantize_(nn.Sequential(borrowed())), sequences()
     with precision(model, 8), BitOpsLedger(model) as ledger:
         model(x).sum().backward()
         before, average = ledger.total(), copy.deepcopy(model)
@@ -309,7 +306,7 @@ def test_neither_a_check_inside_a_ledger_nor_a_copy_breaks_or_counts():
 
 
 def test_a_plan_inside_a_ledger_is_no_training():
-    model, x = Borrowed(), sequences()
+    model, x = borrowed(), sequences()
     with BitOpsLedger(model) as ledger:
         model(x).sum().backward()
         before = ledger.total("per_op")
@@ -318,7 +315,7 @@ def test_a_plan_inside_a_ledger_is_no_training():
 
 
 def test_the_ledger_says_that_it_cannot_see_inside_compiled_modules():
-    model, x = Borrowed(), sequences()
+    model, x = borrowed(), sequences()
     assert BitOpsLedger(model).unseen == ()
     assert BitOpsLedger(torch.compile(model, backend="eager")).unseen == ("",)
     model.out.compile(backend="eager")
@@ -333,7 +330,7 @@ def test_the_plan_compiles_nothing():
     def refuse(*_):
         raise AssertionError("compiled")
 
-    model, x = Borrowed(), sequences()
+    model, x = borrowed(), sequences()
     expected = count_bitops(model, (x,), convention="per_op")
     whole = count_bitops(torch.compile(model, backend=refuse), (x,), convention="per_op")
     assert (whole.total, whole.forward_macs) == (expected.total, expected.forward_macs)

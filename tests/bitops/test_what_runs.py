@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Does
+from helpers import Does, Standardised
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -11,14 +11,6 @@ import cpt_core as cpt
 from bench.zoo import BITS, on_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
-
-
-class Standardised(nn.Conv2d):
-    """A convolution that standardises its weight first, as NFNets and BiT have it."""
-
-    def forward(self, x):
-        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, w, self.bias)
 
 
 class Video(nn.Conv3d):

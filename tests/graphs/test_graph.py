@@ -6,9 +6,8 @@ import sys
 import dgl
 import pytest
 import torch
-from helpers import WITH_CUDA, refused
+from helpers import WITH_CUDA, Ran, refused
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs import graph as graph_module
 from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
@@ -258,23 +257,14 @@ def test_a_sample_is_a_function_of_the_generator():
 @pytest.mark.parametrize("backend", ["dgl", "csr"])
 def test_samples_of_a_checked_graph_are_not_checked_again(backend):
     """Every check reads a number back, for which a GPU must be waited for."""
-    reads = []
-
-    class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            if operation.overloadpacket is torch.ops.aten._local_scalar_dense:
-                reads.append(operation)
-            return operation(*args, **(kwargs or {}))
-
-    with Reads():
+    with Ran() as ran:
         graph = Graph.from_edges(*random_edges(), 30, backend)
-    assert reads
-    reads.clear()
-    with Reads():
+    assert ran.count("_local_scalar_dense")
+    with Ran() as ran:
         _, blocks = sample_blocks(graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0))
         copies = [copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))]
         blocks += [graph.to("meta"), *copies]
-    assert not reads
+    assert not ran.count("_local_scalar_dense")
     for block in blocks:
         assert block.backend == ("auto" if block.device.type == "meta" and backend == "dgl" else backend)
         assert (block.num_dst, block.num_edges) == (len(block.indptr) - 1, len(block.indices))

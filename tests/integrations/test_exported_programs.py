@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import identical, pictures, refused, said_by, small
+from helpers import Standardised, identical, pictures, refused, said_by, small
 from torch import nn
 
 import cpt_core as cpt
@@ -240,13 +240,6 @@ def test_a_layer_whose_weights_are_used_past_it_is_refused():
     cpt.restore_(model.train())
     model = filled(model, *numbers(4, 12), float32=("second",))
     assert torch.equal(cpt.export(model, numbers(2, 12)).module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
-
-
-class Standardised(nn.Conv2d):
-    """A convolution that multiplies in a forward of its own."""
-
-    def forward(self, x):
-        return nn.functional.conv2d(x, self.weight - self.weight.mean((1, 2, 3), True), self.bias)
 
 
 @pytest.mark.parametrize("layer", [nn.ConvTranspose2d, Standardised])

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import identical, pictures, small
+from helpers import NEAREST, identical, pictures, small
 from torch import nn
 
 from cpt_core.inspecting.check import check
@@ -17,7 +17,6 @@ from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
 
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
 BITS, Q_GRAD = 3, 5
 
 

@@ -8,17 +8,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import identical, pictures, refused, small
+from helpers import NEAREST, identical, pictures, refused, small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.convert import layer_precisions, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
-
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
 
 
 def rising(u):

@@ -108,24 +108,21 @@ def test_functions_that_are_kept_for_the_backward_pass_alone_stay_as_they_are():
     assert torch.equal(x.grad, torch.ones(3, 4) @ model.w.t())
 
 
-class Outer(nn.Module):
+def outer(m, x):
     """Fast weights: keys times values, then read out."""
-
-    def __init__(self, einsum):
-        super().__init__()
-        self.qkv, self.einsum = nn.Linear(8, 24), einsum
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.einsum:
-            return torch.einsum("bi,bij->bj", q, torch.einsum("bi,bj->bij", k, v))
-        self.product = k.unsqueeze(-1) @ v.unsqueeze(-2)
-        return (q.unsqueeze(-2) @ self.product).squeeze(-2)
+    q, k, v = m.qkv(x).chunk(3, -1)
+    m.product = k.unsqueeze(-1) @ v.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ m.product).squeeze(-2)
 
 
-@pytest.mark.parametrize("einsum", [False, True])
-def test_evaluation_without_gradients_is_of_the_model_that_was_trained(einsum):
-    model, x = quantize_(Outer(einsum)), torch.randn(4, 8)
+def outer_by_einsum(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    return torch.einsum("bi,bij->bj", q, torch.einsum("bi,bj->bij", k, v))
+
+
+@pytest.mark.parametrize("forward", [outer, outer_by_einsum])
+def test_evaluation_without_gradients_is_of_the_model_that_was_trained(forward):
+    model, x = quantize_(Does(forward, qkv=nn.Linear(8, 24))), torch.randn(4, 8)
     with precision(model, 2, 8):
         trained = model(x)
         with torch.no_grad():
@@ -133,7 +130,7 @@ def test_evaluation_without_gradients_is_of_the_model_that_was_trained(einsum):
 
 
 def test_vectors_across_the_sum_have_a_range():
-    model = quantize_(Outer(einsum=False))
+    model = quantize_(Does(outer, qkv=nn.Linear(8, 24)))
     with precision(model, 1, 8):
         model(torch.randn(4, 8))
     assert max(len(sample.unique()) for sample in model.product) <= 4  # two values of either vector

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import refused
+from helpers import NEAREST, refused
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -16,7 +16,6 @@ from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gr
 from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 
 

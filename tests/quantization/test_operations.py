@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from helpers import Does
+from helpers import NEAREST, Does
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +18,7 @@ from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import coverage, operations
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.coverage import names_a_product
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -217,7 +217,7 @@ def test_angles_of_positions_stay_as_they_are():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["matmul", "addmm", "einsum, weight", "attention", "conv_transpose2d", "keys", "mm"])
 def test_half_precision_computes_in_float32(name, dtype):
-    module, inputs, _ = made(name, QuantConfig().with_gradient_rounding("nearest"))
+    module, inputs, _ = made(name, NEAREST)
     grads = []
     for half in (False, True):
         with precision(module, 6), torch.autocast("cpu", dtype, enabled=half):
@@ -251,7 +251,7 @@ def test_attention_compiles_with_shapes_and_dropout_that_change():
 
 @pytest.mark.slow
 def test_compiled_code_computes_what_eager_code_does():
-    config = QuantConfig().with_gradient_rounding("nearest")
+    config = NEAREST
     modules, inputs, _ = zip(*(made(name, config) for name in OF_EVERY_RULE), strict=True)
     model = Side(modules)
     torch._dynamo.reset()
@@ -295,7 +295,7 @@ def test_roles_reach_products(name):
 
 
 def test_gradients_that_differ_between_backward_products():
-    module, (x,), _ = made("weight first", QuantConfig().with_gradient_rounding("nearest"))
+    module, (x,), _ = made("weight first", NEAREST)
     PrecisionScheduler(
         module, RoleSchedules(**dict.fromkeys(("activation", "weight", "error"), StaticSchedule(20, 4)),
                               weight_gradient=StaticSchedule(2, 4))
@@ -410,55 +410,41 @@ def test_every_product_that_has_a_rule_is_looked_for():
     assert {f.__name__.partition(".")[0] for f in operations.UNRULED} == set(coverage.UNRULED)
 
 
-class Aten(nn.Module):
+def by_operators(m, x):
     """Calls operators as graphs of torch.export and fx do."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.k = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(2, 1, 3))
-        self.t = nn.Parameter(torch.randn(2, 1, 1, 2))
-
-    def forward(self, x):
-        y = torch.ops.aten.linear.default(x, self.w)
-        y = torch.ops.aten.conv1d.padding(y.unsqueeze(1), self.k, None, [1], "valid")
-        y = torch.ops.aten.conv_transpose2d.input(y.unsqueeze(2), self.t).flatten(1)
-        return torch.ops.aten.mm(y, y.t())
+    y = torch.ops.aten.linear.default(x, m.w)
+    y = torch.ops.aten.conv1d.padding(y.unsqueeze(1), m.k, None, [1], "valid")
+    y = torch.ops.aten.conv_transpose2d.input(y.unsqueeze(2), m.t).flatten(1)
+    return torch.ops.aten.mm(y, y.t())
 
 
 @pytest.mark.filterwarnings("error")
 def test_operators_of_graphs_are_products_like_others():
     torch.manual_seed(0)
-    model, x = quantize_(Aten()), torch.randn(5, 4)
+    sizes = {"w": (6, 4), "k": (2, 1, 3), "t": (2, 1, 1, 2)}
+    plain = Does(by_operators, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
+    model, x = quantize_(copy.deepcopy(plain)), torch.randn(5, 4)
     found = check(model, (x,))
     assert found.ok, found
     assert sum(p.macs for p in found.products if not p.backward) == 5 * (6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5)
-    with precision(quantize_(Aten()), 32, 32) as wide:
-        wide.load_state_dict(model.state_dict())
-        torch.testing.assert_close(wide(x), restore_(model)(x))
-
-
-class Head(nn.Module):
-    """A language model's loss, of a product and a cross entropy: in one function, or one after the other."""
-
-    def __init__(self, options=None, at_once=True):
-        super().__init__()
-        self.head, self.options, self.at_once = nn.Linear(6, 5, bias=False), options, at_once
-
-    def forward(self, x, y):
-        if not self.at_once:
-            return F.cross_entropy(F.linear(x, self.head.weight), y)
-        return F.linear_cross_entropy(x, self.head.weight, y, options=self.options)
+    with precision(model, 32, 32):
+        torch.testing.assert_close(model(x), plain(x))
 
 
 @pytest.mark.parametrize("options", [None, nn.LinearCrossEntropyOptions()], ids=["whole", "in parts"])
 def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
+    """A language model's loss in one function, or one after the other."""
     torch.manual_seed(0)
     x, y = torch.randn(32, 6), torch.randint(5, (32,))
     found = []
-    for head in (Head(options), Head(at_once=False)):
+    for loss_of in (
+        lambda m, x, y: F.linear_cross_entropy(x, m.head.weight, y, options=options),
+        lambda m, x, y: F.cross_entropy(F.linear(x, m.head.weight), y),
+    ):
         torch.manual_seed(1)
+        head = Does(loss_of, head=nn.Linear(6, 5, bias=False))
         nn.init.normal_(head.head.weight)
-        model = quantize_(head, QuantConfig().with_gradient_rounding("nearest"))
+        model = quantize_(head, NEAREST)
         assert check(model, (x, y)).ok
         with precision(model, 3, 3):
             loss = model(x, y)

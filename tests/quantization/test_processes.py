@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import NEAREST
 from torch import nn
 
 from cpt_core.integrations.processes import agreed_ranges
@@ -90,7 +91,6 @@ KINDS = {  # of networks, for rows of 8 numbers
         nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4)
     ),
 }
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
 
 
 def own_ranges(granularity, roles):

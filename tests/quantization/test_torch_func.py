@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Does, OnRing, identical, pictures, small
+from helpers import NEAREST, Does, OnRing, identical, pictures, small
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -14,9 +14,6 @@ from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantiz
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
-
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
-
 
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (5, 4)),
