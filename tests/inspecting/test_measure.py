@@ -2,13 +2,12 @@
 
 import copy
 import json
-from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import WITH_CUDA, identical, make, refused
+from helpers import WITH_CUDA, Does, identical, make, refused
 from torch import nn
 
 import cpt_core as cpt
@@ -101,25 +100,23 @@ def test_parts_are_some_of_the_whole(device):
 def test_medians_count_and_the_first_round_does_not(clock):
     durations = iter([500, 900, 1, 4, 1, 100, 1, 6])  # warming up; then a step that is watched, and one that is not
 
-    class Slow(nn.Module):
-        def forward(self, x):
-            clock.ticks += 0 if x.is_meta else next(durations)
-            return x
+    def slow(_, x):
+        clock.ticks += 0 if x.is_meta else next(durations)
+        return x
 
-    assert measure_cost(of(Slow()), ONES, bits=[8], repeats=3).seconds(8) == 6
+    assert measure_cost(of(Does(slow)), ONES, bits=[8], repeats=3).seconds(8) == 6
     assert next(durations, None) is None
 
 
 def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
     passes = iter(range(24))  # six warm up, then there are six in each round, two at each width
 
-    class Busier(nn.Module):
-        def forward(self, x):
-            if not x.is_meta:  # three times slower from the second round's last width on
-                clock.ticks += model[0].precision.bits * (1 if next(passes) < 16 else 3)
-            return x
+    def busier(_, x):
+        if not x.is_meta:  # three times slower from the second round's last width on
+            clock.ticks += model[0].precision.bits * (1 if next(passes) < 16 else 3)
+        return x
 
-    model = of(Busier())
+    model = of(Does(busier))
     measured = measure_cost(model, ONES, bits=(2, 4, 8), repeats=3)
     assert [measured.seconds(q) for q in (2, 4, 8)] == [2, 4, 8]
     assert next(passes, None) is None
@@ -142,38 +139,28 @@ def test_codes_are_what_is_saved():
 
 
 def test_what_is_dropped_in_the_forward_pass_is_not_held():
-    class Aside(nn.Module):
-        def forward(self, x):
-            (x * x).exp()  # a graph that nothing keeps
-            return x.relu()
+    def aside(_, x):
+        (x * x).exp()  # a graph that nothing keeps
+        return x.relu()
 
-    other = measure_cost(of(Aside()), ONES, bits=[8], repeats=1).other(8)
+    other = measure_cost(of(Does(aside)), ONES, bits=[8], repeats=1).other(8)
     assert other.saved_bytes == 2 * 4 * 4  # the result of relu
 
 
 def test_storages_count_once_and_parameters_buffers_and_inputs_never():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-            self.register_buffer("mask", torch.ones(4))
+    def twice(m, x):
+        y = x * m.scale  # saves the input and a parameter
+        return (y * y.view(-1, 2, 2).view(-1, 4)) * m.mask  # saves one storage twice, and a buffer
 
-        def forward(self, x):
-            y = x * self.scale  # saves the input and a parameter
-            return (y * y.view(-1, 2, 2).view(-1, 4)) * self.mask  # saves one storage twice, and a buffer
-
-    model = nn.Sequential(Twice(), nn.Linear(4, 1))
+    parts = {"scale": nn.Parameter(torch.ones(4)), "mask": nn.Buffer(torch.ones(4))}
+    model = nn.Sequential(Does(twice, **parts), nn.Linear(4, 1))
     measured = measure_cost(cpt.quantize_(model), (torch.ones(3, 4),), bits=[8], repeats=1)
     assert measured.layers["0"][8].saved_bytes == 3 * 4 * 4
 
 
 def test_bitops_are_those_of_the_plan_with_all_parts_of_a_layer_and_no_other():
-    class Recurrent(nn.Sequential):
-        def forward(self, x):
-            return self.fc1(self.fc(x))[0]
-
-    model, inputs = Recurrent(OrderedDict(fc=nn.Linear(4, 6), fc1=nn.LSTM(6, 5))), (torch.randn(3, 2, 4),)
-    cpt.quantize_(model)
+    model = cpt.quantize_(Does(lambda m, x: m.fc1(m.fc(x))[0], fc=nn.Linear(4, 6), fc1=nn.LSTM(6, 5)))
+    inputs = (torch.randn(3, 2, 4),)
     for convention in ("paper", "per_op"):
         measured = measure_cost(model, inputs, bits=(3, 8), q_grad=6, repeats=1, convention=convention)
         for q in (3, 8):
@@ -222,12 +209,11 @@ def test_the_model_is_left_as_it_was(look, training):
 
 
 def test_bits_of_a_schedule_and_its_measured_cost(clock):
-    class ByBits(nn.Module):
-        def forward(self, x):
-            clock.ticks += {3: 1, 5: 2, 8: 4}.get(model[0].precision.bits, 0)
-            return x
+    def by_bits(_, x):
+        clock.ticks += {3: 1, 5: 2, 8: 4}.get(model[0].precision.bits, 0)
+        return x
 
-    model = of(ByBits())
+    model = of(Does(by_bits))
     schedule = TableSchedule(((3, 10), (5, 20), (3, 10)))
     measured = measure_cost(model, ONES, schedule, repeats=1)
     assert (measured.bits, measured.q_grad) == ((3, 5), 5)

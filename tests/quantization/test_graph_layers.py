@@ -8,7 +8,7 @@ import dgl.nn
 import numpy as np
 import pytest
 import torch
-from helpers import Ran
+from helpers import Does, Ran
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -37,15 +37,13 @@ def features(width=6):
     return torch.randn(NODES, width, generator=torch.Generator().manual_seed(1))
 
 
-class TheirModel(nn.Module):
+def forward(m, g, x):
+    return m.out(m.conv2(g, m.conv1(g, x).relu()))
+
+
+def their_model(conv=dgl.nn.GraphConv, *args):
     """A model as users of DGL write it."""
-
-    def __init__(self, conv=dgl.nn.GraphConv, *args):
-        super().__init__()
-        self.conv1, self.conv2, self.out = conv(6, 16, *args), conv(16, 4, *args), nn.Linear(4, 3)
-
-    def forward(self, g, x):
-        return self.out(self.conv2(g, self.conv1(g, x).relu()))
+    return Does(forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none", "mean"])
@@ -63,7 +61,7 @@ def test_our_layers_are_dgls(norm, sizes):
 # --- conversion -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [TheirModel(), TheirModel(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"])
+@pytest.mark.parametrize("model", [their_model(), their_model(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"])
 def test_a_model_of_dgl_is_converted_in_place_and_back(model):
     g, x = graph()._dgl, features()
     classes = [type(m) for m in model.modules()]
@@ -104,25 +102,25 @@ def test_what_surrounds_dgls_layers_still_runs():
 
 
 def test_parts_of_a_layer_follow_it():
-    model = quantize_(TheirModel(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",)))
+    model = quantize_(their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",)))
     rows = {r.name: r for r in summary(model).rows}
     assert {n: r.quantized for n, r in rows.items()} == {
         "conv1.fc_neigh": False, "conv1.fc_self": False, "conv2.fc_neigh": True, "conv2.fc_self": True, "out": True,
     }  # fmt: skip
     assert rows["conv1.fc_self"].reason == "left out"
     with pytest.raises(ValueError, match=r"'\*\.fc_self' matches part of 'conv1'; name it"):
-        quantize_(TheirModel(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("*.fc_self",)))
+        quantize_(their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("*.fc_self",)))
 
 
 def test_other_aggregators_are_named_and_their_linear_parts_converted():
-    model = quantize_(TheirModel(dgl.nn.SAGEConv, "pool"))
+    model = quantize_(their_model(dgl.nn.SAGEConv, "pool"))
     assert type(model.conv1) is dgl.nn.SAGEConv
     assert {r.name for r in summary(model).quantized} == {
         "conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self", "conv2.fc_pool", "conv2.fc_neigh", "conv2.fc_self", "out",
     }  # fmt: skip
     with precision(model, 4):
         assert model(graph()._dgl, features()).shape == (NODES, 3)
-    plain = TheirModel()
+    plain = their_model()
     plain.conv2, plain.out = dgl.nn.GraphConv(16, 16, weight=False), nn.Linear(16, 3)
     quantize_(plain)
     with precision(plain, 4):

@@ -199,16 +199,12 @@ def test_experts_one_after_the_other():
 
 
 def test_angles_of_positions_stay_as_they_are():
-    class Rotary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("frequency", torch.rand(4, 1))
+    @torch.no_grad()
+    def angles(m, positions):
+        return m.frequency @ positions.float()[None]
 
-        @torch.no_grad()
-        def forward(self, positions):
-            return self.frequency @ positions.float()[None]
-
-    model = quantize_(nn.ModuleDict({"rotary": Rotary(), "linear": nn.Linear(2, 2)}))
+    rotary = Does(angles, frequency=nn.Buffer(torch.rand(4, 1)))
+    model = quantize_(nn.ModuleDict({"rotary": rotary, "linear": nn.Linear(2, 2)}))
     with precision(model, 2):
         rotary = model["rotary"]
         assert torch.equal(rotary(torch.arange(9)), rotary.frequency @ torch.arange(9.0)[None])
