@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -80,15 +81,10 @@ SELF_ATTENTION = {
 }  # fmt: skip
 
 
-class Adapted(nn.Module):
+def adapted(layer):
     """A frozen layer with something small that is trained beside it, as LoRA has it."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base, self.down, self.up = layer.requires_grad_(False), nn.Linear(8, 2), nn.Linear(2, 8)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    parts = {"base": layer.requires_grad_(False), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
+    return Does(lambda m, x: m.base(x) + m.up(m.down(x)), **parts)
 
 
 class Attends(nn.Module):
@@ -131,7 +127,7 @@ def test_gradients_of_attention(module, runs, trained, which):
             name, layer = model.parts()[part]
             layer.requires_grad_(True)
             if trained == "adapters":
-                setattr(model.attention, name, Adapted(layer))
+                setattr(model.attention, name, adapted(layer))
         whole = QuantConfig(execution="integer" if runs == "integer" else "simulated").with_shared_steps()
         quantize_(model, whole, lambda m, name: runs in ("simulated", "integer") or name != "attention")
 

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from helpers import Does
 from torch import nn
 
 from cpt_core.inspecting.check import check
@@ -52,15 +53,9 @@ class Around(nn.Module):
         return self.last(y.reshape(len(y), -1) if y.dim() else y.reshape(1, 1))
 
 
-class Each(nn.Module):
+def beside(m, *inputs):
     """Models beside one another, each on inputs of its own."""
-
-    def __init__(self, models):
-        super().__init__()
-        self.each = nn.ModuleDict(models)
-
-    def forward(self, *inputs):
-        return [model(*given) for model, given in zip(self.each.values(), inputs, strict=True)]
+    return [model(*given) for model, given in zip(m.each.values(), inputs, strict=True)]
 
 
 def modules():
@@ -95,7 +90,7 @@ def test_no_module_of_torch_crashes_the_check():
     # the gradients of torch's product of three factors have nothing in common, and take more than is priced
     for group in ({"Bilinear"}, GIVEN.keys() - {"Bilinear"}, tested.keys() - GIVEN.keys()):
         models = {name: model for name, (model, _) in tested.items() if name in group}
-        found = check(quantize_(Each(models)), tuple(tested[name][1] for name in models))
+        found = check(quantize_(Does(beside, each=nn.ModuleDict(models))), tuple(tested[name][1] for name in models))
         assert found.mispriced.keys() == ({"(backward)"} if "Bilinear" in group else set())
         layers = [p.layer.split(".") for p in found.products if not p.backward and p.macs]
         products |= {name for _, name, part, *_ in layers if part == "module"}

@@ -227,13 +227,6 @@ def test_half_precision_computes_in_float32(name, dtype):
         assert model(*(x.to(dtype) for x in inputs)).dtype == dtype
 
 
-class Side(nn.ModuleList):
-    """Modules beside each other: they are compiled at once."""
-
-    def forward(self, inputs):
-        return [module(*given) for module, given in zip(self, inputs, strict=True)]
-
-
 @pytest.mark.slow
 def test_attention_compiles_with_shapes_and_dropout_that_change():
     model = quantize_(nn.MultiheadAttention(8, 2, batch_first=True))
@@ -249,7 +242,8 @@ def test_attention_compiles_with_shapes_and_dropout_that_change():
 def test_compiled_code_computes_what_eager_code_does():
     config = NEAREST
     modules, inputs, _ = zip(*(made(name, config) for name in OF_EVERY_RULE), strict=True)
-    model = Side(modules)
+    parts = nn.ModuleList(modules)  # compiled at once
+    model = Does(lambda m, inputs: [part(*x) for part, x in zip(m.parts, inputs, strict=True)], parts=parts)
     torch._dynamo.reset()
     compiled, found = torch.compile(model, backend="aot_eager", fullgraph=True), []
     with torch._dynamo.config.patch(error_on_recompile=True):
