@@ -26,31 +26,27 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule
 
-
-class Hidden(nn.Module):
-    """``read`` says how the weight of a converted child is used past its forward, in a function that no code names."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.called, self.passed, self.read = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), read
-
-    def forward(self, x):
-        return TABLE["product"](self.called(x), self.read(self.passed.weight))
-
-
 TABLE = {"product": F.linear}
 
 
-class Past(Hidden):
-    """The same by a function that the code names."""
+def hidden(m, x):
+    """Use the weight of a converted child past its forward, in a function that no code names."""
+    return TABLE["product"](m.called(x), m.read(m.passed.weight))
 
-    def forward(self, x):
-        return F.linear(self.called(x), self.read(self.passed.weight))
+
+def past(m, x):
+    """The same by a function that the code names."""
+    return F.linear(m.called(x), m.read(m.passed.weight))
+
+
+def using(forward, read=lambda w: w):
+    """A model with such a forward; ``read`` says how it takes the weight."""
+    return Does(forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False), read=read)
 
 
 @pytest.mark.parametrize("read", [lambda w: w, lambda w: w - w.mean(), lambda w: w.T])
 def test_a_weight_that_is_used_past_its_layer_is_quantised_there(read):
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), Past(read)))
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), using(past, read)))
     found = check(model, (torch.ones(3, 4),))
     assert (found.ok, found.bypassed, found.unused, found.float32) == (True, {}, (), [])
     assert [p.layer for p in found.products if not p.backward] == ["0", "1.called", "1"]
@@ -62,7 +58,7 @@ def test_a_weight_that_is_used_past_its_layer_is_quantised_there(read):
     ids=["as it is", "standardised", "cloned", "transposed"],
 )
 def test_a_weight_that_is_used_past_its_layer_is_found(read, by):
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), Hidden(read)))
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), using(hidden, read)))
     found = check(model, (torch.ones(3, 4),))
     assert not found.ok
     assert found.bypassed == {"1.passed": by}
@@ -73,11 +69,8 @@ def test_a_weight_that_is_used_past_its_layer_is_found(read, by):
 
 
 def test_a_layer_that_runs_quantised_and_not_is_found():
-    class Twice(Hidden):
-        def forward(self, x):
-            return self.passed(super().forward(x))
-
-    assert check(quantize_(Twice(lambda w: w)), (torch.ones(3, 4),)).bypassed == {"passed": ""}
+    model = quantize_(using(lambda m, x: m.passed(hidden(m, x))))
+    assert check(model, (torch.ones(3, 4),)).bypassed == {"passed": ""}
 
 
 def test_a_layer_that_is_not_used_is_not_called_bypassed():
