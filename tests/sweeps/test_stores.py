@@ -458,32 +458,3 @@ def test_many_writers(tmp_path):
     assert [w.exitcode for w in workers] == [0] * 6
     assert len(store.read_text().splitlines()) == 120
     assert {r["key"] for r in stores.load_rows(store)} == {named(f"{w}-{i}") for w in range(6) for i in range(20)}
-
-
-def compete(store, log, stop):
-    while not stop.is_set():
-        with stores.claim(store, "a") as mine:
-            if mine:
-                with open(log, "a") as f:
-                    f.write(f"{os.getpid()} in\n")
-                time.sleep(0.005)
-                with open(log, "a") as f:
-                    f.write(f"{os.getpid()} out\n")
-
-
-def test_nobody_comes_in_between(tmp_path):
-    stop, log = PROCESSES.Event(), tmp_path / "log"
-    crowd = [PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop)) for _ in range(4)]
-    for process in crowd:
-        process.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().splitlines()) < 100):
-        time.sleep(0.05)
-    stop.set()
-    for process in crowd:
-        process.join()
-    events = [line.split() for line in log.read_text().splitlines()]
-    assert len(events) >= 100
-    for (entered, what), (left, then) in zip(events[::2], events[1::2], strict=True):
-        assert (what, then) == ("in", "out")
-        assert entered == left

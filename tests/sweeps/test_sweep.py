@@ -656,14 +656,3 @@ def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_there_is_refused_at_every_scale(tmp_path):
     refused("device 'cuda' was asked for", run_grid, specs_of("CR"), tmp_path / "rows.jsonl", device="cuda")
-
-
-@pytest.mark.slow
-def test_two_sweeps_on_one_store_share_the_work(tmp_path):
-    specs, store = specs_of("CR", "ER", "LR", steps=20), tmp_path / "rows.jsonl"
-    sweeps = [threading.Thread(target=run_grid, args=(specs, store), kwargs={"workers": 1}) for _ in range(2)]
-    for sweep in sweeps:
-        sweep.start()
-    for sweep in sweeps:
-        sweep.join()
-    assert sorted(json.loads(line)["key"] for line in store.read_text().splitlines()) == sorted(s.key for s in specs)
