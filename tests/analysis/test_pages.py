@@ -88,12 +88,6 @@ def test_a_list_in_a_table_is_folded_up():
     assert shown.count("<details>") == 1
 
 
-def test_a_figure_stands_in_the_page_and_says_what_it_shows():
-    shown = page(Section("figure", figure=Figure(), alt="nothing at all"), Section("none"))
-    assert shown.count("<img") == 1
-    assert "<img alt='nothing at all' src='data:image/png;base64,iVBOR" in shown
-
-
 def test_a_page_without_all_of_its_values_is_refused():
     with pytest.raises(UndefinedError, match="'sections' is undefined"):
         render("page.html.j2", title="T", notes=[])

@@ -35,19 +35,6 @@ def net():
     return quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
 
 
-def test_the_scheduler_drives_every_layer_by_its_own():
-    model = net()
-    scheduler = PrecisionScheduler(model, BY_LAYER, q_grad=8)
-    layers = layer_precisions(model)
-    assert (layers["0"].bits, layers["2"].bits) == (2, 7)
-    scheduler.step()
-    assert (layers["0"].bits, layers["2"].bits) == (4, 7)
-    assert scheduler.get_last_bits() == [4, 7]
-    again = PrecisionScheduler(net(), BY_LAYER, q_grad=8)
-    again.load_state_dict(scheduler.state_dict())
-    assert again.get_last_bits() == [4, 7]
-
-
 def test_precision_takes_bits_by_pattern():
     model = net()
     PrecisionScheduler(model, StaticSchedule(8, 1))
