@@ -42,9 +42,9 @@ def table(values, form="%d"):
     return gzip.compress(out.getvalue().encode(), mtime=0)  # the name of a test is made of it
 
 
-def image_archives(packed=False, held="test"):
+def image_archives(packed=False, held="test", seed=0):
     """Twelve images to train on and six to test on, of three classes, 8 x 8, in colour; packed: as JPEG files."""
-    files, rng = {}, np.random.default_rng(0)
+    files, rng = {}, np.random.default_rng(seed)
     for part, count in (("train", 12), (held, 6)):
         images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
         if packed:

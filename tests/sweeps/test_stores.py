@@ -276,20 +276,6 @@ def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, mon
         stores.check_writable(tmp_path / "rows.jsonl")
 
 
-ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["ok", "failed"]), st.integers(0, 60)), max_size=8)
-
-
-@given(ROWS, st.booleans())
-@settings(max_examples=50)
-def test_a_run_is_found_as_reading_everything_finds_it(rows, torn):
-    rows = [row(name, "x" * n, status) for name, status, n in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "rows.jsonl"
-        store.write_text("".join(f"{json.dumps(r)}\n" for r in rows) + ('{"schema"' if torn else ""))
-        for key in map(named, "abc"):
-            assert stores.find_row(store, key) == stores.newest(rows).get(key)
-
-
 def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(tmp_path, monkeypatch):
     store, lock = tmp_path / "rows.jsonl", stores._lock
 

@@ -14,10 +14,10 @@ from functools import partial
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import refused, specs_of
+from layouts import image_archives, write
 
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_lab.analysis.runs import table
@@ -476,11 +476,7 @@ def own_specs(data_folder):
 
 
 def own_images(folder, seed):
-    rng = np.random.default_rng(seed)
-    (folder / "mine").mkdir(exist_ok=True)
-    for split in ("train", "val"):
-        images = rng.integers(0, 256, (12, 8, 8), dtype=np.uint8)
-        np.savez(folder / "mine" / f"my_{split}.npz", data=images, labels=np.arange(12) % 3)
+    write(folder / "mine", image_archives(seed=seed))
     common._last.clear()  # as in another process
 
 
