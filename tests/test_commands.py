@@ -493,11 +493,11 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
         Path(here / "b\\udcc3\\udcb6x").mkdir()  # as a file system of UTF-8 shows it here
         (here / "b\\udcc3\\udcb6x" / "a").write_bytes(b"1")
         assert fingerprint_of([here / "b\\udcc3\\udcb6x"]) != fingerprint_of([here / "none"])
-        commands.all_stores = lambda: [results_dir() / "graph_facebook.jsonl"]
+        commands.all_stores = lambda: [results_dir() / "cycles_digits.jsonl"]
         commands.main()
     """
     words = [sys.executable, "-c", script, "claims", "--evidence", place]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     said = said_by(*words, env={**os.environ, **locale}, encoding="utf-8")
-    assert "opposite sign: GCN (FP-Agg) on Facebook's page-page graph, 2 to 8 bits: CR minus static 8" in said
+    assert "open: mlp6 on scikit-learn digits, 8 x 8, 3 to 8 bits" in said
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said

@@ -76,9 +76,9 @@ def replayed(monkeypatch):
 
 TASKS = {
     "mlp": ("digits", "mlp6", {}),
-    "resnet": ("digits", "resnet8_w8", {"batch": 16}),
+    "resnet": ("digits", "resnet8_w8", {"batch": 16, "valid_images": 40, "test_images": 40}),
     "lstm": ("pydoc", None, {
-        "dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1, "valid_tokens": 500, "test_tokens": 500,
+        "dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1, "valid_tokens": 200, "test_tokens": 200,
     }),
     "bert": ("templates", None, {"padding": "max", "steps": 5, "layers": 1, "valid_pairs": 60, "test_pairs": 60}),
     "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
