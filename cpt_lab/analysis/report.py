@@ -133,9 +133,8 @@ def harvest(kind: str) -> Iterator[tuple[str, str]]:
     for path in sorted(ROOT.glob("cpt_*/**/*.py")):
         place = path.relative_to(ROOT).as_posix()
         source = path.read_text(encoding="utf-8")
-        nodes: list[ast.AST] = [ast.parse(source)] if f"{kind}: " in source else []
+        nodes = ast.walk(ast.parse(source)) if f"{kind}: " in source else ()
         for node in nodes:
-            nodes += [part for part in ast.iter_child_nodes(node) if isinstance(part, (ast.stmt, ast.excepthandler))]
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 name = "" if isinstance(node, ast.Module) else f" {node.name}"
                 for entry in _entries(ast.get_docstring(node) or "", kind):
