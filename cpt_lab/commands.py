@@ -3,7 +3,6 @@
 import hashlib
 import re
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,7 +73,7 @@ def plan(
     typer.echo("reading grids and stored rows", err=True)
     from cpt_lab.sweeps.outlook import plan, text
 
-    frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
+    frame = plan(grid, scale, device=device, measured=measure)
     typer.echo(text(frame))
 
 
@@ -328,10 +327,7 @@ def range_test(
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # torch knows no quotas
     device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
-    found = recipe_range_test(
-        r, q_max=q_max, bits=bits or None, dwell=dwell, mode=mode, seeds=seeds, device=device,
-        progress=sys.stderr.isatty(),
-    )  # fmt: skip
+    found = recipe_range_test(r, q_max=q_max, bits=bits or None, dwell=dwell, mode=mode, seeds=seeds, device=device)
     typer.echo(f"{found.title}\n{found}")
     if figure is not None:
         found.figure().savefig(figure, dpi=120)

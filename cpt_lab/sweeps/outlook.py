@@ -27,12 +27,7 @@ RUN_BYTES = 20_000
 
 
 def plan(
-    name: str | None = None,
-    scale: str | None = None,
-    *,
-    device: str = "auto",
-    measured: bool = False,
-    progress: bool = False,
+    name: str | None = None, scale: str | None = None, *, device: str = "auto", measured: bool = False
 ) -> pd.DataFrame:
     """Return one line per grid: what is done, what is missing, and what the missing part takes here.
 
@@ -58,7 +53,7 @@ def plan(
         raise ValueError(f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}")
     rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
     lines, keys = [], set()
-    bar = waiting("measuring", found.items(), progress=bool(progress and measured), leave=False)
+    bar = waiting("measuring", found.items(), progress=None if measured else False, leave=False)
     for key, grid in bar:
         at = scale or grid.scales[0]
         if at not in grid.scales:
