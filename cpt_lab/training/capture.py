@@ -67,14 +67,6 @@ def why_not(device: torch.device, fixed_shape: bool) -> str:
     return "" if fixed_shape else "shapes differ from step to step"
 
 
-def make_capturable(optimizer: torch.optim.Optimizer, lr: Tensor) -> None:
-    """Let an optimizer read its learning rate (0-d), and count its steps, on the device."""
-    for group in optimizer.param_groups:
-        group["lr"], group["fused"] = lr, True
-        if "capturable" in group:
-            group["capturable"] = True
-
-
 class Capture:
     """Steps that are done as they are until they repeat, and replayed from then on.
 

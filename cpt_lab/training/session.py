@@ -15,7 +15,7 @@ from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
+from cpt_lab.training.capture import Capture, CudaRecorder, why_not
 from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
@@ -105,10 +105,13 @@ class Session:
         self.carry: Any = None  # what the next step needs of the last one, such as the hidden state of an LSTM
         # 1 once a loss was not finite, else 0: float32, 0-d on the device, as fused optimizers want it
         self.diverged = torch.zeros((), device=self.device)
-        if self._captures:
-            make_capturable(self.optimizer, self.lr)
         for capture in self._captures:
             capture.reset()
+        if self.capture is not None:  # the optimizer reads its learning rate, and counts its steps, on the device
+            for group in self.optimizer.param_groups:
+                group["lr"], group["fused"] = self.lr, True
+                if "capturable" in group:
+                    group["capturable"] = True
         if self._on_device:
             if not all(group.get("fused") for group in self.optimizer.param_groups):
                 raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
