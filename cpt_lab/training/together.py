@@ -72,7 +72,7 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
     arms, side_by_side = [_Arm(run) for run in runs], _SideBySide()
     while waiting := [arm for arm in arms if arm.asked is not None]:
         first = min(waiting, key=lambda arm: arm.asked.step)  # who went on from a later checkpoint waits
-        group = [arm for arm in waiting if arm.asked.step == first.asked.step and arm.draws_as(first)]
+        group = [arm for arm in waiting if arm.asked.step == first.asked.step and torch.equal(arm.random, first.random)]
         try:
             answers = side_by_side.step(group)
         except Exception as error:
@@ -151,10 +151,6 @@ class _Arm:
                         kept[name] = value.clone() if isinstance(value, Tensor) else value
         own.carry, self.random = tree_map_only(Tensor, torch.clone, other.carry), leader.random
         own.diverged.copy_(other.diverged)
-
-    def draws_as(self, other: "_Arm") -> bool:
-        """Whether it would draw the same random numbers as another one."""
-        return self.random is other.random or torch.equal(self.random, other.random)
 
 
 class _SideBySide:

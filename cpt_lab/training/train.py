@@ -35,7 +35,6 @@ from cpt_lab.training.together import Asked, Steps, alone
 if TYPE_CHECKING:
     from cpt_lab.tasks.base import Task
 
-OnStep = Callable[[int, nn.Module, float], None]
 READ_EVERY = 50  # optimizer steps whose losses a GPU keeps until they are read together: reading waits for it
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def steps_of(
     device: str | torch.device = "cpu",
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0,
-    on_step: OnStep | None = None,
+    on_step: Callable[[int, nn.Module, float], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Steps[Run]:
     """Train one run from start to end: all but its optimizer steps, which it asks for, see ``together``.
