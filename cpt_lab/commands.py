@@ -179,7 +179,8 @@ def verify(
     if skipped and not skip_missing:
         raise FileNotFoundError(f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out")
     chosen = [one for one in samples if not one.missing]
-    count, seconds = sum(len(one.picked) for one in chosen), sum(one.seconds for one in chosen)
+    picked = [row for one in chosen for row in one.picked]
+    count, seconds = len(picked), sum(row["seconds"] for row in picked)
     whole = integrity(store)
     typer.echo(f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
     findings: list[v.Finding] = []

@@ -49,11 +49,6 @@ class Sample:
     picked: list[Row]  # those to be run again
     missing: str = ""  # why they cannot be run here, such as data that is not there; or ""
 
-    @property
-    def seconds(self) -> float:
-        """How long the rows took, by themselves."""
-        return sum(row["seconds"] for row in self.picked)
-
 
 @dataclass(frozen=True)
 class Finding:
