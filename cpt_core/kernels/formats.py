@@ -149,11 +149,7 @@ def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | 
     """Round to the affine grid of a range, as ``reference.round_to_grid``; infinity is NaN."""
     n = 2.0**format.bits - 1
     scale = (width / n).clamp_min(reference.MIN_SCALE)
-    k = x - low
-    k = torch.div(k, scale, out=into(k))
-    if key is not None:
-        k = torch.add(k, reference.noise_of(key, x), out=into(k))
-    k = torch.round(k, out=into(k))
+    k = reference.steps(x - low, scale, None if key is None else reference.noise_of(key, x))
     if not format.saturate:
         k = torch.where((k < 0) | (k > n), math.nan, k)
     k = torch.clamp(k, 0, n, out=into(k))

@@ -119,16 +119,21 @@ def into(own: Tensor) -> Tensor | None:
 
 def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
     """Finish ``y`` = x - low, in place."""
+    y = steps(y, scale, noise, levels if clip else None)
+    y = torch.mul(y, scale, out=into(y))
+    return torch.add(y, low, out=into(y))
+
+
+def steps(y: Tensor, scale: Tensor, noise: Tensor | None, levels: Tensor | None = None) -> Tensor:
+    """Return the number of the grid point nearest to ``y`` = x - low, in place; of 0 to ``levels``, where given."""
     y = torch.div(y, scale, out=into(y))
     if noise is not None:
         y = torch.add(y, noise, out=into(y))
-    if clip and y.is_cpu and not torch.compiler.is_compiling() and type(levels) is Tensor:
+    if levels is not None and y.is_cpu and not torch.compiler.is_compiling() and type(levels) is Tensor:
         y = y.clamp_(0.0, float(levels))  # scalar bounds are much faster than tensor bounds on the CPU
-    elif clip:
+    elif levels is not None:
         y = torch.clamp(y, torch.zeros_like(levels), levels, out=into(y))
-    y = torch.round(y, out=into(y))
-    y = torch.mul(y, scale, out=into(y))
-    return torch.add(y, low, out=into(y))
+    return torch.round(y, out=into(y))
 
 
 def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
@@ -165,12 +170,9 @@ def encode(
     NaN has code 0: it is in the range. In memory codes lie as ``x`` does; with ``channels_last`` those of (N, C, H, W)
     have the channels of a pixel beside each other.
     """
-    y = (x.float() - low) / (width / levels).clamp_min(MIN_SCALE)
-    if key is not None:
-        y = y.add_(hash_noise(key, 0, y.numel()).view(y.shape))
-    if clip:
-        y = y.clamp_(torch.zeros_like(levels), levels)
-    codes = y.round_().clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2)
+    y, scale = x.float() - low, (width / levels).clamp_min(MIN_SCALE)
+    y = steps(y, scale, None if key is None else noise_of(key, y), levels if clip else None)
+    codes = y.clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2)
     return empty_codes(x, channels_last).copy_(codes)
 
 
