@@ -8,7 +8,7 @@ The operators at the end stand each for a chain of plain operations and give the
 one pass (``graph.h``).
 
 >>> x = QuantizedTensor.of(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
->>> sum_neighbours(x, torch.tensor([0, 2]), torch.tensor([0, 1])).tolist()
+>>> total(Graph(torch.tensor([0, 2]), torch.tensor([0, 1]), num_src=2), x).tolist()
 [[3.0, 3.0]]
 
 Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges; scales (N, 1).
@@ -111,7 +111,7 @@ class _Sum(torch.autograd.Function):
 
 
 def total(graph: Graph, x: Operand) -> Tensor:
-    """Return the sum over every node's in-neighbours, (D, F) float32: on codes where those of x have one step.
+    """Return the sum over every node's in-neighbours, (D, F) float32: of codes, in int32, where those have one step.
 
     ValueError for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
     """
@@ -122,18 +122,12 @@ def total(graph: Graph, x: Operand) -> Tensor:
             f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {graph.largest_in_degree:,} edges lead to a node; "
             "take execution 'simulated'"
         )
-    return sum_neighbours(x, graph.indptr, graph.indices)
+    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
+    return operators.active.sum_neighbours(x.codes, zero, scale, rest, graph.indptr, graph.indices)
 
 
 def _divisors(graph: Graph) -> Tensor:
     return graph.in_degrees.clamp_min(1).unsqueeze(1)
-
-
-def _rounded_and_biased(p: GraphPrecision, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
-    """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
-    if p._in_one_pass("input", h):
-        return operators.active.scale_round_add(h, scale, bias, p.levels, p.quantizers["input"].grid)
-    return p.operand("input", h if scale is None else h * scale) + bias
 
 
 class After:
@@ -148,9 +142,12 @@ class After:
     def forward(self, h: Tensor, bias: Tensor | None) -> Tensor:
         """Return what follows h, (N, F), which may be changed; the bias is rounded already."""
         self.scale = self.scale_of(h)
-        if bias is not None:
-            return _rounded_and_biased(self.precision, h, self.scale, bias)
-        return h if self.scale is None else h.mul_(self.scale)
+        if bias is None:
+            return h if self.scale is None else h.mul_(self.scale)
+        p = self.precision
+        if p._in_one_pass("input", h):
+            return operators.active.scale_round_add(h, self.scale, bias, p.levels, p.quantizers["input"].grid)
+        return p.operand("input", h if self.scale is None else h * self.scale) + bias
 
     def backward(self, gradient: Tensor, further: bool) -> tuple[Operand, Tensor | None]:
         """Return the gradient of h, rounded if it goes ``further``, and that of the bias."""
@@ -188,18 +185,6 @@ class After:
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
-
-
-def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tensor:
-    """Return the sums over in-neighbours, (D, F) float32: of the codes in int32, then made values of.
-
-    Args:
-        x: (S, F), its range shared.
-        indptr: (D + 1,), see ``graphs.Graph``; at most 2**24 edges into a node.
-        indices: (E,) sources.
-    """
-    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
-    return operators.active.sum_neighbours(x.codes, zero, scale, rest, indptr, indices)
 
 
 def _round_scale_encode(

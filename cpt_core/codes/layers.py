@@ -193,17 +193,6 @@ def marked(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
     return torch.where(own.isnan(), own, low)
 
 
-def encoded_gradient(p: LayerPrecision, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:
-    """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
-    p.observe(role, gradient)
-    grid, key = p.quantizers[role].grid, p.noise_key if p.quantizers[role].rounding == "stochastic" else None
-    ranges = range_of(gradient, grid)
-    codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, key, clips(grid, key is not None), channels_last)
-    if key is not None:
-        key.add_(1)
-    return codes
-
-
 def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Return the operands a and b of a product that ``ctx.save_for_backward(*a, *b)`` has kept."""
     saved = ctx.saved_tensors  # once: activation checkpointing allows no more
@@ -229,15 +218,25 @@ class GradientRounding:
         if not self.quantizes:
             return gradient
         p = self.precision
+        parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
             rounded = partial(p.rounded_gradient, p.grad_levels)
-            found = [p.along_sum("grad", g, rounded) for g in self._split(gradient)]
+            found = [p.along_sum("grad", g, rounded) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
-        codes = [encoded_gradient(p, "grad", g, self.channels_last) for g in self._split(gradient)][::-1]
+        codes = [self._encoded(g) for g in parts][::-1]
         return in_rows(codes) if self.parts else codes[0]
 
-    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
-        return gradient.split(self.parts)[::-1] if self.parts else (gradient,)
+    def _encoded(self, gradient: Tensor) -> QuantizedTensor:
+        """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
+        p = self.precision
+        p.observe("grad", gradient)
+        grid, key = p.quantizers["grad"].grid, p.noise_key if p.quantizers["grad"].rounding == "stochastic" else None
+        clip = clips(grid, key is not None)
+        ranges = range_of(gradient, grid)
+        codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, key, clip, self.channels_last)
+        if key is not None:
+            key.add_(1)
+        return codes
 
 
 def in_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
