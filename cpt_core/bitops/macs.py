@@ -130,11 +130,6 @@ def recurrent_elements(module: Any, x: Tensor, y: Tensor) -> tuple[Elements, Ele
     return (x.numel(), first, rows * gates * units), (rows * read, inner, rows * written)
 
 
-def gate_elements(module: Any, y: Tensor) -> Elements:
-    """Elements of the gates of an LSTM: what the products left, then cell and hidden state."""
-    return 4 * rows_of(y) * units_of(module), 0, 2 * rows_of(y) * units_of(module)
-
-
 def upsampled_elements(module: Any, y: Mapping[str, Tensor]) -> Elements:
     """Elements of a feature pyramid's copies: each level of its inputs' is read to make the one below it."""
     sizes = [level.numel() for level in list(y.values())[: len(module.inner_blocks)]]

@@ -171,8 +171,11 @@ class Calls(Watch):
             self._report(name, module, args, kwargs, output)
 
     def pause(self) -> None:
-        """Report what has run."""
-        self._report_last()
+        """Report the operation that ran last."""
+        if self.last is not None:
+            (calls, output), self.last = self.last, None
+            for call in calls:
+                self.on_call(self.model.get_submodule(call.owner or ""), call, [output] * output.requires_grad)
 
     def resume(self) -> None:
         """Look for operations while a module runs, but not inside a layer: there the mode only takes time."""
@@ -189,7 +192,7 @@ class Calls(Watch):
 
     def _on_codes(self, name: str, a: Tensor, b: Tensor, y: Tensor) -> None:
         """Report a product on codes."""
-        self._report_last()
+        self.pause()
         macs, elements = a.numel() * b.shape[-1], (a.numel(), b.numel(), y.numel())
         call = Call(part_of(name, PRODUCTS), PRODUCTS, macs, a.requires_grad, b.requires_grad, name, elements=elements)
         self.on_call(self.model.get_submodule(name), call, [y] * y.requires_grad)
@@ -204,13 +207,6 @@ class Calls(Watch):
             if isinstance(module, QuantOperations) and module.catching.multiplying:
                 return name, module.catching.on_codes
         return None, False
-
-    def _report_last(self) -> None:
-        """Report the operation that ran last."""
-        if self.last is not None:
-            (calls, output), self.last = self.last, None
-            for call in calls:
-                self.on_call(self.model.get_submodule(call.owner or ""), call, [output] * output.requires_grad)
 
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Keep a product that no layer reports, until the next operation."""
@@ -228,7 +224,7 @@ class Calls(Watch):
             self.on_other(name, first.numel())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._report_last()
+        self.pause()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             self.asked = True  # without data, "is all of this mask true?" cannot be known
             return self.answer
@@ -277,7 +273,9 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         yield replace(inner, macs=macs - started)
         yield replace(inner, macs=started, error=False, elements=(0, 0, 0))  # they are moved with the others
     if isinstance(module, nn.LSTM):
-        operations, moved = counted.lstm_gate_operations(module, inputs, output), counted.gate_elements(module, output)
+        operations, units = counted.lstm_gate_operations(module, inputs, output), counted.units_of(module)
+        states = counted.rows_of(output) * units
+        moved = (4 * states, 0, 2 * states)  # what the products left; cell and hidden state
         yield inner.part(GATES, macs=operations, weight=False, owner=None, elements=moved)
     if module_kind(module) in counted.pyramid_kinds():
         moved = counted.upsampled_elements(module, whole)
