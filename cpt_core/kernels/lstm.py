@@ -149,7 +149,10 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
         h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
     hidden = _cat(out, a.reverse)
     saved = [_cat(column, a.reverse) if a.save else a.x_gates.new_empty(0) for column in columns]
-    return hidden, h, c, _ranges(ranges if whole == "per_tensor" else [], a.x_gates), *saved
+    of_steps = a.x_gates.new_empty((2, 0), dtype=torch.float32)
+    if ranges and whole == "per_tensor":
+        of_steps = torch.stack([torch.stack(part) for part in zip(*ranges, strict=True)])
+    return hidden, h, c, of_steps, *saved
 
 
 def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -210,12 +213,6 @@ def _split(steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor) ->
 
 def _cat(column: list[Tensor], reverse: bool) -> Tensor:
     return torch.cat(column[::-1] if reverse else column)
-
-
-def _ranges(ranges: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
-    if not ranges:
-        return like.new_empty((2, 0), dtype=torch.float32)
-    return torch.stack([torch.stack(part) for part in zip(*ranges, strict=True)])
 
 
 def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
