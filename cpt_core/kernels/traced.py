@@ -34,31 +34,25 @@ class _Product(torch.autograd.Function):
             return None, *backward(gradient)
 
 
-@torch.compiler.allow_in_graph
-def _linear(*operands: Tensor) -> Tensor:
-    return _Product.apply(torch.nn.functional.linear, *operands)
+NAMED: dict[str, Callable[..., Tensor]] = {"linear": torch.nn.functional.linear, "matmul": torch.matmul}
 
 
 @torch.compiler.allow_in_graph
-def _matmul(*operands: Tensor) -> Tensor:
-    return _Product.apply(torch.matmul, *operands)
-
-
-@torch.compiler.allow_in_graph
-def _einsum(equation: str, *operands: Tensor) -> Tensor:
-    return _Product.apply(partial(torch.einsum, equation), *operands)
+def _product(name: str, *operands: Tensor) -> Tensor:
+    """Return a product of ``NAMED``, or an einsum by its equation."""
+    return _Product.apply(NAMED.get(name) or partial(torch.einsum, name), *operands)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
-    return _linear(x, weight) if bias is None else _linear(x, weight, bias)
+    return _product("linear", x, weight) if bias is None else _product("linear", x, weight, bias)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return what ``torch.matmul`` does."""
-    return _matmul(a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)
+    return _product("matmul", a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Return what ``torch.einsum`` does."""
-    return _einsum(equation, *operands) if torch.compiler.is_compiling() else torch.einsum(equation, *operands)
+    return _product(equation, *operands) if torch.compiler.is_compiling() else torch.einsum(equation, *operands)
