@@ -90,8 +90,9 @@ still stored as 32-bit numbers (float32), so this is *simulated* quantisation.
 @kernels/grids.py fake_quantize: The range is found, then the numbers are rounded.
 @kernels/reference.py round_to_grid: The distance of the grid is never 0, so that a tensor of equal numbers can be
     divided by it. $s = \max((max - min) / n, 10^{-8})$
-@kernels/reference.py _round: Count the steps from the smallest number, round the count, go back. Noise is added where
-    rounding is to be *stochastic*. $x_q = \operatorname{round}(\operatorname{clip}((x - min) / s, 0, n)) \, s + min$
+@kernels/reference.py nearest: Count the steps from the smallest number, and round the count. Noise is added where
+    rounding is to be *stochastic*. $k = \operatorname{round}(\operatorname{clip}((x - min) / s, 0, n))$
+@kernels/reference.py _round: From the count, go back to a number. $x_q = k \, s + min$
 @kernels/reference.py clips: A number moved by noise can leave the range. Then it is brought back to the end.
 @kernels/reference.py hash_noise: A number between two values of the grid goes up or down by chance, more often to the
     nearer one. So it is right on average: $\operatorname{E}[\operatorname{round}(y + u)] = y$, where u is drawn between

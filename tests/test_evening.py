@@ -65,7 +65,7 @@ def test_wrong_changes_stand_beside_what_they_break(page):
     for entry, mutant in found:
         assert mutant.before in entry.source
         assert f"- {mutant.what} (`tests/{mutant.tests[0]}`" in page.partition(f'#L-{entry.line}">')[2]
-    beside = {m.what for e, m in found if e.name == "_round"}
+    beside = {m.what for e, m in found if e.name == "nearest"}
     assert beside == {"half is rounded up", "values above the range stay there"}
 
 

@@ -149,7 +149,7 @@ def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | 
     """Round to the affine grid of a range, as ``reference.round_to_grid``; infinity is NaN."""
     n = 2.0**format.bits - 1
     scale = (width / n).clamp_min(reference.MIN_SCALE)
-    k = reference.steps(x - low, scale, None if key is None else reference.noise_of(key, x))
+    k = reference.nearest(x - low, scale, None if key is None else reference.noise_of(key, x))
     if not format.saturate:
         k = torch.where((k < 0) | (k > n), math.nan, k)
     k = torch.clamp(k, 0, n, out=into(k))

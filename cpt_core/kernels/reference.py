@@ -119,12 +119,12 @@ def into(own: Tensor) -> Tensor | None:
 
 def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
     """Finish ``y`` = x - low, in place."""
-    y = steps(y, scale, noise, levels if clip else None)
+    y = nearest(y, scale, noise, levels if clip else None)
     y = torch.mul(y, scale, out=into(y))
     return torch.add(y, low, out=into(y))
 
 
-def steps(y: Tensor, scale: Tensor, noise: Tensor | None, levels: Tensor | None = None) -> Tensor:
+def nearest(y: Tensor, scale: Tensor, noise: Tensor | None, levels: Tensor | None = None) -> Tensor:
     """Return the number of the grid point nearest to ``y`` = x - low, in place; of 0 to ``levels``, where given."""
     y = torch.div(y, scale, out=into(y))
     if noise is not None:
@@ -171,7 +171,7 @@ def encode(
     have the channels of a pixel beside each other.
     """
     y, scale = x.float() - low, (width / levels).clamp_min(MIN_SCALE)
-    y = steps(y, scale, None if key is None else noise_of(key, y), levels if clip else None)
+    y = nearest(y, scale, None if key is None else noise_of(key, y), levels if clip else None)
     codes = y.clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2)
     return empty_codes(x, channels_last).copy_(codes)
 
