@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,16 +42,8 @@ class Precision:
     """
 
     execution = "simulated"
-
-    @property
-    def quantizers(self) -> Mapping[str, Any]:
-        """The quantiser of every role: none."""
-        return {}
-
-    @property
-    def forward_format(self) -> Any:
-        """The number format of operands; None for float32."""
-        return None
+    quantizers: Mapping[str, Any] = MappingProxyType({})  # of every role: none
+    forward_format: Any = None  # of operands; None for float32
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand as it enters the product or the sum."""

@@ -53,7 +53,7 @@ class _ScaledAndBiased(torch.autograd.Function):
         return of_product, None, of_bias, None, None, None, None
 
 
-class GraphPrecision(LayerPrecision, layers.Precision):
+class GraphPrecision(LayerPrecision, layers.Precision):  # type: ignore[override]
     """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
 
     @property
