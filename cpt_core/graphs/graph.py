@@ -46,7 +46,6 @@ class Graph:
     """
 
     def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None, backend: str = "auto") -> None:
-        """Check and keep the edges; nothing is copied."""
         declared(type(self).__init__, locals())
         choose("backend", backend, BACKENDS)
         num_src = None if num_src is None else whole("num_src", num_src, 0, MOST_NODES)
@@ -120,7 +119,6 @@ class Graph:
         return cls.from_edges(edges[0], edges[1], data.num_nodes)
 
     def __repr__(self) -> str:
-        """Return sizes and backend."""
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, {self.kernel})"
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -65,7 +65,6 @@ class QuantConfig:
     ladder: Ladder = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        """Check that every role has its quantiser and none is misspelt."""
         declared(type(self), {**vars(self), "ladder": None}, parts=True)
         choose("aggregation", self.aggregation, AGGREGATIONS)
         choose("running_start", self.running_start, RUNNING_STARTS)

@@ -77,7 +77,6 @@ class PrecisionScheduler:
         self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None,
         eval_bits: EvalBits = "current",
     ) -> None:  # fmt: skip
-        """Assign layers to schedules and apply step 0."""
         self._eval_bits = check_eval_bits(eval_bits)
         self._layers = all_precisions(model)
         self.schedules = assign_schedules(schedule, self._layers)
@@ -139,7 +138,6 @@ class PrecisionScheduler:
         return [schedule(step) for schedule, _ in self.schedules.values()]
 
     def __repr__(self) -> str:
-        """Show where it is."""
         return f"{type(self).__name__}(step {self.last_step} of {self.total_steps}, bits {self.get_last_bits()})"
 
     def _apply(self, only: Collection[LayerPrecision] | None = None) -> None:

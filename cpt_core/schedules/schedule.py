@@ -184,7 +184,6 @@ class CyclicSchedule(Schedule):
     kind: ClassVar[str] = "cyclic"
 
     def __post_init__(self) -> None:
-        """Check the values; warn when the cycles are too short to reach ``q_max``."""
         set_integers(self, "q_min", "q_max", "total_steps", "n_cycles")
         check_range(self.q_min, self.q_max, self.total_steps)
         if not 1 <= self.n_cycles <= self.total_steps:
@@ -268,7 +267,6 @@ class FunctionSchedule(Schedule):
     kind: ClassVar[str] = "table"
 
     def __post_init__(self) -> None:
-        """Read the curve and check it."""
         set_integers(self, "total_steps")
         check_range(1, 1, self.total_steps)  # the curve is read at each of them
         last = max(self.total_steps - 1, 1)
