@@ -53,6 +53,7 @@ class InForce:
                 self.quantizers[weight_role(role)] = _one(quantizer.on(asked.weight_gradient))
 
     def __deepcopy__(self, memo: Any) -> InForce:
+        """Copies share it."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -46,6 +46,7 @@ class RoleSchedules(Schedule):
     kind: ClassVar[str] = "roles"
 
     def __post_init__(self) -> None:
+        """Check the roles; let ``gradient`` stand for both of its own."""
         declared(type(self), vars(self))
         if self.gradient is not None:
             if self.error is not None or self.weight_gradient is not None:
