@@ -393,15 +393,19 @@ def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
     assert torch.equal(of_y, of_batched)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "affine4:clipping=rms", "nvfp4:partial=1"])
+@pytest.mark.parametrize(
+    "name", ["e4m3", "affine4:clipping=rms", "affine4:clipping=percentile:percentile=90", "nvfp4:partial=1"]
+)
 def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
     x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     with cpt.precision(model, 8, 8):
-        steps = model[0]._input("l0", x.flatten(0, 1), (3, ())).unflatten(0, (3, 2))
-    for step, rounded in zip(x, steps, strict=True):
-        assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
+        alike = model[0]._input("l0", x.flatten(0, 1), (3, ())).split(2)
+        packed = model[0]._input("l0", x.flatten(0, 1), (3, (3, 2, 1))).split((3, 2, 1))
+    for steps in (alike, packed):
+        for step, rounded in zip(x.flatten(0, 1).split([len(s) for s in steps]), steps, strict=True):
+            assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
 
 
 def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format():
