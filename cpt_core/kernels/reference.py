@@ -125,7 +125,7 @@ def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor 
 
 
 def nearest(y: Tensor, scale: Tensor, noise: Tensor | None, levels: Tensor | None = None) -> Tensor:
-    """Return the number of the grid point nearest to ``y`` = x - low, in place; of 0 to ``levels``, where given."""
+    """Return the number of the grid point that ``y`` = x - low goes to, in place; of 0 to ``levels``, where given."""
     y = torch.div(y, scale, out=into(y))
     if noise is not None:
         y = torch.add(y, noise, out=into(y))
@@ -162,6 +162,7 @@ def parts_of(x: Tensor, key: Tensor | None, *of_ranges: Any) -> Iterator[tuple[A
         yield part, noise, *own
 
 
+@torch.no_grad()
 def encode(
     x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
 ) -> Tensor:

@@ -21,7 +21,7 @@ LearningRate = Callable[[int, Sequence[Evaluation]], float]  # of the optimizer 
 def optimizer_of(kind: Any, parameters: Iterable[nn.Parameter], recipe: Recipe, **more: Any) -> torch.optim.Optimizer:
     """Return a recipe's optimizer; fused on a GPU, on the CPU the plain one, which results were made with."""
     wanted = list(parameters)
-    fused = wanted[0].device.type != "cpu"
+    fused = any(p.device.type != "cpu" for p in wanted)
     return kind(wanted, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, **more)
 
 

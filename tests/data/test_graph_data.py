@@ -175,6 +175,13 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
     assert said_by(sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code) == ""
 
 
+def test_evaluator_of_ogb_agrees_with_ours():
+    rng = np.random.default_rng(0)
+    labels, predicted = rng.integers(0, 4, (2, 100))
+    found = graph_readers.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
+    assert found["acc"] == pytest.approx((labels == predicted).mean())
+
+
 def zipped(folder, **more):
     """What OGB's server has: the folder in an archive, under another name."""
     packed = io.BytesIO()

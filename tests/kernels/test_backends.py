@@ -168,6 +168,7 @@ def test_gradients_pass_unchanged(cpp_kernels, family, key):
         results += [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
         for result in results:
             assert torch.equal(torch.autograd.grad(result, x, g, retain_graph=True)[0], g)
+        assert not ops.encode(x, low, width, N, key, True).requires_grad
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -117,11 +117,11 @@ def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch)
 
 
 def test_ogb_data_is_scored_by_ogb(monkeypatch):
-    calls = []
+    plain, calls = train(GraphTask, spec(steps=1)), []
 
     class Evaluator:
         def eval(self, pair):
-            calls.append({k: v.shape for k, v in pair.items()})
+            calls.append((pair["y_true"].shape, pair["y_pred"].shape, (pair["y_true"] == pair["y_pred"]).mean()))
             return {"acc": 0.25}
 
     original = graph_task.load_graph
@@ -129,7 +129,8 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
     monkeypatch.setattr(graph_task, "evaluator", lambda name: Evaluator())
     run = train(GraphTask, spec(steps=1))
     assert run.metric("accuracy") == 0.25
-    assert calls[0] == {"y_true": (200, 1), "y_pred": (200, 1)}
+    assert calls[0][:2] == ((200, 1), (200, 1))
+    assert plain.metric("accuracy") in [right for _, _, right in calls]
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])
