@@ -18,7 +18,7 @@ from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
 from cpt_core.kernels.reference import MIN_SCALE
 from cpt_core.processor import multiplies_codes
-from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient, two_gradients
+from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
@@ -268,6 +268,8 @@ class LayerPrecision(RunningState):
             role: of the gradient.
         """
         if self.now.apart and torch.is_grad_enabled():
+            from cpt_core.quantization.two_gradients import two_gradients
+
             return two_gradients(partial(self.rounded_gradients, role=role), multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
