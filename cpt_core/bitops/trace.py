@@ -171,11 +171,8 @@ class Calls(Watch):
             self._report(name, module, args, kwargs, output)
 
     def pause(self) -> None:
-        """Report the operation that ran last."""
-        if self.last is not None:
-            (calls, output), self.last = self.last, None
-            for call in calls:
-                self.on_call(self.model.get_submodule(call.owner or ""), call, [output] * output.requires_grad)
+        """Report what has run."""
+        self._report_last()
 
     def resume(self) -> None:
         """Look for operations while a module runs, but not inside a layer: there the mode only takes time."""
@@ -192,7 +189,7 @@ class Calls(Watch):
 
     def _on_codes(self, name: str, a: Tensor, b: Tensor, y: Tensor) -> None:
         """Report a product on codes."""
-        self.pause()
+        self._report_last()
         macs, elements = a.numel() * b.shape[-1], (a.numel(), b.numel(), y.numel())
         call = Call(part_of(name, PRODUCTS), PRODUCTS, macs, a.requires_grad, b.requires_grad, name, elements=elements)
         self.on_call(self.model.get_submodule(name), call, [y] * y.requires_grad)
@@ -207,6 +204,13 @@ class Calls(Watch):
             if isinstance(module, QuantOperations) and module.catching.multiplying:
                 return name, module.catching.on_codes
         return None, False
+
+    def _report_last(self) -> None:
+        """Report the operation that ran last."""
+        if self.last is not None:
+            (calls, output), self.last = self.last, None
+            for call in calls:
+                self.on_call(self.model.get_submodule(call.owner or ""), call, [output] * output.requires_grad)
 
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Keep a product that no layer reports, until the next operation."""
@@ -224,7 +228,7 @@ class Calls(Watch):
             self.on_other(name, first.numel())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.pause()
+        self._report_last()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             self.asked = True  # without data, "is all of this mask true?" cannot be known
             return self.answer

@@ -263,10 +263,11 @@ class Sensitivity:
             axes[0].legend(fontsize=8)
             mean, low, _ = self.estimates("layers") / abs(self.even("layers"))
             worst, found = int(np.argmax(mean)), "No layer stands out"
+            place = self.places("layers")[worst]
             if not np.isfinite(mean[worst]):
-                found = f"Training diverges with a bit less in {self.places('layers')[worst]}"
+                found = f"Training diverges with a bit less in {place}"
             elif low[worst] > 1:
-                found = f"A bit less costs most in {self.places('layers')[worst]}"
+                found = f"A bit less costs most in {place}"
             said = f"{found}\n{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
             figure.suptitle(said, fontsize=9, parse_math=False)
         return figure

@@ -276,6 +276,20 @@ def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, mon
         stores.check_writable(tmp_path / "rows.jsonl")
 
 
+ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["ok", "failed"]), st.integers(0, 60)), max_size=8)
+
+
+@given(ROWS, st.booleans())
+@settings(max_examples=50)
+def test_a_run_is_found_as_reading_everything_finds_it(rows, torn):
+    rows = [row(name, "x" * n, status) for name, status, n in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "rows.jsonl"
+        store.write_text("".join(f"{json.dumps(r)}\n" for r in rows) + ('{"schema"' if torn else ""))
+        for key in map(named, "abc"):
+            assert stores.find_row(store, key) == stores.newest(rows).get(key)
+
+
 def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(tmp_path, monkeypatch):
     store, lock = tmp_path / "rows.jsonl", stores._lock
 
@@ -444,3 +458,32 @@ def test_many_writers(tmp_path):
     assert [w.exitcode for w in workers] == [0] * 6
     assert len(store.read_text().splitlines()) == 120
     assert {r["key"] for r in stores.load_rows(store)} == {named(f"{w}-{i}") for w in range(6) for i in range(20)}
+
+
+def compete(store, log, stop):
+    while not stop.is_set():
+        with stores.claim(store, "a") as mine:
+            if mine:
+                with open(log, "a") as f:
+                    f.write(f"{os.getpid()} in\n")
+                time.sleep(0.005)
+                with open(log, "a") as f:
+                    f.write(f"{os.getpid()} out\n")
+
+
+def test_nobody_comes_in_between(tmp_path):
+    stop, log = PROCESSES.Event(), tmp_path / "log"
+    crowd = [PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop)) for _ in range(4)]
+    for process in crowd:
+        process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().splitlines()) < 100):
+        time.sleep(0.05)
+    stop.set()
+    for process in crowd:
+        process.join()
+    events = [line.split() for line in log.read_text().splitlines()]
+    assert len(events) >= 100
+    for (entered, what), (left, then) in zip(events[::2], events[1::2], strict=True):
+        assert (what, then) == ("in", "out")
+        assert entered == left
