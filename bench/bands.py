@@ -26,7 +26,7 @@ SEEDS = range(12)
 def smoke(dataset: str, arm: str) -> list[RunSpec]:
     """Smoke runs of the notebook on an embedded data set."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return designs.quality_cost("smoke", dataset, schedules=[] if static else [arm], static=static, seeds=SEEDS)
+    return designs.quality_cost("smoke", dataset, schedules=[] if static else [arm], static_bits=static, seeds=SEEDS)
 
 
 image, detection = (partial(smoke, name) for name in ("digits", "digit-scenes"))  # notebooks 03, 04

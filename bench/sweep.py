@@ -46,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     specs = designs.quality_cost(
-        "smoke", schedules=["CR", "ER", "LR", "RR"], static=[], seeds=[0, 1], steps=given.steps
+        "smoke", schedules=["CR", "ER", "LR", "RR"], static_bits=[], seeds=[0, 1], steps=given.steps
     )
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ def experiment(
         demo, top = scale == "demo", fp[0].q_max
         few = [s for s in schedules if s == "CR"] if scale == "smoke" else schedules
         bits = [2, 3, 4, 5, 7, 8] if demo else [top]
-        quantized = designs.q_agg(*where, schedules=few, static=bits if demo else None, **given)
+        quantized = designs.q_agg(*where, schedules=few, static_bits=bits if demo else None, **given)
         pairs = designs.aggregation(*where, bits=bits, **given)
     return list({spec.key: spec for spec in (*fp, *quantized, *pairs)}.values())
 

@@ -44,8 +44,8 @@ def experiment(
         return designs.quality_cost(scale, dataset, task=task, preset=preset, seeds=seeds or None, **design)  # type: ignore[arg-type]
 
     with warnings_as_text(scale):
-        text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static=STATIC[scale])
-        text += runs("language_model", dataset, schedules=[], static=[6], q_max=[6])
+        text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static_bits=STATIC[scale])
+        text += runs("language_model", dataset, schedules=[], static_bits=[6], q_max=[6])
         on_pairs: dict[str, Any] = {"schedules": asked(ON_PAIRS[scale]), "static": STATIC_ON_PAIRS[scale]}
         judged = runs("entailment", pairs, **on_pairs) if pairs else []
     once = list({spec.key: spec for spec in text}.values())  # the paper's scale has static 6 already

@@ -222,4 +222,4 @@ def smoke_spec(dataset, /, arm="static 8", seed=0, model=None, **changes):
 def specs_of(*arms, seeds=(0,), **changes):
     """Return short smoke runs of the digits, an arm and a seed each."""
     given = {"steps": 10, "n_cycles": 2, **changes}
-    return designs.quality_cost("smoke", schedules=arms, static=[], seeds=seeds, **given)
+    return designs.quality_cost("smoke", schedules=arms, static_bits=[], seeds=seeds, **given)

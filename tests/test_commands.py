@@ -46,7 +46,7 @@ def keep(spec, status="ok", **more):
     [
         (["plan", "figure_33"], "no grid 'figure_33'; the nearest of "),
         (["plan", "digits/mlp6", "--scale", "paper"], "of digits/mlp6 has scale 'paper'; choose from smoke, demo"),
-        (["plan", "--scale", "big"], "no grid has scale 'big'; choose from smoke, demo, paper"),
+        (["plan", "--scale", "big"], "no grid has scale 'big'; choose from smoke, demo, background, paper"),
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
         (["run", "figure_3", "--device", "cpu"], "python -m cpt_lab download cifar10"),
@@ -76,7 +76,7 @@ def keep(spec, status="ok", **more):
         (["explorer", "."], ". is a folder; name a file"),
         (["explorer", "no/such/page.html"], "there is no folder no/such"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
-        (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, paper; got 'big'"),
+        (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, background, paper; got 'big'"),
         (["reproduce", "-p", "seeds"], "a parameter is written NAME=VALUE; got 'seeds'"),
         (["reproduce", "-p", "shedules=[CR]"], "unknown parameter 'shedules'; did you mean 'schedules'?"),
         (["reproduce", "-p", "schedules=[XR]"], "schedules must be a list of LR"),
@@ -234,7 +234,9 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     assert found.peak_memory > 10**8
     assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
     assert kept(spec) == found
-    bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
+    bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static_bits=[], seeds=[0], q_max=[8])[
+        0
+    ]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
     refused("vgg on cifar100 does not run here: KeyError: 'vgg'", measure, bad, error=RuntimeError)
 

@@ -209,9 +209,9 @@ def treebank(dry: bool) -> list[RunSpec]:
     """The left side of figure 7, what says most first: five arms of seed 0, its others, then the other seeds."""
     if dry:
         small = {"steps": 8, "n_cycles": 1, "valid_tokens": 200, "test_tokens": 200}
-        found = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static=[8], seeds=[0], **small)
+        found = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0], **small)
     else:
-        found = designs.quality_cost("paper", "ptb", "lstm", static=STATIC, q_max=[8])
+        found = designs.quality_cost("paper", "ptb", "lstm", static_bits=STATIC, q_max=[8])
     return sorted(found, key=lambda spec: (spec.seed, FIRST.index(spec.arm) if spec.arm in FIRST else len(FIRST)))
 
 

@@ -1,6 +1,6 @@
 """Designs: functions that return the runs of a kind of experiment.  Needs no torch.
 
->>> len(quality_cost("demo", schedules=["CR"], static=[8], seeds=[0, 1]))
+>>> len(quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=[0, 1]))
 4
 """
 
@@ -28,7 +28,7 @@ def quality_cost(
     *,
     task: str | None = None,
     schedules: Sequence[str] = tuple(SUITE),
-    static: Sequence[int] | None = None,
+    static_bits: Sequence[int] | None = None,
     q_max: Sequence[int] | None = None,
     seeds: Sequence[int] | None = None,
     preset: str = "ours",
@@ -43,8 +43,8 @@ def quality_cost(
         dataset: see ``recipes.recipe``.
         model: None takes the recipe's.
         task: a key of ``EXPERIMENTS``; needed for data of your own unless it is images.
-        static: bits of the static baselines; None takes q_max alone at paper scale, as the paper does, 2..q_max at
-            demo scale, an equal-cost baseline that the paper lacks, and 2 and q_max at smoke scale.
+        static_bits: bits of the static baselines, () for none; None takes q_max alone at paper scale, as the paper
+            does, 2 and q_max at smoke scale, and elsewhere 2..q_max, an equal-cost baseline that the paper lacks.
         q_max: None takes 6 and 8 at paper scale, 8 elsewhere.
         seeds: None takes the recipe's.
         changes: other values for fields of the recipe, such as ``steps=2_000`` or ``aggregation="quantized"``.
@@ -61,14 +61,22 @@ def quality_cost(
     tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
     specs = []
     for top in tops:
-        default = {"smoke": (2, top), "demo": tuple(range(2, top + 1)), "paper": (top,)}[scale]
-        bits = default if static is None else tuple(static)
+        bits = _usual_static_bits(scale, top) if static_bits is None else tuple(static_bits)
         for arm in (*schedules, *(f"static {b}" for b in bits)):
             for lr in getattr(r, "learning_rates", ()) or (r.lr,):
                 at = replace(r, lr=lr)
                 for seed in r.seeds if seeds is None else seeds:
                     specs.append(run_spec(at, arm, q_max=top, seed=seed, scale=scale, preset=preset, q_grad=q_grad))
     return specs
+
+
+def _usual_static_bits(scale: str, q_max: int) -> tuple[int, ...]:
+    """Return the static precisions that a scale trains beside the schedules."""
+    if scale == "smoke":
+        return (2, q_max)
+    if scale == "paper":
+        return (q_max,)
+    return tuple(range(2, q_max + 1))
 
 
 def aggregation(
@@ -83,7 +91,7 @@ def aggregation(
 
     Paper: section 4.3, figure 5 (8 bits, OGBN-Arxiv and OGBN-Products).
     """
-    both = {"task": "graph", "schedules": (), "static": bits, "q_max": (max(bits),), **given}
+    both = {"task": "graph", "schedules": (), "static_bits": bits, "q_max": (max(bits),), **given}
     return [s for kind in ("fp", "quantized") for s in quality_cost(scale, dataset, model, aggregation=kind, **both)]
 
 
@@ -130,7 +138,7 @@ def cycles(
     Paper: section 4.4 (one and two cycles on XNLI).
     """
     repeated = [name for name, entry in SUITE.items() if not entry.triangular]
-    given = {"schedules": repeated, "static": (), **given}
+    given = {"schedules": repeated, "static_bits": (), **given}
     return [s for n in n_cycles for s in quality_cost(scale, dataset, model, n_cycles=n, **given)]
 
 
@@ -157,6 +165,7 @@ def deficit_scan(
     steps_per_epoch: int = 1,
     seeds: Sequence[int] | None = None,
     q_max: int = 8,
+    controls: bool = True,
     **changes: Any,
 ) -> list[RunSpec]:
     """Return the runs of a critical-period experiment: training with a deficit, ``q_min`` instead of ``q_max`` bits.
@@ -172,6 +181,7 @@ def deficit_scan(
         windows: pairs (start, stop) of low steps, half-open. None takes those of ``Dataset.deficits``.
         steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
         q_max: bits outside the deficit, and of the gradients.
+        controls: also train the two controls; without them the arms are those of table 1, one of which has no deficit.
         changes: other values for fields of the recipe, such as ``q_min=3``; ``steps=`` is the training after a deficit
             at the start, and all of the training with a window.
 
@@ -199,15 +209,19 @@ def deficit_scan(
         at = replace(r, steps=length + r.steps)
         if settings.lr_after and isinstance(at, ImageRecipe):
             at = replace(at, milestones=tuple((length + m * r.steps) / at.steps for m in at.milestones))
-        add(at)
+        if controls or not length:
+            add(at)
         if length:
             add(at, (0, length))
-            add(at, (r.steps, at.steps))
+            if controls:
+                add(at, (r.steps, at.steps))
     at = replace(r, steps=total)
     for start, stop in inner:
-        add(at)
+        if controls:
+            add(at)
         add(at, (start, stop))
-        add(at, (total - (stop - start), total))
+        if controls:
+            add(at, (total - (stop - start), total))
     return [
         RunSpec(at, schedule, q_max, q_max, seed, name, scale)
         for (at, schedule), name in runs.items()

@@ -18,6 +18,7 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.stand_ins import STAND_INS
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,15 @@ DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quali
 def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Callable[..., list[RunSpec]]:
     """Fill in data set and model of a design. Its settings are given: that some cycles are short is no news."""
 
+    return _without_warnings(lambda scale, **choices: function(scale, dataset, model, **choices))
+
+
+def _without_warnings(function: Callable[..., list[RunSpec]]) -> Callable[..., list[RunSpec]]:
+    """Return a design that does not warn of short cycles."""
+
     def make(scale: str, **choices: Any) -> list[RunSpec]:
         with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-            return function(scale, dataset, model, **choices)
+            return function(scale, **choices)
 
     return make
 
@@ -83,10 +90,19 @@ def _design_grids() -> Iterator[tuple[str, Grid]]:
             yield f"{d.name}/{design}", Grid(artefact, f"{d.about}, {model}: {what}", make, tuple(recipes))
 
 
+def _stand_in_grids() -> Iterator[tuple[str, Grid]]:
+    """Yield the grids on stand-in data, with the first line of their function as description."""
+    for name, (function, artefact, scale) in STAND_INS.items():
+        about = (function.__doc__ or "").splitlines()[0].removeprefix("Return the runs of ").rstrip(".")
+        yield name, Grid(artefact, about, _without_warnings(function), (scale,))
+
+
 # Every figure and table of the paper that rests on training runs; table 1 and figure 8 as in their captions.
 # Those of the paper come first.
 GRIDS: dict[str, Grid] = dict(
-    sorted([*_quality_cost_grids(), *_design_grids()], key=lambda named: "paper" not in named[1].scales)
+    sorted(
+        [*_quality_cost_grids(), *_design_grids(), *_stand_in_grids()], key=lambda named: "paper" not in named[1].scales
+    )
 )
 
 STUDIES = ("h1_to_h4", "h5", "h6", "h7", "h10")  # folders of ``cpt_lab.studies``, opened by name: nothing imports them

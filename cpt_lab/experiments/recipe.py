@@ -12,7 +12,7 @@ from cpt_core.checks import choose, declared, offer, whole
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.schedule import CYCLE_RULES
 
-SCALES = ("smoke", "demo", "paper")
+SCALES = ("smoke", "demo", "background", "paper")
 PRESETS = ("ours", "authors")
 EXECUTIONS = ("simulated", "integer")
 

@@ -1,6 +1,7 @@
 """Every setting of every experiment, looked up by name.  Needs no torch.
 
-``smoke`` proves that things run, ``demo`` shows a direction in seconds, ``paper`` is the paper's own setting.
+``smoke`` proves that things run, ``demo`` shows a direction in seconds, ``background`` is the best scale that two CPU
+cores carry in hours, ``paper`` is the paper's own setting.
 ``preset="authors"`` gives what the authors' scripts do where they differ from the paper's text.
 
 >>> recipe("paper", "cifar10", "resnet74").steps

@@ -3,7 +3,7 @@
 Any number of sweeps may share a store, on one machine or several: each run is done by one of them.
 
 >>> from cpt_lab.experiments import designs
->>> specs = designs.quality_cost("smoke", schedules=["CR"], static=[])
+>>> specs = designs.quality_cost("smoke", schedules=["CR"], static_bits=[])
 >>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 

@@ -150,8 +150,8 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
 def test_six_bits_of_a_perplexity(six, said):
-    specs = designs.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static=[8], seeds=range(3))
-    specs += designs.quality_cost("demo", "pydoc", schedules=[], static=[6], q_max=[6], seeds=range(3))
+    specs = designs.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static_bits=[8], seeds=range(3))
+    specs += designs.quality_cost("demo", "pydoc", schedules=[], static_bits=[6], q_max=[6], seeds=range(3))
     rows = rows_of(specs, lambda s: six if s.arm == "static 6" else 10.0, "perplexity")
     e = entry(rows, "language_q_max")
     assert e.verdict(False) == said

@@ -87,7 +87,7 @@ def test_where_both_diverge_nothing_is_compared():
     ],
 )
 def test_errors_of_a_run_count_and_others_do_not(error, counts):
-    rows = by_arm(designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=range(3)), {})
+    rows = by_arm(designs.quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=range(3)), {})
     failed = lost(rows, lambda arm, seed: arm == "CR", "failed", error)
     assert table(failed).query("arm == 'CR'")["diverged"].tolist() == [counts] * 3
     e = entry(failed, "cpt_improves")
@@ -126,11 +126,11 @@ def test_every_named_data_set_says_how_many_classes_there_are():
 
 
 def test_all_metrics_of_the_data_set_are_those_of_chance():
-    specs = designs.quality_cost("demo", "templates", schedules=["CR"], static=[8], seeds=[0])
+    specs = designs.quality_cost("demo", "templates", schedules=["CR"], static_bits=[8], seeds=[0])
     rows = [row_of(s, 0.8) for s in specs]
     more = [{**rows[0]["metrics"][0], "name": "accuracy_es"}, {**rows[0]["metrics"][0], "when": "best_valid"}]
     rows[0]["metrics"] += more
-    other = [row_of(s, 0.8) for s in designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])]
+    other = [row_of(s, 0.8) for s in designs.quality_cost("demo", schedules=["CR"], static_bits=[], seeds=[0])]
     line = table([*lost(rows, lambda arm, seed: arm == "static 8"), *lost(other, lambda arm, seed: True)])
     runs = line.set_index(["dataset", "arm"])
     for name in ("accuracy", "accuracy_es", "accuracy_best_valid", "valid"):
@@ -180,7 +180,7 @@ def test_every_table_counts_them():
     deficits = [row_of(s, 0.9) for s in designs.deficit_scan("demo", "digits", seeds=range(3))]
     found = critical_periods.summary(table(lost(deficits, lambda arm, seed: arm == "[0, 200) of 600" and seed == 1)))
     assert found.diverged.sum() == 2  # a deficit of both experiments
-    costs = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static=[], seeds=[0, 1])
+    costs = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0, 1])
     rows = [row_of(s, 90.0, "perplexity") | {"bitops": {"paper": 7e13}} for s in costs]
     said = paper.summary(table(lost(rows, lambda arm, seed: seed == 1)))["ours +- std"]
     assert "7.00 +- 0.00 (n = 2), 1 diverged" in set(said)

@@ -32,7 +32,7 @@ def test_all_schedules_but_one():
     assert word_of(two_worse, "cifar_nearly_all") == CONTRADICTED
     nine = [row for row in better if row["spec"]["arm"] != "ETH"]
     assert entry(nine, "cifar_nearly_all").effects == ()  # nothing is said of all by nine
-    scenes = designs.quality_cost("demo", "digit-scenes", static=[8], seeds=range(3))
+    scenes = designs.quality_cost("demo", "digit-scenes", static_bits=[8], seeds=range(3))
     worst = by_arm(scenes, {"CT": 0.7}, "map50")
     assert word_of(worst, "detection_all", False) == CONTRADICTED
     assert word_of(by_arm(scenes, {"CT": 0.9}, "map50"), "detection_all", False) == CONFIRMED
@@ -87,7 +87,7 @@ DIRECTIONS = {
         {0.0: CONFIRMED, -0.1: CONTRADICTED},
     ),
     "gradients_stabilize": (
-        lambda: designs.quality_cost("demo", schedules=(), static=[6], q_max=[6, 8], seeds=range(3)),
+        lambda: designs.quality_cost("demo", schedules=(), static_bits=[6], q_max=[6, 8], seeds=range(3)),
         lambda s: s.q_grad == 8, {0.01: CONFIRMED, -0.01: CONTRADICTED},
     ),
     "gcn_aggregation": (

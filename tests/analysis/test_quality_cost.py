@@ -20,7 +20,7 @@ def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
 
 def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed, cost)."""
-    specs = designs.quality_cost("demo", static=statics, seeds=seeds)
+    specs = designs.quality_cost("demo", static_bits=statics, seeds=seeds)
     return [kept_row(s, accuracy(s.arm, s.seed, relative_cost(s.schedule.bits(), 8))) for s in specs]
 
 
@@ -317,7 +317,7 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
 
 def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.analysis.runs.results_dir", lambda: tmp_path)
-    spec, other = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR", "RR"], static=[], seeds=[0])
+    spec, other = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR", "RR"], static_bits=[], seeds=[0])
 
     early, late = (
         kept_row(spec, value, provenance={**PROVENANCE, "started": day})
@@ -338,8 +338,8 @@ def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
 
 
 def test_runs_on_other_data_are_left_out_and_said(tmp_path):
-    specs = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR"], static=[], seeds=range(5))
-    (elsewhere,) = designs.quality_cost("demo", "digits", "resnet8_w8", schedules=["CR"], static=[], seeds=[0])
+    specs = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR"], static_bits=[], seeds=range(5))
+    (elsewhere,) = designs.quality_cost("demo", "digits", "resnet8_w8", schedules=["CR"], static_bits=[], seeds=[0])
     rows = [kept_row(spec, 0.5, data_checksum="aa") for spec in specs]
     rows += [kept_row(elsewhere, 0.5, data_checksum="cc")]  # a recipe that takes another part
     old, new = written(tmp_path / "old.jsonl", *rows), tmp_path / "new.jsonl"

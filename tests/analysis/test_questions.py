@@ -29,7 +29,7 @@ def test_interval_is_students():
 
 
 def test_a_group_counts_on_seeds_that_all_its_arms_have():
-    specs = designs.quality_cost("demo", schedules=["RR", "RTH"], static=[8], seeds=[0, 1])
+    specs = designs.quality_cost("demo", schedules=["RR", "RTH"], static_bits=[8], seeds=[0, 1])
     rows = [row_of(s, {"RR": 0.5, "RTH": 0.7, "static 8": 0.9}[s.arm]) for s in specs]
     runs = table(r for r in rows if (r["spec"]["arm"], r["spec"]["seed"]) != ("RTH", 1))
 
@@ -43,7 +43,7 @@ def test_a_group_counts_on_seeds_that_all_its_arms_have():
 
 
 def test_share_at_q_min_of_static_precisions():
-    rows = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["RR"], static=[2, 3, 8], seeds=[0])]
+    rows = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["RR"], static_bits=[2, 3, 8], seeds=[0])]
     runs = table(rows).set_index("arm")
     assert runs.share_at_q_min[["static 2", "static 3", "static 8"]].tolist() == [0, 1, 0]  # q_min is 3
     assert 0.3 < runs.share_at_q_min["RR"] < 0.8
@@ -131,7 +131,7 @@ def test_two_deficits_at_the_start_of_different_experiments(dataset):
 
 
 def test_rows_of_other_kinds_are_refused(deficit_rows):
-    (other,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
+    (other,) = designs.quality_cost("demo", schedules=["CR"], static_bits=[], seeds=[0])
     assert groups.deficit_groups(table([row_of(other, 0.9)])) == []
     mixed = table([*deficit_rows, row_of(other, 0.9)])
     refused("rows of deficits with at most one window", critical_periods.deficits, mixed)
@@ -241,7 +241,7 @@ def test_quality_against_cost_leaves_them_out(deficit_rows):
 
 
 def test_what_is_at_paper_scale_comes_first():
-    small = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=[0])]
+    small = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=[0])]
     large = [row_of(s, 0.5) for s in designs.quality_cost("paper", "cifar10", schedules=["CR"], q_max=[8], seeds=[0])]
     assert [g.scale.iloc[0] for g in groups.quality_cost_groups(table(small + large))] == ["paper", "demo"]
     (top,) = groups.top_groups(table(small))

@@ -148,11 +148,11 @@ def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_the
 
 
 def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
-    specs = [s for lr in (0.1, 0.2) for s in designs.quality_cost("demo", schedules=["CR"], static=[8], lr=lr)]
+    specs = [s for lr in (0.1, 0.2) for s in designs.quality_cost("demo", schedules=["CR"], static_bits=[8], lr=lr)]
     names = [name for name, _ in groups.named(groups.quality_cost_groups(runs.table(rows_of(specs))))]
     assert len(set(names)) == 2
     assert all(re.search(r", demo scale, recipe [0-9a-f]{8}$", name) for name in names)
-    specs = [s for n in (4, 8) for s in designs.quality_cost("demo", static=[8], seeds=[0, 1], n_cycles=n)]
+    specs = [s for n in (4, 8) for s in designs.quality_cost("demo", static_bits=[8], seeds=[0, 1], n_cycles=n)]
     table = runs.table(rows_of(specs))
     names = [name for name, _ in groups.named(groups.quality_cost_groups(table))]
     assert [f"600 steps, {n} cycles, q_min 3" in name for n, name in zip((4, 8), names, strict=True)] == [True, True]
@@ -162,7 +162,7 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
 
 def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
     specs = designs.quality_cost("paper", "cifar10", q_max=[8], schedules=["CR"], seeds=[0])
-    cost = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static=[], seeds=[0])
+    cost = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0])
     rows = rows_of(specs) + [{**row_of(s, 90.0, "perplexity"), "bitops": {"paper": 7e13}} for s in cost]
     one = written(rows, tmp_path)
     for text in (plain(page), plain(one)):
@@ -208,7 +208,7 @@ def with_an_own_arm(specs):
 
 
 def test_an_own_arm_has_a_colour_and_a_name():
-    specs = with_an_own_arm(designs.quality_cost("demo", static=[2, 8], seeds=[0, 1]))
+    specs = with_an_own_arm(designs.quality_cost("demo", static_bits=[2, 8], seeds=[0, 1]))
     figure = figures.figure_3(runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True)
     assert "mine" in {t.get_text() for t in figure.axes[0].texts}
     assert "own schedule" in {t.get_text() for t in figure.legends[0].get_texts()}

@@ -172,7 +172,7 @@ def test_own_data_has_the_deficits_of_its_family():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, paper"),
+        ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, background, paper"),
         ({"stepz": 3}, "a recipe has no stepz; it has task"),
         ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
         ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),

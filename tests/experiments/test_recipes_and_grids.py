@@ -14,6 +14,7 @@ from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipe import SCALES, is_own
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.experiments.stand_ins import STAND_INS
 from cpt_lessons.parameters import check_parameters
 
 SETTINGS = {  # data set, model and preset -> fields at paper scale
@@ -179,7 +180,7 @@ def test_a_curve_of_ones_own_in_a_spec():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: designs.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
+        (lambda: designs.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, background, paper"),
         (
             lambda: designs.quality_cost("demo", "mnist"),
             r"no demo recipe for dataset 'mnist'; choose from cifar10, digit-scenes, digits",
@@ -200,7 +201,7 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: run_spec(recipe("demo"), "CR", q_max=8, q_grad=64, seed=0), r"q_grad must be an integer from 1 to 32"),
         (lambda: run_spec(recipe("demo"), "static x", q_max=8, seed=0), r"written 'static 5', got 'static x'"),
         (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
-        (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, paper; got 'big'"),
+        (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, background, paper; got 'big'"),
         (lambda: check_parameters(sclae="demo"), r"unknown parameter 'sclae'; did you mean 'scale'\?"),
         (lambda: check_parameters(schedules='["CR"]'), r"schedules must be a list of LR"),
         (lambda: check_parameters(scale="demo", dataset="mnist"), r"dataset must be one of digits"),
@@ -222,8 +223,8 @@ def test_wrong_values_are_named(call, message):
 
 
 def test_a_spec_holds_what_json_can_hold_and_data_that_there_are():
-    own = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=range(2))
-    theirs = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=np.arange(2), q_max=np.array([8]))
+    own = designs.quality_cost("smoke", schedules=["CR"], static_bits=[], seeds=range(2))
+    theirs = designs.quality_cost("smoke", schedules=["CR"], static_bits=[], seeds=np.arange(2), q_max=np.array([8]))
     assert [spec.key for spec in theirs] == [spec.key for spec in own]
     refused("unknown dataset 'nope'", replace, own[0], recipe=replace(own[0].recipe, dataset="nope"))
 
@@ -288,9 +289,11 @@ def test_every_arm_is_run_at_every_learning_rate():
         (arm, lr) for arm in ("CR", "static 8") for lr in (5e-6, 1e-5, 5e-5)
     ]  # fmt: skip
     assert len({s.key for s in specs}) == 6
-    fixed = designs.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0], lr=2e-5)
+    fixed = designs.quality_cost("paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0], lr=2e-5)
     assert [(s.recipe.lr, s.recipe.learning_rates) for s in fixed] == [(2e-5, ())]
-    authors = designs.quality_cost("paper", "xnli", preset="authors", schedules=["CR"], static=[], q_max=[8], seeds=[0])
+    authors = designs.quality_cost(
+        "paper", "xnli", preset="authors", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0]
+    )
     assert [s.recipe.lr for s in authors] == [1e-5]
 
 
@@ -309,7 +312,7 @@ def test_an_experiment_holds_together(task):
         assert set(d.recipes) <= set(SCALES)
         assert all(len({r.model for r in found}) == len(found) for found in d.recipes.values())
         assert not d.title or {r.dataset for r in recipes} <= {d.name}
-        assert not d.like or set(families[d.like].recipes) == set(SCALES)
+        assert not d.like or set(families[d.like].recipes) == set(SCALES) - {"background"}
         assert all(model in {r.model for r in d.recipes[scale]} for scale in d.deficits for model in d.deficits[scale])
         assert set(d.designs) <= set(grids.DESIGNS)
         assert not d.authors or set(d.authors) - {""} <= {r.model for r in d.recipes["paper"]}
@@ -331,6 +334,8 @@ def test_paths_are_ones_own_on_every_system(path):
 
 def test_stand_ins_say_what_they_are_in_every_grid():
     for name, grid in grids.GRIDS.items():
+        if name in STAND_INS:
+            continue
         d = DATASETS[name.split("/")[0]]
         assert grid.about.startswith(d.title)
         assert ("embedded" in grid.about) == bool(d.embedded)
@@ -354,3 +359,29 @@ def test_keep_takes_runs_that_meet_every_condition():
         f"static {b}" for b in range(2, 9)
     }
     assert grids.keep(specs, []) == specs
+
+
+@pytest.mark.parametrize(("name", "runs", "arms", "seeds"), [
+    ("cifar10-jpeg/figure_3", 60, 15, 4), ("cifar10-jpeg/figure_3_q_max_6", 33, 11, 3), ("cifar10-jpeg/table_1", 36, 9, 4),
+    ("digits/q_max_6", 150, 15, 10), ("facebook/q_max_6", 88, 11, 8), ("facebook/q_agg", 88, 11, 8),
+    ("cora/q_agg", 88, 11, 8), ("facebook/sage", 66, 11, 3), ("facebook/fanout", 24, 1, 3), ("pydoc/q_max_6", 120, 15, 8),
+    ("xnli/figure_7", 36, 12, 3), ("xnli/one_and_two_cycles", 18, 3, 3),
+])  # fmt: skip
+def test_stand_in_grids_have_the_runs_of_their_figure(name, runs, arms, seeds):
+    specs = grids.grid_specs(name)
+    assert len({s.key for s in specs}) == len(specs) == runs
+    assert len({s.arm for s in specs}) == arms
+    assert len({s.seed for s in specs}) == seeds
+
+
+def test_stand_in_grids_of_cifar_go_seed_by_seed():
+    specs = grids.grid_specs("cifar10-jpeg/figure_3")
+    assert [s.seed for s in specs] == [seed for seed in (10, 11, 12, 13) for _ in range(15)]
+    assert [s.arm for s in specs[:5]] == ["static 8", "CR", "RR", "ER", "static 4"]
+
+
+def test_deficits_without_controls_are_those_of_table_1():
+    arms = {s.arm for s in grids.grid_specs("cifar10-jpeg/table_1")}
+    assert sum(arm.startswith("no deficit") for arm in arms) == 1
+    assert "[3900, 7800) of 7800" not in arms
+    assert "[0, 3900) of 7800" in arms

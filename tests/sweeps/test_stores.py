@@ -418,7 +418,7 @@ def test_keys_never_change():
         ("paper", "imagenet", "resnet18", "LR"): "94b252cf7ef30638",
     }
     for (*where, arm), key in known.items():
-        assert designs.quality_cost(*where, schedules=[arm], static=[], seeds=[0])[0].key == key
+        assert designs.quality_cost(*where, schedules=[arm], static_bits=[], seeds=[0])[0].key == key
 
 
 @pytest.mark.parametrize("path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem)

@@ -601,7 +601,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(sweep_module, "usable_cores", lambda: 16)
     monkeypatch.setattr(sweep_module, "usable_memory", lambda: 64 * 2**30)
-    specs = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
+    specs = designs.quality_cost("demo", schedules=["CR"], static_bits=[], seeds=[0])
 
     def slots(specs, device="cuda", **changes):
         return _slots(specs, SweepOptions(device=device, **changes))

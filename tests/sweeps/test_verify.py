@@ -217,7 +217,7 @@ def test_a_run_may_diverge_a_little_later_on_another_machine(row):
 
 def test_seeds_tell_how_far_a_metric_may_be_off():
     def rows(arm, values, dataset="digits", metric="accuracy"):
-        specs = designs.quality_cost("demo", dataset, schedules=[arm], static=[], seeds=range(len(values)))
+        specs = designs.quality_cost("demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values)))
         return [row_of(spec, value, metric) for spec, value in zip(specs, values, strict=True)]
 
     calm, wild = [0.80, 0.81, 0.82, 0.83], [0.5, 0.7, 0.9]
@@ -268,7 +268,7 @@ def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monk
 
 
 def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(tmp_path, monkeypatch):
-    specs = designs.quality_cost("demo", "digits", schedules=["CR"], static=[], seeds=range(4))
+    specs = designs.quality_cost("demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4))
     rows = [kept_row(spec, value) for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)]
     written(tmp_path / "all.jsonl", *rows)
     (tmp_path / "elsewhere").mkdir()

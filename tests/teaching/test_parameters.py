@@ -18,7 +18,7 @@ def asked(monkeypatch):
 
 def test_runs_come_back_as_a_table():
     parameters = check_parameters(scale="smoke")
-    specs = designs.quality_cost("smoke", schedules=["CR"], static=[8], seeds=[0], steps=8, n_cycles=1)
+    specs = designs.quality_cost("smoke", schedules=["CR"], static_bits=[8], seeds=[0], steps=8, n_cycles=1)
     runs = parameters.run(specs)
     assert runs.arm.to_list() == ["CR", "static 8"]
     assert runs.accuracy.between(0, 1).all()
@@ -52,7 +52,7 @@ def test_nothing_to_run(asked):
 def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, tmp_path):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     parameters = check_parameters("language_model", **given)
-    nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static=[], seeds=[0])
+    nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static_bits=[], seeds=[0])
     assert parameters.run(nodes).empty
     ((specs, store, options),) = asked
     assert (specs, options) == (nodes, {"workers": workers, "device": device, "progress": progress})
@@ -61,7 +61,7 @@ def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, 
 
 
 def test_the_rate_is_chosen(monkeypatch):
-    specs = designs.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0])
+    specs = designs.quality_cost("paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0])
     rows = [
         {**stores.describe(s), "status": "ok", "metrics": [
             {"name": "accuracy", "split": "valid", "when": "final", "precision": "q_max", "value": s.recipe.lr}
@@ -74,7 +74,7 @@ def test_the_rate_is_chosen(monkeypatch):
 
 
 def test_failed_runs_are_told_in_one_line(monkeypatch):
-    specs = designs.quality_cost("smoke", schedules=["CR", "RR"], static=[], seeds=[0])
+    specs = designs.quality_cost("smoke", schedules=["CR", "RR"], static_bits=[], seeds=[0])
     failed = {"status": "failed", "error": "Traceback (most recent call last):\n  ...\nValueError: no such thing\n"}
     rows = [{**stores.describe(s), "status": "ok", "metrics": []} for s in specs]
     rows[1] |= failed

@@ -25,7 +25,7 @@ def pictures(monkeypatch):
     return sent
 
 
-SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static=[8])
+SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static_bits=[8])
 
 
 @pytest.mark.slow
