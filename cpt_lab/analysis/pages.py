@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,43 @@ class Section:
     # classes of the table: "left" aligns everything left, "folded" folds it up behind its number of lines
     style: str = ""
     points: tuple[tuple[str, str], ...] = ()  # a list of (text, place)
+
+
+class NotebookTable:
+    """A table that a notebook shows with wrapped, left-aligned cells; its text form is Markdown.
+
+    Args:
+        frame: the table.
+        caption: a sentence above it.
+    """
+
+    def __init__(self, frame: pd.DataFrame, caption: str = "") -> None:
+        self.frame = frame
+        self.caption = caption
+
+    def __repr__(self) -> str:
+        return "\n\n".join(filter(None, (self.caption, markdown(self.frame))))
+
+    def html(self) -> str:
+        """Return the table as HTML that needs no style sheet."""
+        style = "text-align: left; vertical-align: top; white-space: normal"
+        head = "".join(f'<th style="{style}">{escape(str(name))}</th>' for name in self.frame.columns)
+        lines = []
+        for line in self.frame.itertuples(index=False, name=None):
+            cells = "".join(f'<td style="{style}">{_code(escape(str(cell)))}</td>' for cell in line)
+            lines.append(f"<tr>{cells}</tr>")
+        caption = f"<p>{escape(self.caption)}</p>" if self.caption else ""
+        return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display({"text/html": self.html(), "text/plain": repr(self)}, raw=True)
+
+
+def _code(text: str) -> str:
+    """Return text with the words between backticks set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
 def terminal(frame: pd.DataFrame) -> str:

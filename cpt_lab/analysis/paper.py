@@ -1,5 +1,7 @@
-"""The numbers printed in the paper, beside ours."""
+"""The numbers printed in the paper, beside the nearest values that were measured."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,38 +11,121 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import critical_periods, groups, quality_cost, statistics
 from cpt_lab.analysis.aggregation import aggregation_difference
-from cpt_lab.analysis.metrics import interval_text, spread_text
+from cpt_lab.analysis.figure_data import experiments
+from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, spread_text
 from cpt_lab.analysis.printed import UNITS, number_text, numbers
+from cpt_lab.experiments.grids import GRIDS, grid_specs
 from cpt_lab.experiments.recipe import Metric
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.recipes import recipe, task_of_dataset
 
 PRINTED = Metric("", "", digits=2)
 NOT_RUN = "not run"
+COLUMNS = [
+    "what", "arm", "metric", "paper", "ours +- std", "data and scale", "ours, best epoch on test", "where it stands"
+]  # fmt: skip
+
+# Steps, epochs or thousands of steps of the normal training in table 1, which deficits are a share of.
+NORMAL_TRAINING = {"cifar10": 256, "imagenet": 150}
 
 
-def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's numbers with their places, and ours where the same thing was measured at paper scale.
+def summary(runs: pd.DataFrame, artefacts: Iterable[str] | None = None) -> pd.DataFrame:
+    """Return the paper's numbers with their places, each beside the nearest value that was measured.
 
-    Ours are those at the end of training, with the best epoch on the test set, which the authors keep, beside them.
-    What a schedule saves is computed.
+    The nearest value is that of the same thing at paper scale, at the end of training, with the best epoch on the test
+    set, which the authors keep, beside it. Where that was not run it is the same comparison on stand-in data at the best
+    scale there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest length
+    or start, as shares of the normal training. What a schedule saves is computed.
+
+    Args:
+        runs: the typed table of ``runs.table``.
+        artefacts: such as ``("figure_3",)``; None takes all.
     """
-    runs = runs[runs["scale"] == "paper"]
+    at_paper = runs[runs["scale"] == "paper"]
+    wanted = None if artefacts is None else set(artefacts)
     lines = []
     for p in numbers().itertuples():
-        mine = runs[(runs["dataset"] == p.dataset) & ((runs["model"] == p.model) | (p.model == ""))]
-        best = ""
-        if p.metric == "saved":
-            ours = _saved(p)
-        elif p.minus:
-            ours = "; ".join(_differences(mine, p)) or NOT_RUN
-        else:
-            mine = _of_arm(mine, p)
-            ours, best = _spread(mine, p, p.metric) or NOT_RUN, _spread(mine, p, f"{p.metric}_best_test")
+        if wanted is not None and p.artefact not in wanted:
+            continue
         what = ", ".join(filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model)))
         arm = f"{p.arm} minus {p.minus}" if p.minus and p.metric != "saved" else p.arm
-        lines.append((what, arm, p.metric, number_text(p.value, p.to, p.std, p.unit), ours, best, p.place))
-    columns = ["what", "arm", "metric", "paper", "ours +- std", "ours, best epoch on test", "where it stands"]
-    return pd.DataFrame(lines, columns=columns)
+        printed = number_text(p.value, p.to, p.std, p.unit)
+        lines.append((what, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place))
+    return pd.DataFrame(lines, columns=COLUMNS)
+
+
+def _nearest(p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame) -> tuple[str, str, str]:
+    """Return our value, its data and scale, and the value of the best epoch ("" where there is none)."""
+    if p.metric == "saved":
+        return _saved(p), "the paper's setting", ""
+    same = at_paper[(at_paper["dataset"] == p.dataset) & ((at_paper["model"] == p.model) | (p.model == ""))]
+    if p.minus:
+        found = _differences(same, p)
+        if found:
+            return "; ".join(found), "paper scale", ""
+    else:
+        of_arm = _of_arm(same, p)
+        ours = _spread(of_arm, p, p.metric)
+        if ours:
+            return ours, "paper scale", _spread(of_arm, p, f"{p.metric}_best_test")
+    return *_on_stand_ins(p, runs[runs["scale"] != "paper"]), ""
+
+
+def _on_stand_ins(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
+    """Return the same comparison on the stand-in data that show most, and what they are."""
+    task = task_of_dataset(p.dataset) or ""
+    runs = runs[runs["task"] == task]
+    if p.artefact == "table_1":
+        return _nearest_deficit(p, runs)
+    if p.minus:
+        figure = f"{p.artefact}/{task}" if p.artefact == "figure_7" else p.artefact
+        model = p.model if task == "graph" else ""
+        for part in experiments(figure, runs, model):
+            found = _differences(part, p)
+            if found:
+                return found[0].partition(": ")[2], _described(part)
+    return NOT_RUN, _needs(p)
+
+
+def _described(part: pd.DataFrame) -> str:
+    first = part.iloc[0]
+    return f"stand-in: {groups.title_of(part)}, {first['total_steps']:,} steps, {first['scale']} scale"
+
+
+def _needs(p: Any) -> str:
+    """Return which grid holds a number that was not measured, and its runs."""
+    named = [name for name, grid in GRIDS.items() if name.startswith(f"{p.dataset}/") and "paper" in grid.scales]
+    grids = [name for name in named if GRIDS[name].artefact == p.artefact] or named
+    return f"needs `{grids[0]}` ({len(grid_specs(grids[0], 'paper'))} runs at paper scale)"
+
+
+def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
+    """Return the accuracy of the arm whose deficit is nearest to one of table 1, as shares of the normal training."""
+    for part in experiments("table_1", runs):
+        found = critical_periods.deficits(part)
+        normal = found[(found["experiment"] == "length") & (found["place"] == "none")]["total"].min()
+        length = found[(found["experiment"] == "length") & (found["place"] == "start")]
+        window = found[(found["experiment"] == "window") & (found["place"] == "inside")]
+        span = re.fullmatch(r"\[(\d+)K?, (\d+)K?\)", p.arm)
+        if span is None:
+            arm = found[(found["place"] == "none") & (found["total"] == normal)]
+        elif span[1] == "0":
+            arm = _closest(length, "stop", int(span[2]) / NORMAL_TRAINING[p.dataset], normal)
+        else:
+            arm = _closest(window, "start", int(span[1]) / NORMAL_TRAINING[p.dataset], window["total"].min())
+        if len(arm):
+            factor = metric_named(metric_of(part)).factor
+            first = arm.iloc[0]
+            shown = spread_text(PRINTED, factor * first["mean"], factor * first["std"], first["n"])
+            return f"{shown} with {first['arm']}", _described(part).replace(
+                f"{part.iloc[0]['total_steps']:,} steps", f"{normal:,} normal steps"
+            )
+    return NOT_RUN, _needs(p)
+
+
+def _closest(found: pd.DataFrame, column: str, share: float, normal: float) -> pd.DataFrame:
+    """Return the line whose column, as a share of the normal training, is nearest to a share."""
+    distance = (found[column] / normal - share).abs()
+    return found.loc[[distance.idxmin()]] if len(found) else found
 
 
 def _of_arm(runs: pd.DataFrame, p: Any) -> pd.DataFrame:

@@ -1,0 +1,73 @@
+"""The runs that a figure of the paper is drawn from: its experiments, those that show most first.  Needs no torch."""
+
+from functools import cache
+
+import pandas as pd
+
+from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis import groups
+from cpt_lab.analysis.runs import committed
+from cpt_lab.experiments.recipe import SCALES
+from cpt_lab.experiments.recipes import DATASETS
+
+MIN_SCHEDULES = 5  # of the ten: fewer do not show how quality depends on cost
+
+_TASKS = {"figure_3": "image", "figure_4": "detection", "figure_6": "graph"}
+
+
+def experiments(artefact: str, runs: pd.DataFrame | None = None, model: str = "") -> list[pd.DataFrame]:
+    """Return the experiments of a figure, those that show most first.
+
+    An experiment is one recipe at one scale, with any q_max and both aggregations. The order is by scale, then by the
+    data (real data before embedded stand-ins), then by the number of schedules and seeds. Experiments with fewer than
+    ``MIN_SCHEDULES`` schedules come last.
+
+    Args:
+        artefact: "figure_3" to "figure_8", "table_1", or "figure_7/language_model" and "figure_7/entailment".
+        runs: None takes all committed rows.
+        model: only runs of this model; "" takes all.
+    """
+    found = all_committed() if runs is None else runs
+    found = found[found["scale"] != "smoke"]
+    if model:
+        found = found[found["model"] == model]
+    figure, _, task = artefact.partition("/")
+    if figure in ("figure_8", "table_1"):
+        parts = groups.deficit_groups(found[found["task"] == "image"] if figure == "table_1" else found)
+    elif figure == "figure_5":
+        parts = groups.aggregation_groups(found)
+    else:
+        tasks = [task] if task else [_TASKS[figure]] if figure in _TASKS else ["language_model", "entailment"]
+        parts = _by_recipe(found[found["task"].isin(tasks)])
+    return sorted((part for part in parts if len(part)), key=_shows, reverse=True)
+
+
+def best_rows(artefact: str, runs: pd.DataFrame | None = None, model: str = "") -> pd.DataFrame:
+    """Return the experiment of a figure that shows most; an empty table where there is none."""
+    found = experiments(artefact, runs, model)
+    return found[0] if found else all_committed().iloc[:0]
+
+
+@cache
+def all_committed() -> pd.DataFrame:
+    """Return the table of all committed rows, read once."""
+    return committed()
+
+
+def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Split runs of quality against cost by recipe, preset and scale: q_max and aggregation stay together."""
+    parts = groups.quality_cost_groups(runs)
+    if not parts:
+        return []
+    columns = ["recipe_but_aggregation", "preset", "scale"]
+    return [part for _, part in pd.concat(parts).groupby(columns, sort=False)]
+
+
+def _shows(part: pd.DataFrame) -> tuple[bool, int, int, int, int]:
+    """Return how much an experiment shows, as a key to sort by."""
+    first = part.iloc[0]
+    schedules = part.loc[part["arm"].isin(SUITE), "arm"].nunique()
+    embedded = str(first["dataset"]) in DATASETS and bool(DATASETS[str(first["dataset"])].embedded)
+    seeds = part.groupby("arm")["seed"].nunique().median()
+    enough = schedules >= MIN_SCHEDULES or part["kind"].eq("deficit").any() or part["aggregation"].nunique() == 2
+    return enough, SCALES.index(first["scale"]), int(not embedded), schedules, int(seeds)

@@ -1,0 +1,312 @@
+"""The paper's sections beside what was measured: settings, figures, claims and printed numbers.  Needs no torch.
+
+``SECTIONS`` lists the sections that rest on training runs, each with its notebook. For each of them
+
+- ``settings_table`` puts the paper's settings beside those of a list of runs and marks every difference,
+- ``claims_table`` says of every claim what was measured, on which data, at which level of quality, and the verdict,
+- ``printed_table`` puts every number that the paper prints beside the nearest value that was measured.
+
+Notebooks 03 to 08, the pages under ``docs/reproducing``, ``make reproduce`` and ``cpt report`` show these tables.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+
+import pandas as pd
+
+from cpt_core.checks import choose
+from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis import claims, paper
+from cpt_lab.analysis.effects import Effect
+from cpt_lab.analysis.figure_data import all_committed
+from cpt_lab.analysis.metrics import counted
+from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.experiments.recipe import SCALES, Recipe
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.spec import RunSpec
+
+DIFFERENT = "≠"
+
+
+@dataclass(frozen=True)
+class PaperSection:
+    """A section of the paper that rests on training runs.
+
+    Attributes:
+        number: its notebook, such as "03".
+        title: its heading.
+        place: section and figures in the paper.
+        artefacts: its figures and tables as ``data/paper/numbers.csv`` and the grids name them.
+        claims: pattern of the claims in ``data/paper/claims.csv`` that belong to it, for their id and task.
+        settings: data sets and models of the paper whose settings are shown.
+    """
+
+    number: str
+    title: str
+    place: str
+    artefacts: tuple[str, ...]
+    claims: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+# A claim belongs to the first section whose pattern it has.
+SECTIONS: dict[str, PaperSection] = {
+    "critical-periods": PaperSection(
+        "07", "Critical learning periods", "section 5, figure 8, table 1", ("table_1", "figure_8"), "deficit",
+        (("cifar10", "resnet74"), ("imagenet", "resnet18"), ("ogbn-arxiv", "gcn")),
+    ),
+    "detection": PaperSection(
+        "04", "Object detection", "section 4.2, figure 4", ("figure_4",), "detection", (("voc2012", "retinanet"),)
+    ),
+    "language": PaperSection(
+        "06", "Language", "section 4.4, figure 7", ("figure_7",), "language|ptb|entailment",
+        (("ptb", "lstm"), ("xnli", "bert")),
+    ),
+    "graphs": PaperSection(
+        "05", "Node classification", "section 4.3, figures 5 and 6", ("figure_5", "figure_6"),
+        "graph|gnn|aggregation", (("ogbn-arxiv", "gcn"), ("ogbn-products", "sage")),
+    ),
+    "images": PaperSection(
+        "03", "Image classification", "section 4.2, figure 3", ("figure_3",), "image|cifar",
+        (("cifar10", "resnet74"), ("imagenet", "resnet18")),
+    ),
+    "schedules": PaperSection("08", "Choosing a schedule", "sections 3 and 4.5", (), ""),
+}  # fmt: skip
+
+
+def section_of_claim(claim: claims.Claim) -> str:
+    """Return the key of the section that a claim belongs to."""
+    words = f"{claim.id} {claim.tasks}"
+    return next(key for key, section in SECTIONS.items() if re.search(section.claims, words))
+
+
+# --- settings -----------------------------------------------------------------------------------------
+
+_SHOWN_FIRST = {
+    "dataset": "data set", "model": "network", "optimizer": "optimizer", "lr": "learning rate", "lr_decay": "decay of it",
+    "weight_decay": "weight decay", "batch": "batch", "steps": "optimizer steps", "q_min": "q_min", "q_max": "q_max",
+    "q_grad": "bits of gradients", "n_cycles": "cycles", "seeds": "seeds", "arms": "schedules and static bits",
+}  # fmt: skip
+# Fields that say how a run is computed or watched, not what is trained, or that stand in another line already.
+_NOT_SHOWN = {"task", "seeds", "milestones", "lr_rule", "final_lr", "momentum", "lr_division", "learning_rates"}
+_OPTIMIZERS = {"image": "SGD", "detection": "Adam", "graph": "Adam", "language_model": "SGD", "entailment": "AdamW"}
+
+
+def settings_table(topic: str, specs: Sequence[RunSpec]) -> pd.DataFrame:
+    """Return the paper's settings beside those of runs, a line per setting, and a mark where they differ.
+
+    The values come from the recipes. After the main settings follow all other fields of the recipes that differ.
+
+    Args:
+        topic: a key of ``SECTIONS``.
+        specs: the runs, of one task.
+
+    Returns:
+        Columns: setting, one per data set of the paper, this run, and "" with a mark where this run differs from the
+        first data set of the paper that has its task.
+    """
+    if not specs:
+        raise ValueError("specs: expected at least one run, got none")
+    section = SECTIONS[choose("topic", topic, SECTIONS)]
+    ours = _settings([spec.recipe for spec in specs], specs)
+    columns = {}
+    for dataset, model in section.settings:
+        found = recipe("paper", dataset, model)
+        columns[f"paper: {DATASETS[dataset].title}"] = found
+    task = specs[0].recipe.task
+    same_task = {name: r for name, r in columns.items() if r.task == task}
+    theirs = {name: _settings([r], None) for name, r in same_task.items()}
+    first = next(iter(theirs.values()))
+    names = [*_SHOWN_FIRST, *(name for name in ours if name not in _SHOWN_FIRST and ours[name] != first.get(name))]
+    lines = []
+    for name in names:
+        printed = [values.get(name, "–") for values in theirs.values()]
+        mark = "" if ours[name] == printed[0] else DIFFERENT
+        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *printed, ours[name], mark))
+    return pd.DataFrame(lines, columns=["setting", *theirs, "this run", ""])
+
+
+def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dict[str, str]:
+    """Return all settings of recipes in words; several values are listed. Without specs they are the paper's runs."""
+    recipes = list(dict.fromkeys(recipes))
+    words: dict[str, str] = {}
+    for name in _SHOWN_FIRST:
+        words[name] = ""
+    for field in fields(recipes[0]):
+        if field.name not in _NOT_SHOWN:
+            words[field.name] = _listed(_text(getattr(r, field.name), field.name) for r in recipes)
+    words["dataset"] = _listed(_dataset(r.dataset) for r in recipes)
+    words["optimizer"] = _listed(_optimizer(r) for r in recipes)
+    words["lr"] = _listed(_rates(r) for r in recipes)
+    words["lr_decay"] = _listed(_decay(r) for r in recipes)
+    words["batch"] = _listed("full graph" if r.batch == 0 else f"{r.batch:,}" for r in recipes)
+    if specs is None:
+        words |= {"q_max": "6, 8", "q_grad": "q_max", "seeds": "3", "arms": "10 schedules, static q_max"}
+        return words
+    schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
+    others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
+    static = [arm.removeprefix("static ") for arm in others if arm.startswith("static ")]
+    same = all(spec.q_grad == spec.q_max for spec in specs)
+    words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
+    words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
+    words["seeds"] = str(len({spec.seed for spec in specs}))
+    words["arms"] = _arms(list(schedules), static, len(others) - len(static))
+    return words
+
+
+def _arms(schedules: list[str], static: list[str], others: int) -> str:
+    named = ", ".join(schedules) if len(schedules) < len(SUITE) else f"{len(SUITE)} schedules"
+    parts = [named] if schedules else []
+    if static:
+        parts.append(f"static {', '.join(sorted(static, key=int))}")
+    if others:
+        parts.append(counted(others, "arm") + " with and without a deficit")
+    return ", ".join(parts)
+
+
+def _dataset(name: str) -> str:
+    if name in DATASETS:
+        return DATASETS[name].title
+    return f"own data ({name.rstrip('/')})"
+
+
+def _optimizer(r: Recipe) -> str:
+    momentum = getattr(r, "momentum", 0.0)
+    return _OPTIMIZERS[r.task] + (f", momentum {momentum:g}" if momentum else "")
+
+
+def _rates(r: Recipe) -> str:
+    rates = getattr(r, "learning_rates", ()) or (r.lr,)
+    return " or ".join(f"{rate:g}" for rate in rates)
+
+
+def _decay(r: Recipe) -> str:
+    rule = getattr(r, "lr_rule", "")
+    milestones = getattr(r, "milestones", ())
+    final = getattr(r, "final_lr", None)
+    if rule == "plateau":
+        return f"divided by {r.lr_division:g} after an epoch without progress"  # type: ignore[attr-defined]
+    if rule in ("constant", "step"):
+        return {"constant": "none", "step": "a tenth at 50 and 75 %"}[rule]
+    if milestones and rule != "cosine":
+        return f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"
+    if final is not None:
+        shape = "linear" if r.task == "entailment" else "cosine"
+        return f"{shape} to {final:g} of it"
+    return "none"
+
+
+def _text(value: object, name: str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "none" if name == "clip" else "all"
+    if value == "":
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "–"
+    return str(value)
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+# --- claims -------------------------------------------------------------------------------------------
+
+CLAIM_COLUMNS = ["the paper says", "measured", "data and scale", "level", "verdict"]
+
+
+def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return the claims of a section beside what was measured, a line per claim.
+
+    Args:
+        topic: a key of ``SECTIONS``.
+        runs: None takes all committed rows.
+
+    Returns:
+        Columns: "the paper says" with its place; "measured", the effect in the direction of the claim with its 95 %
+        interval and n, of the experiment that shows most; "data and scale"; "level", the quality that static q_max (or
+        training without a deficit) reaches there; "verdict" by the rules of ``claims``, over all experiments.
+    """
+    choose("topic", topic, SECTIONS)
+    lines = []
+    for entry in _committed_entries() if runs is None else claims.judged(runs):
+        if section_of_claim(entry.claim) == topic:
+            place = entry.claim.place.partition(";")[0]
+            lines.append((f"{entry.claim.claim} ({place})", *_measured(entry)))
+    return pd.DataFrame(lines, columns=CLAIM_COLUMNS)
+
+
+def coverage(runs: pd.DataFrame | None = None) -> tuple[int, int]:
+    """Return how many claims have a measured or computed effect at some scale, and how many have none."""
+    entries = _committed_entries() if runs is None else claims.judged(runs)
+    measured = sum(bool(entry.effects) for entry in entries)
+    return measured, len(entries) - measured
+
+
+@cache
+def _committed_entries() -> list[claims.Entry]:
+    return claims.judged(all_committed())
+
+
+def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
+    """Return effect, data and scale, level and verdict of a claim, by the experiment that shows most."""
+    if not entry.effects:
+        return "–", needs(entry.claim.grids.split()), "–", "not run"
+    effects = [effect for effect, _ in entry.effects]
+    if effects[0].scale == "exact":
+        return effects[0].what, "computed", "–", _plain(entry.verdict(paper_scale=True))
+    effect = max(effects, key=_effect_shows)
+    rest = len(effects) - 1
+    measured = "; ".join(part.number() for part in (effect, *effect.others))
+    more = f" (and {counted(rest, 'other experiment')})" if rest else ""
+    where = f"{effect.experiment}, {effect.scale} scale{more}"
+    at_paper, smaller = entry.verdicts()
+    words = smaller if at_paper.startswith("open") else at_paper
+    return measured, where, effect.level or "–", _plain(words.partition(": ")[0])
+
+
+def _effect_shows(effect: Effect) -> tuple[int, int, int]:
+    """Return how much an effect shows, as a key: its scale, real data before embedded stand-ins, seeds."""
+    embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
+    return SCALES.index(effect.scale), int(not embedded), effect.n
+
+
+def _plain(words: str) -> str:
+    """Return a verdict without the house word "open"."""
+    return re.sub(r"\bopen\b", "inconclusive", words)
+
+
+def needs(grids: Iterable[str]) -> str:
+    """Return what a claim without runs needs, such as "needs `ogbn-arxiv/q_agg` (66 runs at paper scale)"."""
+    parts = [
+        f"`{name}` ({len(_runs_of(name))} runs at {GRIDS[name].scales[0]} scale)" for name in grids if name in GRIDS
+    ]
+    return f"needs {', '.join(parts)}" if parts else "needs runs that no grid lists"
+
+
+@cache
+def _runs_of(grid: str) -> list[RunSpec]:
+    return GRIDS[grid].make(GRIDS[grid].scales[0])
+
+
+# --- printed numbers ------------------------------------------------------------------------------------
+
+
+def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return the numbers that the paper prints beside the nearest values that were measured.
+
+    Args:
+        topic: a key of ``SECTIONS``; "" takes all numbers.
+        runs: None takes all committed rows.
+    """
+    artefacts = None if not topic else SECTIONS[choose("topic", topic, SECTIONS)].artefacts
+    found = all_committed() if runs is None else runs
+    return paper.summary(found, artefacts)
