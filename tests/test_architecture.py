@@ -7,6 +7,8 @@ from pathlib import Path
 
 from helpers import said_by
 
+from bench import sizes
+
 ROOT = Path(__file__).parents[1]
 
 # A room may import the rooms that it names here, and those that they may import: three packages, one direction. In
@@ -43,7 +45,6 @@ ROOMS = {
     "cpt_lab.__main__": (),
     "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
 }
-METHOD_LINES, FASTER_LINES, ALL_LINES = 8_978, 2_599, 33_845  # at most; lower them when something goes
 METHOD = ("schedules", "formats", "graphs", "kernels", "quantization", "bitops")
 FASTER = ("cpt_core.kernels.cpp", "cpt_core.kernels.triton")  # the second ring: the same numbers, in other languages
 WITHOUT_TORCH = (
@@ -135,32 +136,9 @@ def test_the_second_ring_is_opened_in_one_place_and_only_when_it_is_to_run():
     assert not [n for n in imports_of(ROOT / "cpt_core/kernels/backend.py", inside=False) if n.startswith(FASTER)]
 
 
-THREE_LINES = """
-import sys, torch, cpt_core as cpt
-from torch import nn
-model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 9))
-schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64)
-cpt.quantize_(model)
-precision = cpt.PrecisionScheduler(model, schedule)
-model(torch.randn(2, 3, 8, 8)).sum().backward()
-precision.step()
-files = [m.__file__ for name, m in sys.modules.items() if name.startswith("cpt_")]
-print(sum(len(open(file, encoding="utf-8").readlines()) for file in files))
-"""
-
-
-def lines_of(paths):
-    return sum(len(path.read_text().splitlines()) for path in paths)
-
-
-def test_what_one_has_to_hold_is_small():
-    """The README's three lines, and a step, load 5,500 lines; what a model does not have is not among them."""
-    assert 3000 < int(said_by(sys.executable, "-c", THREE_LINES)) <= 5500
-    of_method = [p for p in FILES if room_of(module_of(p)).removeprefix("cpt_core.") in METHOD]
-    assert 5500 < lines_of(p for p in of_method if not module_of(p).startswith(FASTER)) <= METHOD_LINES
-    of_faster = [p for place in FASTER for p in ROOT.joinpath(*place.split(".")).iterdir() if p.is_file()]
-    assert 2000 < lines_of(of_faster) <= FASTER_LINES
-    assert lines_of(FILES) <= ALL_LINES
+def test_three_lines_load_few_lines():
+    """The README's three lines, and a step; what a model does not need is not among them."""
+    assert 3000 < sizes.loaded_lines() <= 5500
 
 
 def test_analysis_takes_the_store_and_nothing_else_of_sweeps():

@@ -50,7 +50,6 @@ def test_the_pages_of_results_are_up_to_date():
     pages = results.pages()
     kept = {path: path.read_text() for path in (*results.PAGES.iterdir(), ROOT / "data/paper/claims.txt")}
     assert kept == pages, "run: python -m book.results"
-    assert len(pages[results.PAGES / "index.md"].splitlines()) <= 45, "a summary of one screen"
     told = [line for page in pages.values() for line in page.splitlines() if line.startswith("### ")]
     assert sorted(told) == sorted(f"### {claim.claim}" for claim in claims.claims())
 
@@ -297,11 +296,7 @@ def test_what_won_h5_can_be_written_by_hand():
     assert told.format(*shares) in answers
 
 
-def test_the_readme_is_short_and_the_pages_fit_a_screen():
-    text = README.read_text()
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    assert len(prose.split()) <= 640
-    assert len(text.splitlines()) <= 90
+def test_lines_of_pages_fit_a_screen():
     for path in [README, *(ROOT / "docs").rglob("*.md")]:
         wide = [line for line in path.read_text().splitlines() if len(line) > (300 if line[:1] == "|" else 120)]
         if path.name != "preregistration.md":  # its words stay as they were written
