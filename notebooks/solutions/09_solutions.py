@@ -1,21 +1,24 @@
-"""Solutions of the exercises of 09_from_bitops_to_seconds.ipynb: one way of many."""
+"""Solutions of the exercises of 03_image_classification.ipynb: one way of many."""
 
-import cpt_core as cpt
 from cpt_lessons import exercises
 
-# 1. The solver bends a curve until the mean cost of its steps is the budget. Half of them are then above 8 bits, for
-#    (0.5 * 20 + 0.5 * 40) / 40 = 0.75.
-schedule = cpt.solve_schedule(0.75, q_min=4, q_max=16, total_steps=64_000, cost=lambda q: 20 if q <= 8 else 40)
+
+# 1. What a seed brings to both trainings cancels in their difference. A seed that only one has does not cancel, so it
+#    must not count.
+def paired(a, b):
+    """Return the mean difference over the seeds of both."""
+    both = a.keys() & b.keys()
+    return sum(a[seed] - b[seed] for seed in both) / len(both)
 
 
-# 2. 16 times a code is four bits further up, and there the first code of the pair has none: so the two do not mix.
-def pack(codes):
-    """Return bytes of two codes of 4 bits each, the first in the low four."""
-    return codes[0::2] | codes[1::2] << 4
+# 2. "Costs no more" holds for equal costs too: of two trainings of one cost only the more accurate is on the front.
+#    A training never beats itself, as it is not more accurate than itself.
+def front(trainings):
+    """Return for every (cost, accuracy) whether no other training costs no more and is more accurate."""
+    return [not any(c <= cost and a > accuracy for c, a in trainings) for cost, accuracy in trainings]
 
 
-# 3. x = torch.randn(384, 32), and two torch.nn.Linear(32, 32). Products shrink with the square of the width, rounding
-#    in proportion to it, and what Python does for every layer not at all.
+# 3 and 4 have their answers below them in the notebook.
 
-exercises.check("09.1", schedule)
-exercises.check("09.2", pack)
+exercises.check("03.1", paired)
+exercises.check("03.2", front)

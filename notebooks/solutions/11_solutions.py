@@ -1,23 +1,21 @@
-"""Solutions of the exercises of 11_solver_and_range_test.ipynb: one way of many."""
+"""Solutions of the exercises of 09_from_bitops_to_seconds.ipynb: one way of many."""
 
 import cpt_core as cpt
 from cpt_lessons import exercises
 
-# 1. The solver bends the cosine until its cost is the budget.
-half = cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=64_000, family="cosine")
+# 1. The solver bends a curve until the mean cost of its steps is the budget. Half of them are then above 8 bits, for
+#    (0.5 * 20 + 0.5 * 40) / 40 = 0.75.
+schedule = cpt.solve_schedule(0.75, q_min=4, q_max=16, total_steps=64_000, cost=lambda q: 20 if q <= 8 else 40)
 
-# 2. A larger power keeps the bits low for longer. In the end they never rise above 4, which is static 4 bits.
-lowest = (4**2 + 2 * 4 * 8) / 192
 
-# 3. The one that stays nearest to its mean: every step at the lowest precision adds more noise than one at the highest
-# saves.
-families = ("rex", "linear", "cosine", "exponential")
-noises = {
-    name: cpt.solve_schedule(0.45, q_min=3, q_max=8, total_steps=64_000, family=name).noise_exposure()
-    for name in families
-}
-quietest = min(noises, key=noises.get)
+# 2. 16 times a code is four bits further up, and there the first code of the pair has none: so the two do not mix.
+def pack(codes):
+    """Return bytes of two codes of 4 bits each, the first in the low four."""
+    return codes[0::2] | codes[1::2] << 4
 
-exercises.check("11.1", half)
-exercises.check("11.2", lowest)
-exercises.check("11.3", quietest)
+
+# 3. x = torch.randn(384, 32), and two torch.nn.Linear(32, 32). Products shrink with the square of the width, rounding
+#    in proportion to it, and what Python does for every layer not at all.
+
+exercises.check("09.1", schedule)
+exercises.check("09.2", pack)
