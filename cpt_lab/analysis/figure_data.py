@@ -9,6 +9,9 @@ from cpt_lab.analysis import groups
 from cpt_lab.analysis.runs import committed
 from cpt_lab.experiments.recipe import SCALES
 from cpt_lab.experiments.recipes import DATASETS
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps.stores import load_rows
 
 MIN_SCHEDULES = 5  # of the ten: fewer do not show how quality depends on cost
 
@@ -46,6 +49,17 @@ def best_rows(artefact: str, runs: pd.DataFrame | None = None, model: str = "") 
     """Return the experiment of a figure that shows most; an empty table where there is none."""
     found = experiments(artefact, runs, model)
     return found[0] if found else all_committed().iloc[:0]
+
+
+def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
+    """Return the specs of rows of the committed stores, read from these stores; other rows are left out."""
+    specs = []
+    for store, part in runs.groupby("store"):
+        keys = set(part["key"])
+        path = results_dir() / str(store).rpartition("/")[2]
+        if path.is_file():
+            specs += [RunSpec.from_dict(row["spec"]) for row in load_rows(path) if row["key"] in keys]
+    return specs
 
 
 @cache

@@ -32,9 +32,9 @@ def summary(runs: pd.DataFrame, artefacts: Iterable[str] | None = None) -> pd.Da
     """Return the paper's numbers with their places, each beside the nearest value that was measured.
 
     The nearest value is that of the same thing at paper scale, at the end of training, with the best epoch on the test
-    set, which the authors keep, beside it. Where that was not run it is the same comparison on stand-in data at the best
-    scale there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest length
-    or start, as shares of the normal training. What a schedule saves is computed.
+    set, which the authors keep, beside it. Where that was not run it is the same comparison on stand-in data at the
+    best scale there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest
+    length or start, as shares of the normal training. What a schedule saves is computed.
 
     Args:
         runs: the typed table of ``runs.table``.

@@ -1,16 +1,19 @@
 """What predicts the quality of a schedule before training: numbers, table, figure.  Paper: section 4.5."""
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_of
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA, spearman
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar
 
 PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
 NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
@@ -140,6 +143,32 @@ def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             verdict = "" if cost else r.verdict
             lines.append((shown, NAMES[r.predictor], strength, against, verdict, r.arms, r.seeds, r.diverged))
     return pd.DataFrame(lines, columns=columns)
+
+
+def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
+    """Draw the rank correlation of cost and quality over the ten schedules, an interval per experiment.
+
+    Args:
+        found: ``predictors_by_title`` of runs.
+
+    Paper: section 4.5 (cost and quality correlate in the majority of domains).
+    Differs: the paper gives no coefficient; coefficients and intervals are ours.
+    """
+    lines = [(name, frame.set_index("predictor").loc["relative_cost"]) for name, frame in found.items()]
+    lines.sort(key=lambda line: line[1].strength)
+    names = [textwrap.fill(name.removesuffix(" scale"), 48) for name, _ in lines]
+    positive = sum(line.strength > 0 for _, line in lines)
+    significant = sum(line.low > 0 for _, line in lines)
+    title = f"Quality rises with cost in {positive} of {len(lines)} experiments; intervals exclude 0 in {significant}"
+    with drawing(1, 1, figsize=(9, 0.5 * len(lines) + 1.2)) as (figure, ((ax,),)):
+        for y, (_, line) in enumerate(lines):
+            interval_bar(ax, y, (line.strength, line.low, line.high), color=COLORS["static"], capsize=3)
+        ax.axvline(0, color="#888888", linewidth=0.8)
+        ax.set_yticks(range(len(lines)), names, fontsize=SMALL)
+        ax.set(xlim=(-1.05, 1.05), ylim=(-0.6, len(lines) - 0.4))
+        ax.set_xlabel("rank correlation of cost and quality, 95 % interval")
+        figure.suptitle(title, fontsize=11)
+    return figure
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

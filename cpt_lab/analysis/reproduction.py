@@ -21,10 +21,11 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import claims, paper
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.figure_data import all_committed
+from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.experiments.recipe import SCALES, Recipe
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.recipes import DATASETS, recipe
 from cpt_lab.experiments.spec import RunSpec
 
 DIFFERENT = "≠"
@@ -85,47 +86,70 @@ def section_of_claim(claim: claims.Claim) -> str:
 # --- settings -----------------------------------------------------------------------------------------
 
 _SHOWN_FIRST = {
-    "dataset": "data set", "model": "network", "optimizer": "optimizer", "lr": "learning rate", "lr_decay": "decay of it",
-    "weight_decay": "weight decay", "batch": "batch", "steps": "optimizer steps", "q_min": "q_min", "q_max": "q_max",
-    "q_grad": "bits of gradients", "n_cycles": "cycles", "seeds": "seeds", "arms": "schedules and static bits",
-}  # fmt: skip
+    "dataset": "data set",
+    "model": "network",
+    "optimizer": "optimizer",
+    "lr": "learning rate",
+    "lr_decay": "decay of it",
+    "weight_decay": "weight decay",
+    "batch": "batch",
+    "steps": "optimizer steps",
+    "q_min": "q_min",
+    "q_max": "q_max",
+    "q_grad": "bits of gradients",
+    "n_cycles": "cycles",
+    "seeds": "seeds",
+    "arms": "schedules and static bits",
+}
 # Fields that say how a run is computed or watched, not what is trained, or that stand in another line already.
 _NOT_SHOWN = {"task", "seeds", "milestones", "lr_rule", "final_lr", "momentum", "lr_division", "learning_rates"}
 _OPTIMIZERS = {"image": "SGD", "detection": "Adam", "graph": "Adam", "language_model": "SGD", "entailment": "AdamW"}
 
 
-def settings_table(topic: str, specs: Sequence[RunSpec]) -> pd.DataFrame:
-    """Return the paper's settings beside those of runs, a line per setting, and a mark where they differ.
+def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()) -> pd.DataFrame:
+    """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
 
     The values come from the recipes. After the main settings follow all other fields of the recipes that differ.
 
     Args:
         topic: a key of ``SECTIONS``.
-        specs: the runs, of one task.
+        specs: the runs of this notebook, of one task.
+        drawn: the runs that the figure below shows, of the same task; none leaves their column out.
 
     Returns:
-        Columns: setting, one per data set of the paper, this run, and "" with a mark where this run differs from the
-        first data set of the paper that has its task.
+        Columns: setting, one per data set of the paper that has this task, "figure below", "this run". A mark says that
+        a value differs from the first of the paper's columns.
+
+    Raises:
+        ValueError: for an unknown topic, for no specs, and for a task that the section does not have.
     """
+    section = SECTIONS[choose("topic", topic, SECTIONS)]
     if not specs:
         raise ValueError("specs: expected at least one run, got none")
-    section = SECTIONS[choose("topic", topic, SECTIONS)]
-    ours = _settings([spec.recipe for spec in specs], specs)
-    columns = {}
+    task = specs[0].recipe.task
+    theirs = {}
     for dataset, model in section.settings:
         found = recipe("paper", dataset, model)
-        columns[f"paper: {DATASETS[dataset].title}"] = found
-    task = specs[0].recipe.task
-    same_task = {name: r for name, r in columns.items() if r.task == task}
-    theirs = {name: _settings([r], None) for name, r in same_task.items()}
+        if found.task == task:
+            theirs[f"paper: {DATASETS[dataset].title}"] = _settings([found], None)
+    if not theirs:
+        raise ValueError(f"topic: {topic!r} of the paper has no experiment of task {task!r}")
+
     first = next(iter(theirs.values()))
-    names = [*_SHOWN_FIRST, *(name for name in ours if name not in _SHOWN_FIRST and ours[name] != first.get(name))]
+    ours = {"figure below": _settings([spec.recipe for spec in drawn], drawn)} if drawn else {}
+    ours["this run"] = _settings([spec.recipe for spec in specs], specs)
+    further = [name for name in first if name not in _SHOWN_FIRST]
+    names = [*_SHOWN_FIRST, *(n for n in further if any(values[n] != first[n] for values in ours.values()))]
     lines = []
     for name in names:
-        printed = [values.get(name, "–") for values in theirs.values()]
-        mark = "" if ours[name] == printed[0] else DIFFERENT
-        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *printed, ours[name], mark))
-    return pd.DataFrame(lines, columns=["setting", *theirs, "this run", ""])
+        printed = [values[name] for values in theirs.values()]
+        measured = [_marked(values[name], first[name]) for values in ours.values()]
+        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *printed, *measured))
+    return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
+
+
+def _marked(value: str, printed: str) -> str:
+    return value if value == printed else f"{value} {DIFFERENT}"
 
 
 def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dict[str, str]:
@@ -148,11 +172,14 @@ def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dic
     schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
     others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
     static = [arm.removeprefix("static ") for arm in others if arm.startswith("static ")]
+    if static and all(spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs):
+        static = ["q_max"]
     same = all(spec.q_grad == spec.q_max for spec in specs)
     words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
     words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
     words["seeds"] = str(len({spec.seed for spec in specs}))
-    words["arms"] = _arms(list(schedules), static, len(others) - len(static))
+    deficits = [arm for arm in others if not arm.startswith("static ")]
+    words["arms"] = _arms(list(schedules), static, len(deficits))
     return words
 
 
@@ -160,7 +187,7 @@ def _arms(schedules: list[str], static: list[str], others: int) -> str:
     named = ", ".join(schedules) if len(schedules) < len(SUITE) else f"{len(SUITE)} schedules"
     parts = [named] if schedules else []
     if static:
-        parts.append(f"static {', '.join(sorted(static, key=int))}")
+        parts.append(f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}")
     if others:
         parts.append(counted(others, "arm") + " with and without a deficit")
     return ", ".join(parts)

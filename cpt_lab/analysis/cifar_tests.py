@@ -1,0 +1,165 @@
+"""The tests of figure 3 and table 1 on CIFAR-10 copies, as ``docs/preregistration.md`` states them.  Needs no torch.
+
+The runs are those of the grids ``cifar10-jpeg/figure_3`` and ``cifar10-jpeg/table_1``. A test is evaluated when all
+runs that it needs are stored; until then its outcome says how many there are.
+
+``slopes`` and ``gains_over_static`` take the runs of any experiment of quality against cost.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis.effects import quality_of
+from cpt_lab.analysis.estimates import Estimate, holm, unit_of
+from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.statistics import ALPHA
+from cpt_lab.experiments.grids import grid_specs
+from cpt_lab.experiments.spec import RunSpec
+
+FIGURE_3 = "cifar10-jpeg/figure_3"
+TABLE_1 = "cifar10-jpeg/table_1"
+MARGIN = 0.25  # points, per doubling of the cost for the slope: smaller effects are not worth naming
+
+NO_DEFICIT = "no deficit, 3900"
+LONGEST_DEFICIT = "[0, 3900) of 7800"
+EARLY_WINDOW = "[244, 2194) of 3900"
+LATE_WINDOW = "[975, 2925) of 3900"
+
+
+@dataclass(frozen=True)
+class PreregisteredTest:
+    """A primary test: what it asks, what the paper says of it, and its estimate once all its runs are there."""
+
+    name: str
+    paper: str
+    estimate: Estimate | None
+    stored: int
+    needed: int
+
+
+def slopes(runs: pd.DataFrame) -> Estimate:
+    """Return the rise of quality per doubling of the cost over the ten schedules, by seed.
+
+    The slope of a seed is that of the least-squares line of quality on log2 of the relative cost. Seeds that lack one
+    of the ten schedules are left out.
+
+    Args:
+        runs: of one recipe and one q_max, as ``runs.table`` returns them.
+    """
+    quality, cost = _quality_and_cost(runs)
+    wide = quality[[*SUITE]].dropna()
+    x = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
+    values = [float(np.polyfit(x, seed, 1)[0]) for seed in wide.to_numpy(dtype=float)]
+    return Estimate("quality per doubling of the cost", unit_of(runs), np.array(values), MARGIN)
+
+
+def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return quality minus that of static precision of equal cost, seeds by schedules.
+
+    Static precision of a cost lies on the straight line, in relative cost, between the two static precisions next to
+    it. Seeds without a static precision are left out; a schedule that is not there has no column.
+
+    Args:
+        runs: of one recipe and one q_max, as ``runs.table`` returns them.
+
+    Raises:
+        ValueError: when fewer than two static precisions ran.
+    """
+    quality, cost = _quality_and_cost(runs)
+    static = sorted((arm for arm in quality if arm.startswith("static ")), key=lambda arm: cost[arm])
+    if len(static) < 2:
+        raise ValueError(f"runs: at least two static precisions are needed, got {len(static)}")
+    complete = quality.dropna(subset=static)
+    line = complete[static].to_numpy(dtype=float)
+    gains = {}
+    for arm in SUITE:
+        if arm in complete:
+            equal = [np.interp(cost[arm], cost[static], seed) for seed in line]
+            gains[arm] = complete[arm] - np.array(equal)
+    return pd.DataFrame(gains, index=complete.index)
+
+
+def _quality_and_cost(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
+    """Return quality in printed units, seeds by arms, and the relative cost of every arm."""
+    factor = metric_named(metric_of(runs)).factor
+    wide = quality_of(runs).pivot_table(index="seed", columns="arm", values="quality", aggfunc="first")
+    return factor * wide, runs.groupby("arm")["relative_cost"].first()
+
+
+def paired_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
+    """Return the quality of arm ``a`` minus that of arm ``b``, by seed."""
+    quality, _ = _quality_and_cost(runs)
+    difference = (quality[a] - quality[b]).dropna().to_numpy(dtype=float)
+    return Estimate(f"{a} minus {b}", unit_of(runs), difference, MARGIN)
+
+
+def _mean_gain(runs: pd.DataFrame) -> Estimate:
+    gains = gains_over_static(runs).mean(axis=1).to_numpy(dtype=float)
+    return Estimate("schedules minus static precision of equal cost", unit_of(runs), gains, MARGIN)
+
+
+def tests(runs: pd.DataFrame) -> list[PreregisteredTest]:
+    """Return the four primary tests, in the order of the preregistration.
+
+    Args:
+        runs: all stored runs.
+    """
+    damage = partial(paired_difference, a=NO_DEFICIT, b=LONGEST_DEFICIT)
+    windows = partial(paired_difference, a=LATE_WINDOW, b=EARLY_WINDOW)
+    figure_3, table_1 = grid_specs(FIGURE_3), grid_specs(TABLE_1)
+    return [
+        _test("slope", "positive", slopes, figure_3, runs),
+        _test("static line", "positive", _mean_gain, figure_3, runs),
+        _test("lasting damage", "positive (+1.0 points)", damage, table_1, runs),
+        _test("early windows", "positive (+0.04 points)", windows, table_1, runs),
+    ]
+
+
+def _test(
+    name: str,
+    paper: str,
+    estimate: Callable[[pd.DataFrame], Estimate],
+    specs: Sequence[RunSpec],
+    runs: pd.DataFrame,
+) -> PreregisteredTest:
+    keys = {spec.key for spec in specs}
+    rows = runs[runs["key"].isin(keys)]
+    stored = rows["key"].nunique()
+    complete = stored == len(keys)
+    return PreregisteredTest(name, paper, estimate(rows) if complete else None, stored, len(keys))
+
+
+def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
+    """Return the outcome of every test in words, with Holm's correction over all of them.
+
+    A test whose runs are not complete counts as one that may still come.
+    """
+    p = [test.estimate.p() if test.estimate else math.nan for test in found]
+    words = []
+    for test, adjusted in zip(found, holm(p), strict=True):
+        if test.estimate is None:
+            words.append(f"not complete: {test.stored} of {counted(test.needed, 'run')}")
+        elif adjusted < ALPHA:
+            words.append("as the paper says" if test.estimate.mean > 0 else "against the paper")
+        elif test.estimate.small:
+            words.append("no difference worth naming")
+        else:
+            words.append("inconclusive")
+    return words
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the tests for people: what the paper says, the estimate with its 95 % interval, n, and the outcome."""
+    found = tests(runs)
+    lines = []
+    for test, outcome in zip(found, outcomes(found), strict=True):
+        shown = test.estimate.shown() if test.estimate else "–"
+        seeds = len(test.estimate.values) if test.estimate else "–"
+        lines.append((test.name, test.paper, shown, seeds, outcome))
+    return pd.DataFrame(lines, columns=["preregistered test", "the paper says", "measured", "n", "outcome"])
