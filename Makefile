@@ -33,10 +33,10 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # tests/conftest.py, where what takes long comes first.
 PYTESTS := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup lint check test reproduce notebooks book evidence bench mutants wheel image compat chromium browser lock clean distclean
+.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: .venv/.installed  ## make .venv from requirements.lock
 
@@ -46,7 +46,9 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 	@echo "setup: about 200 packages, 6 GB, into .venv: about two minutes with uv, three to eight with pip"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q uv || echo "setup: no uv, pip does the work"
-	@$(BIN)/python -m uv pip install --compile-bytecode -p $(BIN)/python $(PACKAGES) || $(BIN)/python -m pip install $(PACKAGES)
+	@$(BIN)/python -m uv pip install --compile-bytecode -p $(BIN)/python $(PACKAGES) || $(BIN)/python -m pip install $(PACKAGES) || { \
+	  echo "setup: the packages could not be installed (see above); is there a network connection, and a proxy set if needed?" >&2; \
+	  exit 1; }
 	@touch $@
 
 # The locked setuptools builds the package, so that nothing outside the lock takes part.
@@ -96,6 +98,9 @@ bench: setup  ## times: a quantised step to float32, rounding to formats, augmen
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
 	$(BIN)/python -m bench.stores
+
+demo-check: setup  ## run notebooks 03 to 07 at demo scale; every promised figure and table must be there: 15 minutes; ONLY=03
+	$(BIN)/python -m bench.demo_check $(if $(ONLY),--only $(ONLY))
 
 mutants: setup  ## break a copy in 400 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
 	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS)) $(if $(CHANGED),--changed $(CHANGED))

@@ -182,7 +182,18 @@ def extra_named(extra: str = "", name: str = "") -> Iterator[None]:
         extra = extra if extra in known or not known else known[0]
         if not missing or not extra or missing.startswith("cpt_"):
             raise
-        raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
+        raise ImportError(f"{missing} cannot be imported; {install_hint(extra)}") from error
+
+
+def install_hint(extra: str) -> str:
+    """Return how to get an extra: the package is on no index, so it is installed again from a wheel or a checkout.
+
+    >>> install_hint("lab")
+    'install the wheel again with [lab]: pip install "$(ls cpt_core-*.whl)[lab]", or in a checkout: pip install ...'
+    """
+    wheel = f'pip install "$(ls cpt_core-*.whl)[{extra}]"'
+    checkout = f'pip install -e ".[{extra}]"'
+    return f"install the wheel again with [{extra}]: {wheel}, or in a checkout: {checkout}"
 
 
 def nulled(value: Any, lost: list[str] | None = None, place: str = "") -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import refused, said_by, specs_of
 
+from cpt_core.checks import install_hint
 from cpt_lab.analysis import pages, trying
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
@@ -58,14 +59,30 @@ def keep(spec, status="ok", **more):
         (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
         (["range-test", "digits", "--figure", "no/such/folder.png"], "a folder that is there, such as answer.png; got"),
         (["range-test", "digits", "--figure", "answer.foo"], "unknown type of --figure 'foo'"),
-        (["run", "digits/mlp6", "--scale", "smoke", "--seeds", "²"], "a seed is a whole number from 0"),
+        (["run", "digits/mlp6", "--scale", "smoke", "--seeds", "²"], "seeds must be a list of whole numbers from 0"),
         (["run", "nope"], "; `plan` lists them all"),
         (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
-        (["run", "digits/mlp6", "--only", "schedule=XR"], "no schedule 'XR' in this grid; choose from LR, LT"),
-        (["run", "digits/mlp6", "--only", "shedule=CR"], "--only takes NAME=VALUE with schedule, savings, q_max"),
-        (["run", "digits/mlp6", "--only", "schedule=CR", "savings=large"], "no run meets"),
-        (["run", "digits/mlp6", "--only", "q_max=6"], "no q_max '6' in this grid; choose from 8"),
-        (["run", "digits/mlp6", "--seeds", "0,1"], "0 to 2147483647; got '0,1'; several are written 0 1 2"),
+        (["run", "digits/mlp6", "--arms", "XR"], "no arm 'XR' in this grid; choose from LR, LT"),
+        (["run", "digits/mlp6", "--savings", "larg"], "no savings 'larg' in this grid; choose from"),
+        (["run", "digits/mlp6", "--arms", "CR", "--savings", "large"], "no run has one of the arms CR and savings large"),
+        (["run", "digits/mlp6", "--schedules", "XR"], "schedules must be a list of LR, LT"),
+        (["run", "digits/mlp6", "--q-max", "six"], "q_max must be a list of whole numbers from 1 to 32; got 'six'"),
+        (["run", "digits/mlp6", "--q-min", "9"], "q_min: expected an integer from 1 to q_max = 8, got 9"),
+        (["run", "digits/mlp6", "--q-max", "6", "--static-bits", "8"], "expected precisions up to q_max = 6, got 8"),
+        (["run", "digits/mlp6", "--steps", "0"], "steps must be a whole number from 1 to 10000000, or None; got 0"),
+        (["run", "digits/mlp6", "--learning-rate", "-1"], "learning_rate must be a number above 0"),
+        (["run", "digits/mlp6", "--seeds", "none"], "seeds must be a list of at least one of whole numbers"),
+        (["run", "digits/mlp6", "--schedules", "none", "--static-bits", "none"], "has no runs with these options"),
+        (["run", "digits/mlp6", "--decay", "step"], "grid 'digits/mlp6' takes no decay; it takes dataset, model"),
+        (["run", "digits/deficit_length", "--schedules", "CR"], "takes no schedules; it takes dataset, model"),
+        (["run", "h4/gradients", "--steps", "9"], "grid 'h4/gradients' takes no steps; it takes seeds"),
+        (["run", "figure_7", "--dataset", "my-text/"], "dataset 'my-text/' is for one grid, and these are"),
+        (["plan", "digits/deficit_length", "--deficit-lengths", "-1"], "No such option"),
+        (["plan", "digits/deficit_window", "--deficit-starts", "500"], "windows of 200 steps within 600 steps, from 0 to 400"),
+        (["plan", "digits/deficit_length", "--decay", "linear"], "decay must be a list of recipe, constant, step, cosine"),
+        (["rows", "digits/mlp6", "--csv", "no/such/folder.csv"], "a folder that is there, such as rows.csv; got no/such"),
+        (["rows", "nope"], "; `plan` lists them all"),
+        (["run", "digits/mlp6", "--seeds", "0,1"], "0 to 2147483647, or None; got (0, 1)"),
         (["run", "digits/mlp6", "--workers", "-3"], "of at least 0 and at most 1024, got -3"),
         (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
         (["run", "digits/mlp6", "--retry"], "No such option"),
@@ -115,7 +132,7 @@ def test_wrong_input_ends_with_one_clear_line_before_any_work(words, message, co
 def test_a_command_names_the_extra_of_what_its_modules_import(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.delitem(sys.modules, "cpt_lab.sweeps.outlook")
-    said = "error: pandas cannot be imported; get it with: pip install 'cpt-core[lab]'"
+    said = f"error: pandas cannot be imported; {install_hint('lab')}"
     status, _, err = command("plan")
     assert (status, err.splitlines()[-1]) == (2, said)
 
@@ -311,7 +328,7 @@ def test_how_many_runs_share_a_gpu():
 
 @pytest.mark.slow
 def test_run_then_report(command, place, monkeypatch):
-    words = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "--seeds", "0", "1"]
+    words = ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "--seeds", "0", "1"]
     status, out, said = command(*words, "--workers", "0")
     assert (status, said) == (0, "")
     assert "2 runs" in out
@@ -329,7 +346,7 @@ def test_run_then_report(command, place, monkeypatch):
 def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_one_file(
     command, monkeypatch, tmp_path
 ):
-    words, files, keys = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,RR,static 8"], [], []
+    words, files, keys = ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "static 8"], [], []
     for part in ("1/2", "2/2"):
         monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / part[0]))
         assert command(*words, "--workers", "0", "--shard", part)[0] == 0
@@ -353,7 +370,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
         return {**stores.describe(job.spec), "status": "failed", "error": errors[job.spec.arm]}
 
     monkeypatch.setattr("cpt_lab.sweeps.worker._row", fail)
-    words = ["digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,RR", "--seeds", "0", "0", "--workers", "0"]
+    words = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0", "0", "--workers", "0"]
     status, out, said = command("run", *words)
     assert status == 1
     assert "2 failed" in out

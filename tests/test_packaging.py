@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name as canonical
 from packaging.version import Version
 
 import cpt_core
+from cpt_core.checks import install_hint
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,7 +101,7 @@ def test_the_command_without_its_extra_names_it():
     run = f"EntryPoint('cpt', {PROJECT['scripts']['cpt']!r}, 'console_scripts').load()()"
     code = f"import sys; sys.modules['typer'] = None; from importlib.metadata import EntryPoint; {run}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    said = "error: typer cannot be imported; get it with: pip install 'cpt-core[lab]'\n"
+    said = f"error: typer cannot be imported; {install_hint('lab')}\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
@@ -183,6 +184,17 @@ def test_make_hands_over_what_it_is_given(odd, make):
     words = "-m cpt_lab reproduce --scale paper --notebook 03 --parameter"
     wanted = [*words.split(), f"dataset={odd} q=[1, 2]"]
     assert make("reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
+
+
+def test_make_setup_names_network_when_install_fails(make, tmp_path):
+    """Neither uv nor pip gets a package; `python -m venv` is left alone."""
+    (tmp_path / ".venv/.packages").unlink()
+    fails = '#!/bin/sh\ncase "$*" in *"pip install"*) exit 1;; *" -c "*|-c*) echo True;; esac\n'
+    (tmp_path / ".venv/bin/python").write_text(fails)
+    status, _, said = make("setup", f"PYTHON={tmp_path}/.venv/bin/python")
+    assert status == 2
+    assert "is there a network connection" in said
+    assert not (tmp_path / ".venv/.packages").exists()
 
 
 def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(make, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from helpers import said_by
 
 import cpt_core
+from cpt_core.checks import install_hint
 from cpt_core.kernels.cpp.building import kernels_dir
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     assert package.is_relative_to(cpt.python.parents[1])
     assert str(checkout) == "None"
     assert data == cpt.folder.parent / "cache" / "cpt_core"
-    said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
+    said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--arms", "CR", blocked=EXTRA)
     assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
     assert "1 done" in cpt("plan", "digits/mlp6", "--scale", "smoke", blocked=EXTRA)
     # the report of all takes three times as long
@@ -138,9 +139,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     assert "confirmed, exact" in page  # a claim that needs no rows
     assert "data:image/png;base64," in page
     said = cpt("reproduce", "--notebook", "00", "--scale", "smoke", status=2, blocked=EXTRA)
-    assert said.splitlines()[-1] == (
-        "error: papermill cannot be imported; get it with: pip install 'cpt-core[notebooks]'"
-    )
+    assert said.splitlines()[-1] == (f"error: papermill cannot be imported; {install_hint('notebooks')}")
 
 
 def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):

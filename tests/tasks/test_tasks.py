@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
 
+from cpt_core.checks import install_hint
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
@@ -83,8 +84,7 @@ def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     assert found["imported"] == []  # a task is imported when it is asked for
     assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [("ok", 3, True)] * len(BASE)
     assert {code: found[code] for code in REFUSED} == {
-        code: f"{library} cannot be imported; get it with: pip install 'cpt-core[{extra}]'"
-        for code, (library, extra) in REFUSED.items()
+        code: f"{library} cannot be imported; {install_hint(extra)}" for code, (library, extra) in REFUSED.items()
     }
 
 
