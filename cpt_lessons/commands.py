@@ -29,6 +29,11 @@ def explorer(
 @app.command(cls=Many)
 def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None, parameter: Given = []) -> None:  # noqa: B006
     """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
+    with stoppable():  # from the imports on, which take seconds
+        _reproduce(scale, notebook, dataset, parameter)
+
+
+def _reproduce(scale: str, notebook: str | None, dataset: str | None, parameter: list[str]) -> None:
     from cpt_lessons.parameters import check_values, parse
 
     given = parse(parameter)
@@ -40,8 +45,7 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    with stoppable():
-        outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    outcomes, index = r.reproduce(scale, notebook, dataset, given)
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
         typer.echo(f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())

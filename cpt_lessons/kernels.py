@@ -5,7 +5,6 @@ system, for two that start at once can take each other's ports and then wait for
 """
 
 import os
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -33,20 +32,24 @@ LOST = (CellTimeoutError, RuntimeError)
 
 
 class _Client(PapermillNotebookClient):
-    """Tells where it is: the heading above the cell that runs, and the bars that tqdm shows in it."""
+    """Notebook client that reports its position: the cell that runs, and the bars that tqdm shows in it."""
 
     def __init__(self, nb_man: Any, place: Place, **options: Any) -> None:
         super().__init__(nb_man, on_cell_start=self._enter, **options)
         self.place = place
 
-    def _enter(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+    def start_new_kernel(self, **options: Any) -> None:
+        """Start the kernel and note its process, so that it can be interrupted before it answers."""
+        self.place.check_running()
+        super().start_new_kernel(**options)
         self.place.kernel = getattr(self.km.provisioner, "pid", None)
-        if self.place.stopped:
-            raise KeyboardInterrupt("stopped between two cells")
-        above = "\n".join(c.source for c in self.nb.cells[:cell_index] if c.cell_type == "markdown")
-        headings = re.findall(r"^#+ +(.*)$", above, flags=re.MULTILINE)
-        cells = sum(c.cell_type == "code" for c in self.nb.cells[: cell_index + 1])
-        self.place.enter(headings[-1] if headings else "", cells)
+        if self.place.stopped:  # meanwhile
+            self.place.kill()
+
+    def _enter(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+        self.place.check_running()
+        is_code = [c.cell_type == "code" for c in self.nb.cells]
+        self.place.enter(sum(is_code[: cell_index + 1]), sum(is_code))
 
     def handle_comm_msg(self, outs: list[Any], msg: dict[str, Any], cell_index: int) -> None:
         super().handle_comm_msg(outs, msg, cell_index)
@@ -72,7 +75,11 @@ class _Engine(NBClientEngine):
             client.config.KernelManager.update(transport="ipc", ip=f"{sockets}/kernel")
             # threads of several kernels that share cores wait for one another: ten times as long, and more
             share = {"OMP_NUM_THREADS": str(max(1, usable_cores() // AT_ONCE)), **os.environ}
-            client.execute(cwd=str(Path.cwd()), env=share)  # where relative paths of data begin
+            share["JPY_SESSION_NAME"] = options["place"].notebook  # Ctrl-C is answered here, not by every kernel
+            try:
+                client.execute(cwd=str(Path.cwd()), env=share)  # where relative paths of data begin
+            finally:
+                options["place"].kernel = None  # its number may soon be that of another process
 
 
 papermill_engines.register("cpt_core", _Engine)
@@ -86,6 +93,7 @@ def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place 
         CellTimeoutError, RuntimeError: for a kernel that was lost twice.
     """
     place = place or Place(path.stem)
+    place.check_running()
     run = partial(
         papermill.execute_notebook,
         str(path),
@@ -100,6 +108,8 @@ def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place 
     try:
         return run()
     except LOST as failure:
+        if place.stopped:  # the kernel was interrupted or killed on purpose
+            raise
         place.said.append(f"{reason(failure, place)}; it is tried once more")
         return run()
 

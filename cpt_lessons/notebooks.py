@@ -9,8 +9,8 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ SECONDS = {
 }  # fmt: skip
 
 AT_ONCE = 2
+STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
+REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
 TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
 
@@ -216,14 +218,29 @@ def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) ->
                     outcomes.append(outcome)
                     progress.ended(outcome.notebook, outcome.status, outcome.seconds, outcome.error)
                 progress.refresh()
-        except KeyboardInterrupt:  # else the pool would run all that is left
-            pool.shutdown(wait=False, cancel_futures=True)
-            for place in places:
-                place.stop()
+        except KeyboardInterrupt:
+            progress.stopping()
+            _stop(waiting, places)
             raise
         finally:
             progress.bar.close()
     return outcomes
+
+
+def _stop(futures: Iterable[Future[NotebookOutcome]], places: Sequence[Place]) -> None:
+    """Interrupt running notebooks and start no more; kill kernels after ``STOP_SECONDS`` or at a second Ctrl-C."""
+    running = {future for future in futures if not future.cancel()}
+    for place in places:
+        place.stop()
+    asked = time.monotonic()
+    while running and time.monotonic() - asked < STOP_SECONDS:
+        try:
+            _, running = wait(running, timeout=0.2)
+        except KeyboardInterrupt:
+            if time.monotonic() - asked > REPEATED_SIGNAL_SECONDS:
+                break
+    for place in places:
+        place.kill()
 
 
 def expected(scale: str, chosen: Sequence[Path]) -> dict[str, float]:

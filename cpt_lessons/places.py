@@ -2,6 +2,7 @@
 
 import html
 import os
+import re
 import signal
 import sys
 import time
@@ -17,23 +18,23 @@ EVERY = 60.0
 
 @dataclass
 class Place:
-    """Where one notebook is: the section that runs, and the bars that its sweep shows.
+    """Position of a running notebook: its cell, and the progress bars of that cell.
 
     The thread that runs the notebook writes, another one reads; both do so in single steps.
     """
 
     notebook: str
     started: float | None = None  # None before and after the run
-    section: str = ""
     cell: int = 0  # the number that the page shows beside it
+    cells: int = 0  # number of code cells
     bars: dict[str, str] = field(default_factory=dict)  # by widget
     kernel: int | None = None  # its process
     stopped: bool = False
     said: list[str] = field(default_factory=list)  # what is still to be shown
 
-    def enter(self, section: str, cell: int = 0) -> None:
-        """Note that a cell of a section starts."""
-        self.section, self.cell, self.bars = section, cell, {}
+    def enter(self, cell: int, cells: int) -> None:
+        """Note that a cell starts, of so many code cells."""
+        self.cell, self.cells, self.bars = cell, cells, {}
 
     def show(self, widget: str, text: object) -> None:
         """Note what a widget of the cell says; other values than text are positions of bars."""
@@ -41,18 +42,37 @@ class Place:
             self.bars[widget] = " ".join(html.unescape(text).replace("\u2007", " ").split())
 
     def stop(self) -> None:
-        """End the notebook: the runs of its sweep write their checkpoints."""
+        """Interrupt the notebook: the runs of its sweep write their checkpoints."""
         self.stopped = True
+        self._signal(signal.SIGINT)
+
+    def check_running(self) -> None:
+        """Raise KeyboardInterrupt when the notebook was stopped."""
+        if self.stopped:
+            raise KeyboardInterrupt("stopped")
+
+    def kill(self) -> None:
+        """Kill the kernel; the processes of its runs notice, write their checkpoints and end."""
+        self.stopped = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
         if self.kernel is not None:
             with suppress(ProcessLookupError):  # it ended just now
-                os.kill(self.kernel, signal.SIGINT)
+                os.kill(self.kernel, number)
 
     def __str__(self) -> str:
-        """Return "03 Ten schedules: runs 12/85 00:34, 2 running"."""
-        number = self.notebook[:2]
-        title = self.section if self.section.startswith(number) else f"{number} {self.section}".rstrip()
+        """Return "03 image classification: training, 12 of 85 runs done"."""
+        return f"{self.notebook.replace('_', ' ')}: {self._activity()}"
+
+    def _activity(self) -> str:
+        """Return what the notebook is doing: its progress bar in words, else the cell that runs."""
         shown = " ".join(filter(None, list(self.bars.values())))
-        return f"{title}: {shown}" if shown else title
+        if runs := re.match(r"runs\b.*?(\d+)/(\d+)", shown):
+            return f"training, {runs[1]} of {runs[2]} runs done"
+        if shown:
+            return shown
+        return f"cell {self.cell} of {self.cells}" if self.cell else "starting"
 
 
 class Progress:
@@ -66,6 +86,7 @@ class Progress:
         self.expected, self.at_once = expected, at_once
         self.took: dict[str, float] = {}  # of what ran, not of what was up to date
         self.todo = set(self.places)
+        self.shown = shown
         self.plain = shown and not sys.stderr.isatty()
         self.said = time.monotonic()
         self.begun: set[str] = set()
@@ -100,6 +121,14 @@ class Progress:
         self.bar.set_postfix_str(self._where())
         if time.monotonic() - self.said >= EVERY:
             self._say(self._where())
+
+    def stopping(self) -> None:
+        """Say at once that Ctrl-C was heard and what happens now."""
+        line = "stopping: running trainings write their checkpoints; press Ctrl-C again to stop at once"
+        if self.shown:
+            self.bar.clear()
+            sys.stderr.write(f"\n{line}\n")
+            sys.stderr.flush()
 
     def _where(self) -> str:
         parts = [str(p) for p in self.places.values() if p.started is not None and p.notebook in self.todo]

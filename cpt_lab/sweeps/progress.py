@@ -1,5 +1,6 @@
 """What a person sees and does while a sweep runs: the bar of progress, Ctrl-C."""
 
+import os
 import signal
 import sys
 import threading
@@ -35,7 +36,17 @@ class Signals:
             raise KeyboardInterrupt("stopped at once; the runs go on from their last checkpoints")
         self.stop.set()
         self.asked = time.monotonic()
-        sys.stderr.write("\nstopping: the runs write their checkpoints; once more stops at once\n")
+        _announce("\nstopping: the runs write their checkpoints; press Ctrl-C again to stop at once\n")
+
+
+def _announce(text: str) -> None:
+    """Write to stderr, and from a kernel of papermill also to papermill's terminal, which shows no outputs."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # of ipykernel, before it redirected stderr
+    # Jupyter's servers set the variable: they show the outputs of a cell themselves.
+    if terminal is not None and "JPY_SESSION_NAME" not in os.environ:
+        os.write(terminal, text.encode())
 
 
 class Live:

@@ -4,6 +4,11 @@ import contextlib
 import io
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
 
 import nbformat
 import numpy as np
@@ -52,7 +57,7 @@ def quick(monkeypatch):
 
     def execute(path, copy, values, place):
         book, said = nbformat.read(path, as_version=4), io.StringIO()
-        place.enter("", len(book.cells))  # with the cell of the parameters that papermill adds
+        place.enter(len(book.cells), len(book.cells))  # with the cell of the parameters that papermill adds
         with contextlib.redirect_stdout(said):
             exec(book.cells[-1].source, {"seeds": [], **values})
         book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
@@ -78,7 +83,7 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     assert f"threads {max(1, usable_cores() // reproduce.AT_ONCE)}\n" in page
     assert "0/2" not in page
     said = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("notebooks 0/1: ") and "07 Title: runs" in line and "/2" in line for line in said), said
+    assert any(re.search(r"07 small: training, \d of 2 runs done", line) for line in said), said
     assert any(" min left" in line for line in said)
     assert said[0] == "notebooks 0/1: 07_small starts"
     assert said[-1].startswith("notebooks 1/1: 07_small done, ")
@@ -236,17 +241,89 @@ def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
     assert Progress([Place("03_c")], {}, 2, shown=False).seconds_left() is None
 
 
-def test_a_place_reads_as_one_line():
+def test_place_names_notebook_and_activity():
     place = Place("03_image_classification")
-    place.enter("03 · Image classification")
-    assert str(place) == "03 · Image classification"
-    place.enter("Ten schedules")
-    place.show("a", "runs 12/85\u2007")
+    assert str(place) == "03 image classification: starting"
+    place.enter(7, 23)
+    assert str(place) == "03 image classification: cell 7 of 23"
+    place.show("a", "runs:\u2007 14%")
     place.show("b", 12.0)
-    place.show("c", "00:34&lt;01:00")
-    assert str(place) == "03 Ten schedules: runs 12/85 00:34<01:00"
-    place.enter("Exercises")
-    assert str(place) == "03 Exercises"
+    place.show("c", "12/85 [00:34&lt;01:00, 2 running, 0 failed]")
+    assert str(place) == "03 image classification: training, 12 of 85 runs done"
+    place.enter(8, 23)
+    place.show("d", "steps:")
+    place.show("e", " 3/9")
+    assert str(place) == "03 image classification: steps: 3/9"
+
+
+SLEEPS_THROUGH_SIGINT = """
+import pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pathlib.Path({!r}).touch()
+time.sleep(300)
+"""
+REPRODUCE = """
+import pathlib, sys
+from cpt_lab.commands import app
+from cpt_lessons import commands, notebooks
+notebooks.notebooks_dir = lambda: pathlib.Path({!r})
+app(["reproduce", "--scale", "demo"])
+"""
+
+
+def test_reproduce_answers_ctrl_c_at_once(place, tmp_path):
+    """A kernel that ignores the interrupt is killed."""
+    place("07_deaf.ipynb", SLEEPS_THROUGH_SIGINT.format(str(tmp_path / "began")))
+    place("08_waits.ipynb", f"import time\nprint({str(tmp_path)!r})\ntime.sleep(300)")
+    code = REPRODUCE.format(str(tmp_path / "notebooks"))
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as process,
+        contextlib.ExitStack() as cleanup,
+    ):
+        cleanup.callback(process.kill)
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "began").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        asked = time.monotonic()
+        lines = iter(process.stderr.readline, "")
+        answer = next(line for line in lines if line.startswith("stopping: "))
+        answered = time.monotonic()
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "press Ctrl-C again to stop at once" in answer
+    assert answered - asked < 10  # a second, where nothing else runs
+    assert time.monotonic() - asked < 60
+    assert "stopped; the same command goes on from here" in rest
+
+
+def test_stop_kills_kernels_at_second_ctrl_c(monkeypatch):
+    """The second one ends the wait; one that arrives twice does not."""
+    signals = []
+    clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
+    monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(places.os, "kill", lambda process, number: signals.append(number))
+
+    def interrupted(futures, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "wait", interrupted)
+    running = Future()
+    running.set_running_or_notify_cancel()
+    waiting = Future()
+    reproduce._stop([running, waiting], [Place("03_a", kernel=1)])
+    assert signals == [signal.SIGINT, signal.SIGKILL]
+    assert waiting.cancelled()
+    assert next(clock) == 1.0
 
 
 def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
