@@ -1,4 +1,4 @@
-"""What notebooks 08, 11 and 12 draw and print of committed rows and of budgets."""
+"""Figures and tables of lessons 10, 13 and 14, from committed rows and of budgets."""
 
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What notebook 04 runs and shows of detectors: an experiment, overlaps, average precision."""
+"""Figures of lesson 15 on detectors: overlaps and average precision."""
 
 from collections.abc import Sequence
 from typing import Any

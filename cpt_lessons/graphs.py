@@ -1,4 +1,4 @@
-"""What notebook 05 shows of graph networks: a star, a small graph, and the runs at every scale."""
+"""Figure and data of lesson 16 on graph networks: a star and a small graph of digits."""
 
 from collections.abc import Sequence
 from typing import Any, cast

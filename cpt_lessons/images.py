@@ -1,4 +1,4 @@
-"""What notebook 03 runs and draws: an experiment, and two of its arms seed by seed."""
+"""Figure of lesson 09: two arms seed by seed."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The text, the runs and the picture of notebook 06."""
+"""Text and figure of lesson 17 on an LSTM."""
 
 from collections.abc import Sequence
 from typing import Any, cast

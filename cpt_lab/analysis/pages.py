@@ -146,7 +146,7 @@ def plain(text: str) -> str:
 def glossary() -> dict[str, str]:
     """Return what the notebooks' glossary says of every word, in plain text."""
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
-    text = plain(re.sub(r" (Notebook|Appendix)\s\[\d.*", "", text))
+    text = plain(re.sub(r" (Notebook|Lesson)\s\[\d.*", "", text))
     return {name: " ".join(said.split()) for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)}
 
 
