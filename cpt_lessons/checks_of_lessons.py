@@ -1,4 +1,7 @@
-"""What the exercises of the notebooks accept, with hints; kept apart: a check gives its answer away."""
+"""Checks and hints of the exercises in notebooks 00 to 02 and in the lessons, from 09 on.
+
+They are not in the notebooks because a check gives its answer away.
+"""
 
 import itertools
 import math
@@ -256,7 +259,7 @@ EXERCISES = {
         ),
         "three products: one of q by q bits, two of q by q_grad",
     ),
-    "03.1": Exercise(
+    "09.1": Exercise(
         like(
             _paired,
             ({0: 80.0, 1: 82.0}, {0: 79.0, 1: 83.5}),
@@ -265,7 +268,7 @@ EXERCISES = {
         ),
         "a seed that one of them lacks does not count: a.keys() & b.keys() are those of both",
     ),
-    "03.2": Exercise(
+    "09.2": Exercise(
         like(
             lambda runs: [not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs],
             ([(0.4, 80.0), (0.63, 83.0), (0.55, 84.0), (1.0, 86.0)],),
@@ -280,7 +283,50 @@ EXERCISES = {
         ),
         "a run is on the front unless another one costs no more and is more accurate",
     ),
-    "04.1": Exercise(
+    "10.1": Exercise(
+        like(
+            lambda budget: max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget),
+            *[(0.6,), (0.417,), (0.2,), (0.65,), (1.0,)],
+            tolerance=0,
+        ),
+        "the largest q with (q^2 + 16 q) / 192 no more than the budget",
+    ),
+    "10.2": Exercise(
+        like(lambda cost: 4 ** (16 - (64 + 192 * cost) ** 0.5), (1.0,), (80 / 192,), (57 / 192,)),
+        "first q from 192 c = q^2 + 16 q, which is (64 + 192 c) ** 0.5 - 8, then 4 ** (8 - q)",
+    ),
+    "11.1": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits: 20 or 40)"),
+    "11.2": Exercise(
+        like(lambda c: c[0::2] + 16 * c[1::2], (torch.tensor([1, 2, 15, 0], dtype=torch.uint8),), tolerance=0),
+        "codes[0::2] are the first ones, codes[1::2] the second ones; 16 times a code is four bits further up",
+    ),
+    "12.1": Exercise(
+        like(
+            lambda x, q: quantize(x, q, "linear_weight"),
+            *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
+            slips={
+                "the first row has a step of 0": lambda x, q: torch.stack(
+                    [_on_grid(row, 2**q - 1, torch.round) for row in x]
+                )
+            },
+        ),
+        "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in notebook 02",
+    ),
+    "12.2": Exercise(
+        like(
+            lambda x, q: quantize(x, format=f"symmetric{q}"),
+            *[(_SPREAD, 3), (-_SPREAD, 4), (_MATRIX, 5)],
+            slips={"n is 2^(q - 1) - 1": lambda x, q: quantize(x, format=f"symmetric{q + 1}")},
+        ),
+        "s = x.abs().max() / n; round x / s, and go back",
+    ),
+    "12.3": Exercise(_ladder, 'cpt.FormatLadder({4: "mxfp4", ...}): a format for every level'),
+    "13.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
+    "13.2": Exercise(share(80 / 192, 5e-3), "the cost of static 4 bits"),
+    "13.3": Exercise(
+        lambda name: words(name) in ("rex", "r"), "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)"
+    ),
+    "15.1": Exercise(
         like(
             _average_precision,
             ([True, True, False, True, False, False], 4),
@@ -297,7 +343,7 @@ EXERCISES = {
         ),
         "for every hit the best precision from there on; their sum over the number of objects",
     ),
-    "05.1": Exercise(
+    "16.1": Exercise(
         like(
             lambda messages, bits: quantize(messages, bits, "graph_aggregation").sum(0),
             (_MESSAGES, 2),
@@ -312,11 +358,11 @@ EXERCISES = {
         ),
         'cpt.quantize(messages, bits, "graph_aggregation") first, then the sum over the neighbours, .sum(0)',
     ),
-    "06.1": Exercise(
+    "17.1": Exercise(
         like(lambda p: math.exp(-sum(map(math.log, p)) / len(p)), ([0.5, 0.25],), ([0.1] * 7,), ([1.0, 1.0],)),
         "e to the power of the mean of -log p",
     ),
-    "07.1": Exercise(
+    "18.1": Exercise(
         like(
             lambda low, total, q: (low * (q * q + 16 * q) / 192 + total - low) / total,
             (200, 600, 2),
@@ -324,48 +370,5 @@ EXERCISES = {
             (64, 64, 4),
         ),
         "the mean over the steps: low ones cost (q^2 + 16 q) / 192, the others 1",
-    ),
-    "08.1": Exercise(
-        like(
-            lambda budget: max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget),
-            *[(0.6,), (0.417,), (0.2,), (0.65,), (1.0,)],
-            tolerance=0,
-        ),
-        "the largest q with (q^2 + 16 q) / 192 no more than the budget",
-    ),
-    "08.2": Exercise(
-        like(lambda cost: 4 ** (16 - (64 + 192 * cost) ** 0.5), (1.0,), (80 / 192,), (57 / 192,)),
-        "first q from 192 c = q^2 + 16 q, which is (64 + 192 c) ** 0.5 - 8, then 4 ** (8 - q)",
-    ),
-    "09.1": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits: 20 or 40)"),
-    "09.2": Exercise(
-        like(lambda c: c[0::2] + 16 * c[1::2], (torch.tensor([1, 2, 15, 0], dtype=torch.uint8),), tolerance=0),
-        "codes[0::2] are the first ones, codes[1::2] the second ones; 16 times a code is four bits further up",
-    ),
-    "10.1": Exercise(
-        like(
-            lambda x, q: quantize(x, q, "linear_weight"),
-            *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
-            slips={
-                "the first row has a step of 0": lambda x, q: torch.stack(
-                    [_on_grid(row, 2**q - 1, torch.round) for row in x]
-                )
-            },
-        ),
-        "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in notebook 02",
-    ),
-    "10.2": Exercise(
-        like(
-            lambda x, q: quantize(x, format=f"symmetric{q}"),
-            *[(_SPREAD, 3), (-_SPREAD, 4), (_MATRIX, 5)],
-            slips={"n is 2^(q - 1) - 1": lambda x, q: quantize(x, format=f"symmetric{q + 1}")},
-        ),
-        "s = x.abs().max() / n; round x / s, and go back",
-    ),
-    "10.3": Exercise(_ladder, 'cpt.FormatLadder({4: "mxfp4", ...}): a format for every level'),
-    "11.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
-    "11.2": Exercise(share(80 / 192, 5e-3), "the cost of static 4 bits"),
-    "11.3": Exercise(
-        lambda name: words(name) in ("rex", "r"), "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)"
     ),
 }

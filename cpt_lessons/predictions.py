@@ -22,6 +22,10 @@ PREDICTIONS: dict[str, tuple[str, str]] = {
         "b",
         "Over ten seeds the difference is 0.00 points in the mean, with an interval from -1.74 to 1.74 points.",
     ),
+    "ten seeds": (
+        "b",
+        "The mean is now -0.36 points, with an interval from -1.44 to 0.73. The first five seeds were lucky ones.",
+    ),
     "second seed": (
         "b",
         "It was -1.2 points. What a detector reaches depends on its seed, and one difference says little.",

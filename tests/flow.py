@@ -8,10 +8,10 @@ import nbformat
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-ORDER = ("00", "01", "02", "03", "08", "07", "09", "04", "05", "06")  # in which the course is read
-COURSE = sorted(  # appendices, from 10 on, need no predictions and no exercises
-    (p for p in NOTEBOOKS if p.name < "10"), key=lambda p: ORDER.index(p.name[:2])
-)
+COURSE = NOTEBOOKS  # read in the order of their numbers, 00 to 18
+PAPER = ("03", "04", "05", "06", "07", "08")  # follow the paper: another opening, and no predictions
+OVERVIEWS = ("12", "13", "14")  # lessons that may do without predictions and exercises
+PREDICTING = [p for p in COURSE if p.name[:2] not in (*PAPER, *OVERVIEWS)]
 
 # What trains, measures or computes in float32 gives other last digits, or more than that, on another machine.
 RAN = {
