@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from flow import PAPER
 from scipy.stats import ttest_1samp
 
 import cpt_core
@@ -360,7 +361,8 @@ def anchors(page):
 
 
 def test_the_page_for_teachers_has_the_study_time_of_every_notebook():
-    texts = {path.name[:2]: markdown(path) for path in ROOT.glob("notebooks/*.ipynb")}
+    """Notebooks 03 to 08, which follow the paper, state none."""
+    texts = {path.name[:2]: markdown(path) for path in ROOT.glob("notebooks/*.ipynb") if path.name[:2] not in PAPER}
     stated = {n: int(re.search(r"\*\*Study time\*\* (\d+) minutes", text)[1]) for n, text in texts.items()}
     rows = re.findall(r"^\| ([\d, ]+) \| ([\d, ]+) \|", page("docs/teaching.md"), re.M)
     told = {number: int(m) for n, t in rows for number, m in zip(n.split(", "), t.split(", "), strict=True)}
