@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 03_image_classification.ipynb: one way of many."""
+"""Solutions of the exercises of 09_comparing_two_trainings.ipynb: one way of many."""
 
 from cpt_lessons import exercises
 
@@ -20,5 +20,5 @@ def front(trainings):
 
 # 3 and 4 have their answers below them in the notebook.
 
-exercises.check("03.1", paired)
-exercises.check("03.2", front)
+exercises.check("09.1", paired)
+exercises.check("09.2", front)

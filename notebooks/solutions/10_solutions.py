@@ -1,11 +1,11 @@
-"""Solutions of the exercises of 08_choosing_a_schedule.ipynb: one way of many."""
+"""Solutions of the exercises of 10_baselines_of_equal_cost.ipynb: one way of many."""
 
 import cpt_core as cpt
 from cpt_lessons import exercises
 
 
-# 1. More bits cost more, so the dearest precision that fits is the one with the most bits. This is the rival of every
-# schedule of that budget.
+# 1. More bits cost more, so the dearest precision that fits is the one with the most bits. It is the
+# baseline of every schedule of that budget.
 def static_of(budget):
     """Return the bits of the dearest static precision that a budget pays for."""
     return max(q for q in range(1, 9) if (q**2 + 2 * q * 8) / (3 * 8**2) <= budget)
@@ -24,5 +24,5 @@ def noise(cost):
 mine = cpt.FunctionSchedule(lambda u: 2 if u < 0.45 else 3 if u < 0.9 else 4, total_steps=160)
 assert mine.relative_cost(q_grad=8, q_max=8) <= cpt.StaticSchedule(3, 160).relative_cost(q_grad=8, q_max=8)
 
-exercises.check("08.1", static_of)
-exercises.check("08.2", noise)
+exercises.check("10.1", static_of)
+exercises.check("10.2", noise)

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 09_from_bitops_to_seconds.ipynb: one way of many."""
+"""Solutions of the exercises of 11_from_bitops_to_seconds.ipynb: one way of many."""
 
 import cpt_core as cpt
 from cpt_lessons import exercises
@@ -17,5 +17,5 @@ def pack(codes):
 # 3. x = torch.randn(384, 32), and two torch.nn.Linear(32, 32). Products shrink with the square of the width, rounding
 #    in proportion to it, and what Python does for every layer not at all.
 
-exercises.check("09.1", schedule)
-exercises.check("09.2", pack)
+exercises.check("11.1", schedule)
+exercises.check("11.2", pack)

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 11_solver_and_range_test.ipynb: one way of many."""
+"""Solutions of the exercises of 13_solver_and_range_test.ipynb: one way of many."""
 
 import cpt_core as cpt
 from cpt_lessons import exercises
@@ -18,6 +18,6 @@ noises = {
 }
 quietest = min(noises, key=noises.get)
 
-exercises.check("11.1", half)
-exercises.check("11.2", lowest)
-exercises.check("11.3", quietest)
+exercises.check("13.1", half)
+exercises.check("13.2", lowest)
+exercises.check("13.3", quietest)

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 04_object_detection.ipynb: one way of many."""
+"""Solutions of the exercises of 15_how_a_detector_learns.ipynb: one way of many."""
 
 from cpt_lessons import exercises
 
@@ -13,4 +13,4 @@ def average_precision(hits, objects):
 
 # 2 and 3 have their answers below them in the notebook.
 
-exercises.check("04.1", average_precision)
+exercises.check("15.1", average_precision)

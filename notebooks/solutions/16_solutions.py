@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 05_node_classification.ipynb: one way of many."""
+"""Solutions of the exercises of 16_a_graph_convolution_at_few_bits.ipynb: one way of many."""
 
 import cpt_core as cpt
 from cpt_lessons import exercises
@@ -18,4 +18,4 @@ def q_agg(messages, bits):
 
 # 3. Hold the change of the mean against the standard deviation of five seeds: a change that is smaller may be chance.
 
-exercises.check("05.1", q_agg)
+exercises.check("16.1", q_agg)

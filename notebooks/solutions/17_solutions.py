@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 06_language.ipynb: one way of many."""
+"""Solutions of the exercises of 17_an_lstm_at_few_bits.ipynb: one way of many."""
 
 import math
 
@@ -24,4 +24,4 @@ def products(inputs, units):
 eight = runs.committed("language_pydoc").query("q_max == 8")
 worse = quality_cost.paired_difference(eight, "static 4", "static 8", metric="loss")
 
-exercises.check("06.1", perplexity)
+exercises.check("17.1", perplexity)

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of 07_critical_periods.ipynb: one way of many."""
+"""Solutions of the exercises of 18_damage_or_lost_time.ipynb: one way of many."""
 
 from cpt_lessons import exercises
 
@@ -17,4 +17,4 @@ def cost_of_deficit(low_steps, steps, q):
 # 3. Without `rate.step()` the last steps are as large as the first, and rounding errors of 2 bits move the weights by
 #    as much. Low steps at the start still have 200 good ones after them.
 
-exercises.check("07.1", cost_of_deficit)
+exercises.check("18.1", cost_of_deficit)
