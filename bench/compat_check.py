@@ -132,7 +132,7 @@ def range_test() -> None:
 
 
 def digits() -> None:
-    words = [sys.executable, "-m", "cpt_lab", "run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR"]
+    words = [sys.executable, "-m", "cpt_lab", "run", "digits/mlp6", "--scale", "smoke", "--arms", "CR"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]

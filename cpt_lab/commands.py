@@ -1,11 +1,13 @@
 """The commands of ``cpt``: ``cpt --help``, or ``python -m cpt_lab --help``. ``cpt_lessons.commands`` brings more."""
 
 import hashlib
+import inspect
 import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.checks import choose, extra_named
+from cpt_core.checks import choose, extra_named, offer
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 app = typer.Typer(
@@ -46,7 +48,74 @@ Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or pap
 Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
 Task = Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")]
-Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
+
+# Options of `run`, `plan` and `rows`, with the names of the notebooks' parameters.
+PARAMETER_HELP = {
+    "dataset": "Another data set, or your own files.",
+    "model": "Another network of the data set; its first if left out.",
+    "preset": "ours, or authors.",
+    "schedules": "Schedules to train, such as CR RR.",
+    "static_bits": "Bits of the static baselines, such as 4 8; none trains none.",
+    "q_max": "Highest bits, such as 6 8.",
+    "q_min": "Lowest bits.",
+    "q_grad": "Bits of the gradients.",
+    "n_cycles": "Number of cycles.",
+    "steps": "Optimizer steps.",
+    "learning_rate": "Learning rate at the start.",
+    "seeds": "Seeds, such as 0 1.",
+    "deficit_bits": "Bits in a deficit.",
+    "deficit_lengths": "Steps of deficits at the start, such as 0 100.",
+    "deficit_starts": "First steps of windows of low precision, such as 0 100; none trains none.",
+    "deficit_window": "Steps of a window of low precision.",
+    "decay": "Decays of the learning rate: recipe, constant, step or cosine.",
+    "controls": "Train controls of the same length beside deficits.",
+}
+FILTER_HELP = {
+    "arms": "Runs to take, by arm, such as CR 'static 8'.",
+    "savings": "Runs to take, by savings: large, medium, small, static.",
+}
+# Those that take several values.
+LIST_OPTIONS = (
+    "schedules", "static_bits", "q_max", "seeds", "deficit_lengths", "deficit_starts", "decay", *FILTER_HELP
+)  # fmt: skip
+
+
+def selects_runs(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of ``PARAMETER_HELP`` and ``FILTER_HELP``; it gets a ``grids.Selection`` of them."""
+
+    @wraps(command)
+    def with_selection(**given: Any) -> None:
+        from cpt_lab.experiments.grids import Selection
+        from cpt_lab.experiments.parameters import PARAMETERS, checked
+
+        choices = {}
+        for name in PARAMETER_HELP:
+            words = given.pop(name)
+            if isinstance(words, bool):
+                choices[name] = words
+            elif words:
+                words = [words] if isinstance(words, str) else words
+                choices[name] = checked(name, PARAMETERS[name].from_words(name, words))
+        filters = {name: given.pop(name) for name in FILTER_HELP}
+        command(**given, selection=Selection(choices, **filters))
+
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name != "selection"]
+    options = [_option(name, text) for name, text in (PARAMETER_HELP | FILTER_HELP).items()]
+    with_selection.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return with_selection
+
+
+def _option(name: str, text: str) -> inspect.Parameter:
+    """Return the option of a parameter; values are checked by ``experiments.parameters``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    if name == "controls":
+        flag = Annotated[bool | None, typer.Option("--controls/--no-controls", help=text, rich_help_panel="Runs")]
+        return inspect.Parameter(name, keyword, default=None, annotation=flag)
+    option = typer.Option(help=text, rich_help_panel="Runs")
+    if name in LIST_OPTIONS:
+        return inspect.Parameter(name, keyword, default=[], annotation=Annotated[list[str], option])
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[str | None, option])
 
 
 @contextmanager
@@ -59,30 +128,32 @@ def stoppable(said: Callable[[], str] = lambda: "stopped; the same command goes 
         raise typer.Exit(130) from None
 
 
-@app.command()
+@app.command(cls=Many)
+@selects_runs
 def plan(
+    selection: Any,
     grid: Annotated[str | None, typer.Argument(help="a grid or an artefact such as figure_3; else all")] = None,
     scale: AtScale = None,
     device: Device = "auto",
     measure: Annotated[bool, typer.Option(help="measure a few steps of every model, and keep it")] = False,
 ) -> None:
     """List the grids: runs done, failed and missing; bit operations, hours and disk of what was measured here."""
-    from cpt_lab.experiments.grids import find_grids
+    from cpt_lab.experiments.grids import check_choices, find_grids
 
-    find_grids(grid)
+    check_choices(find_grids(grid), selection.choices)
     typer.echo("reading grids and stored rows", err=True)
     from cpt_lab.sweeps.outlook import plan, text
 
-    frame = plan(grid, scale, device=device, measured=measure)
+    frame = plan(grid, scale, device=device, measured=measure, selection=selection)
     typer.echo(text(frame))
 
 
 @app.command(cls=Many)
+@selects_runs
 def run(
+    selection: Any,
     grid: Annotated[str, typer.Argument(help="a grid, or a figure such as h7; before the options; `plan` lists them")],
     scale: AtScale = None,
-    only: Only = [],  # noqa: B006 - typer copies it
-    seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
     executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
     workers: Annotated[int | None, typer.Option(help="processes at a time; 0 is this one")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
@@ -103,12 +174,7 @@ def run(
     from cpt_lab.sweeps.worker import follow
     from cpt_lab.training.processes import joined
 
-    unfit = [word for word in seeds if not (word.isdecimal() and int(word) < 2**31)]
-    if unfit:
-        raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}; several are written 0 1 2")
-    chosen = list(dict.fromkeys(map(int, seeds))) or None
-    specs = [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)]
-    specs = list({spec.key: spec for spec in grids.keep(specs, only)}.values())  # grids of a figure may share runs
+    specs = _selected_specs(grids, grid, scale, selection)
     if shard:
         found = re.fullmatch(r"(\d+)/(\d+)", shard)
         if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):
@@ -125,6 +191,19 @@ def run(
     if failed:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
         raise typer.Exit(1)
+
+
+def _selected_specs(grids: Any, name: str, scale: str | None, selection: Any) -> list[Any]:
+    """Return the selected runs of a grid or a figure, each once: grids of a figure may share runs."""
+    found = grids.find_grids(name)
+    for grid, known in found.items():
+        if scale is not None and scale not in known.scales:
+            raise ValueError(f"grid {grid!r} has no scale {scale!r}; {offer(scale, known.scales)}")
+    selected = selection.specs(found, scale)
+    every_spec = [spec for specs in selected.values() for spec in specs]
+    if not every_spec:
+        raise ValueError(f"{name} has no runs with these options")
+    return list({spec.key: spec for spec in every_spec}.values())
 
 
 def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) -> int:
@@ -151,6 +230,38 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
                     f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True
                 )
     return failed
+
+
+@app.command(cls=Many)
+@selects_runs
+def rows(
+    selection: Any,
+    grid: Annotated[str, typer.Argument(help="A grid or a figure, before the options; `plan` lists them.")],
+    scale: AtScale = None,
+    csv: Annotated[Path | None, typer.Option(help="Write one line per run into this file.")] = None,
+) -> None:
+    """Show the stored rows of a grid, the committed ones and those under runs/, or write them as a table."""
+    if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
+        raise FileNotFoundError(f"--csv takes a file in a folder that is there, such as rows.csv; got {csv}")
+    from cpt_lab.experiments import grids
+
+    specs = _selected_specs(grids, grid, scale, selection)
+    from cpt_lab.analysis import runs
+    from cpt_lab.analysis.pages import terminal
+    from cpt_lab.analysis.row_tables import by_arm
+    from cpt_lab.sweeps.stores import store_path
+
+    keys = [spec.key for spec in specs]
+    smoke = {store_path("smoke", spec.recipe.task) for spec in specs if spec.scale == "smoke"}
+    frame = runs.load(*all_stores(), *sorted(smoke), every_rate=True).set_index("key", drop=False)
+    found = frame.loc[[key for key in keys if key in frame.index]].reset_index(drop=True)
+    for name, table in by_arm(found).items():
+        typer.echo(f"{name}\n{terminal(table)}")
+    failed = int((found["status"] == "failed").sum())
+    typer.echo(f"{len(found)} of {len(keys)} runs stored" + (f", {failed} of them failed" if failed else ""))
+    if csv is not None:
+        found.drop(columns="evaluations").to_csv(csv, index=False)
+        typer.echo(f"written to {csv}")
 
 
 @app.command()

@@ -112,7 +112,7 @@ def test_two_processes_train_one_model(tmp_path):
 
 
 CLUSTER = FOLDER / "cluster"
-GRID = ["digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,RR", "q_max=8", "--seeds", "0"]
+GRID = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0"]
 
 
 def on_a_cluster(script, tmp_path, **programs):

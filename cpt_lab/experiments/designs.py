@@ -1,24 +1,30 @@
 """Designs: functions that return the runs of a kind of experiment.  Needs no torch.
 
+Arguments have the names of ``parameters.PARAMETERS``; None takes the value of the recipe, or of the scale.
+
 >>> len(quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=[0, 1]))
 4
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from cpt_core.checks import declared, whole
+from cpt_core.checks import check_bits, declared, whole
 from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.cost import relative_cost
-from cpt_core.schedules.deficit import DeficitSchedule, window_of
+from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.recipe import EXECUTIONS, Deficits, Recipe
 from cpt_lab.experiments.recipes import deficits, recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
+
+# Fields of recipes that are parameters of experiments: None leaves them as they are.
+RECIPE_PARAMETERS = ("q_min", "n_cycles", "steps")
 
 
 def quality_cost(
@@ -30,6 +36,8 @@ def quality_cost(
     schedules: Sequence[str] = tuple(SUITE),
     static_bits: Sequence[int] | None = None,
     q_max: Sequence[int] | None = None,
+    q_grad: int | None = None,
+    learning_rate: float | None = None,
     seeds: Sequence[int] | None = None,
     preset: str = "ours",
     **changes: Any,
@@ -44,25 +52,38 @@ def quality_cost(
         model: None takes the recipe's.
         task: a key of ``EXPERIMENTS``; needed for data of your own unless it is images.
         static_bits: bits of the static baselines, () for none; None takes q_max alone at paper scale, as the paper
-            does, 2 and q_max at smoke scale, and elsewhere 2..q_max, an equal-cost baseline that the paper lacks.
+            does, 2 and q_max at smoke scale, and elsewhere 2..q_max, an equal-cost baseline that the paper lacks. A
+            precision is trained at every q_max that it does not exceed.
         q_max: None takes 6 and 8 at paper scale, 8 elsewhere.
+        q_grad: bits of the gradients; None takes q_max.
+        learning_rate: one for all arms; None takes the recipe's, or those that it leaves to be chosen.
         seeds: None takes the recipe's.
-        changes: other values for fields of the recipe, such as ``steps=2_000`` or ``aggregation="quantized"``.
+        changes: other values for fields of the recipe: ``q_min``, ``n_cycles``, ``steps``, for which None takes the
+            recipe's, and any other, such as ``aggregation="quantized"``.
 
     Raises:
-        ValueError: for unknown names, before anything runs.
+        ValueError: for unknown names and for values that do not fit, before anything runs.
 
     Paper: sections 4.2 to 4.4, figures 3, 4, 6 and 7.
     """
-    declared(quality_cost, {"seeds": seeds, "q_max": q_max})
-    r = _changed(recipe(scale, dataset, model, preset, task or "image"), task, changes)
-    # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
-    q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
-    tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
+    declared(
+        quality_cost,
+        {"schedules": schedules, "static_bits": static_bits, "q_max": q_max, "q_grad": q_grad, "seeds": seeds},
+    )
+    found = recipe(scale, dataset, model, preset, task or "image")
+    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    if q_grad is None and preset == "authors" and r.dataset.startswith("cifar"):
+        q_grad = 8  # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
+    tops = _tops(q_max if q_max is not None else (6, 8) if scale == "paper" else (8,))
+    if static_bits is not None:
+        _check_static_bits(static_bits, tops)
     specs = []
     for top in tops:
-        bits = _usual_static_bits(scale, top) if static_bits is None else tuple(static_bits)
-        for arm in (*schedules, *(f"static {b}" for b in bits)):
+        if len(schedules) and r.q_min > top:
+            raise ValueError(f"q_min: expected an integer from 1 to q_max = {top}, got {r.q_min}")
+        usual = _usual_static_bits(scale, top) if static_bits is None else static_bits
+        statics = [f"static {bits}" for bits in usual if bits <= top]
+        for arm in (*schedules, *statics):
             for lr in getattr(r, "learning_rates", ()) or (r.lr,):
                 at = replace(r, lr=lr)
                 for seed in r.seeds if seeds is None else seeds:
@@ -79,20 +100,56 @@ def _usual_static_bits(scale: str, q_max: int) -> tuple[int, ...]:
     return tuple(range(2, q_max + 1))
 
 
+def _tops(q_max: Iterable[int]) -> list[int]:
+    """Return the values of q_max, each once; ValueError for none, and for what is no number of bits."""
+    tops = list(dict.fromkeys(check_bits("q_max", top) for top in q_max))
+    if not tops:
+        raise ValueError("q_max: expected at least one integer from 1 to 32, got none")
+    return tops
+
+
+def _check_static_bits(static_bits: Iterable[int], tops: Sequence[int]) -> None:
+    for bits in static_bits:
+        if check_bits("static_bits", bits) > max(tops):
+            raise ValueError(f"static_bits: expected precisions up to q_max = {max(tops)}, got {bits}")
+
+
+def _with_learning_rate(changes: dict[str, Any], learning_rate: float | None) -> dict[str, Any]:
+    """Return changes of a recipe with a learning rate, which has the field ``lr``."""
+    if learning_rate is None:
+        return changes
+    if "lr" in changes:
+        raise ValueError("learning_rate: expected None beside lr, its name in recipes, got both")
+    if isinstance(learning_rate, (bool, str)) or not 0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate: expected a number above 0, got {learning_rate!r}")
+    return {**changes, "lr": learning_rate}
+
+
 def aggregation(
     scale: str = "demo",
     dataset: str = "digits-graph",
     model: str | None = None,
     *,
-    bits: Sequence[int] = (8,),
+    q_max: Sequence[int] = (8,),
+    static_bits: Sequence[int] | None = None,
     **given: Any,
 ) -> list[RunSpec]:
-    """Return the runs that compare FP-Agg with Q-Agg at static precision: both at all ``bits``, 3 seeds.
+    """Return the runs that compare FP-Agg with Q-Agg at static precision: both at every q_max, 3 seeds.
+
+    Args:
+        static_bits: None takes q_max.
+
+    Other arguments are those of ``quality_cost``.
 
     Paper: section 4.3, figure 5 (8 bits, OGBN-Arxiv and OGBN-Products).
     """
-    both = {"task": "graph", "schedules": (), "static_bits": bits, "q_max": (max(bits),), **given}
-    return [s for kind in ("fp", "quantized") for s in quality_cost(scale, dataset, model, aggregation=kind, **both)]
+    specs = []
+    for kind in ("fp", "quantized"):
+        for top in q_max:
+            bits = (top,) if static_bits is None else static_bits
+            settings = {"task": "graph", "schedules": (), "static_bits": bits, "q_max": (top,), **given}
+            specs += quality_cost(scale, dataset, model, aggregation=kind, **settings)
+    return specs
 
 
 def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, **given: Any) -> list[RunSpec]:
@@ -100,7 +157,7 @@ def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None 
 
     Paper: section 4.3, the Q-Agg half of figure 6.
     """
-    return quality_cost(scale, dataset, model, task="graph", aggregation="quantized", **given)
+    return quality_cost(scale, dataset, model, **{"task": "graph", **given}, aggregation="quantized")
 
 
 def fanout(
@@ -130,16 +187,22 @@ def cycles(
     dataset: str = "digits",
     model: str | None = None,
     *,
-    n_cycles: Sequence[int] = (1, 2),
+    n_cycles: Sequence[int] | int | None = None,
     **given: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare numbers of cycles: the schedules that are not triangular, which need an even number.
+
+    Args:
+        n_cycles: None takes 1 and 2.
+
+    Other arguments are those of ``quality_cost``.
 
     Paper: section 4.4 (one and two cycles on XNLI).
     """
     repeated = [name for name, entry in SUITE.items() if not entry.triangular]
     given = {"schedules": repeated, "static_bits": (), **given}
-    return [s for n in n_cycles for s in quality_cost(scale, dataset, model, n_cycles=n, **given)]
+    counts = (1, 2) if n_cycles is None else (n_cycles,) if isinstance(n_cycles, int) else n_cycles
+    return [s for n in counts for s in quality_cost(scale, dataset, model, n_cycles=n, **given)]
 
 
 def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
@@ -149,6 +212,7 @@ def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe
     unknown = sorted(set(changes) - set(asdict(found)))
     if unknown:
         raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(found))}")
+    changes = {name: v for name, v in changes.items() if v is not None or name not in RECIPE_PARAMETERS}
     if "lr" in changes and hasattr(found, "learning_rates"):  # nothing is left to be chosen
         changes = {"learning_rates": (), **changes}
     return replace(found, **changes)
@@ -160,30 +224,40 @@ def deficit_scan(
     model: str | None = None,
     *,
     task: str | None = None,
-    lengths: Sequence[int] | None = None,
-    windows: Sequence[tuple[int, int]] | None = None,
-    steps_per_epoch: int = 1,
-    seeds: Sequence[int] | None = None,
-    q_max: int = 8,
+    deficit_bits: int | None = None,
+    deficit_lengths: Sequence[int] | None = None,
+    deficit_starts: Sequence[int] | None = None,
+    deficit_window: int | None = None,
+    decay: Sequence[str] = ("recipe",),
     controls: bool = True,
+    q_max: Sequence[int] = (8,),
+    q_grad: int | None = None,
+    learning_rate: float | None = None,
+    seeds: Sequence[int] | None = None,
+    preset: str = "ours",
     **changes: Any,
 ) -> list[RunSpec]:
-    """Return the runs of a critical-period experiment: training with a deficit, ``q_min`` instead of ``q_max`` bits.
+    """Return the runs of a critical-period experiment: training with a deficit, few bits instead of ``q_max``.
 
-    A deficit of R steps at the start makes the training R steps longer; a window lies within a training of fixed
-    length. Each total length has two controls, without which lost training time passes for damage: the same training
-    at ``q_max`` throughout, and the same number of low steps at its end.
+    A deficit of R steps at the start makes the training R steps longer (figure 8, left); a window lies within a
+    training of fixed length (figure 8, right). Each total length has two controls, without which lost training time
+    passes for damage: the same training at ``q_max`` throughout, and the same number of low steps at its end.
 
     Other arguments are those of ``quality_cost``.
 
     Args:
-        lengths: low steps at the start; 0 is no deficit. None takes those of ``Dataset.deficits``.
-        windows: pairs (start, stop) of low steps, half-open. None takes those of ``Dataset.deficits``.
-        steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
-        q_max: bits outside the deficit, and of the gradients.
+        deficit_bits: bits in the deficit; None takes the recipe's ``q_min``.
+        deficit_lengths: low steps at the start; 0 is no deficit, () trains none of these. None takes those of
+            ``Dataset.deficits``.
+        deficit_starts: first steps of the windows, () for no windows. None takes those of ``Dataset.deficits``.
+        deficit_window: low steps of every window. None takes those of ``Dataset.deficits``, else half the training.
+        decay: of the learning rate, one or several of ``DECAYS``; each makes a set of runs. "recipe" changes nothing;
+            what "step" is, ``decay_fields`` of the recipe says. A cosine spans the whole training with its deficit.
         controls: also train the two controls; without them the arms are those of table 1, one of which has no deficit.
-        changes: other values for fields of the recipe, such as ``q_min=3``; ``steps=`` is the training after a deficit
-            at the start, and all of the training with a window.
+        q_max: bits outside the deficit.
+        preset: "ours"; in section 5 these are the settings of the authors' scripts.
+        changes: other values for fields of the recipe; ``steps=`` is the training after a deficit at the start, and
+            all of the training with a window.
 
     Raises:
         ValueError: for unknown names and for lengths and windows that do not fit, before anything runs.
@@ -191,42 +265,92 @@ def deficit_scan(
     Paper: section 5, figure 8, table 1.
     Differs: both controls are ours.
     """
-    declared(deficit_scan, {"seeds": seeds})
+    declared(
+        deficit_scan,
+        {
+            "deficit_lengths": deficit_lengths, "deficit_starts": deficit_starts, "decay": decay, "controls": controls,
+            "q_max": q_max, "q_grad": q_grad, "seeds": seeds,
+        },
+    )  # fmt: skip
+    if preset != "ours":
+        raise ValueError(f"preset: expected 'ours', which in section 5 are the authors' settings, got {preset!r}")
     found, settings = deficits(scale, dataset, model, task or "image")
-    r = _changed(found, task, changes)
-    total = changes.get("steps", settings.window_steps or r.steps)
-    epoch = whole("steps_per_epoch", steps_per_epoch, 1)
-    whole("steps", total, 1)
-    starts = settings.lengths if lengths is None else [whole("the length of a deficit", n, 0) * epoch for n in lengths]
-    inner = settings.windows if windows is None else [(a * epoch, b * epoch) for a, b in map(window_of, windows)]
-    runs: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
+    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    if deficit_bits is not None:
+        if changes.get("q_min") is not None:
+            raise ValueError("deficit_bits: expected None beside q_min, its name in recipes, got both")
+        r = replace(r, q_min=check_bits("deficit_bits", deficit_bits))
+    total = r.steps if changes.get("steps") is not None else settings.window_steps or r.steps
+    lengths = [whole("deficit_lengths", n, 0) for n in _given_or(deficit_lengths, settings.lengths)]
+    window = settings.window or total // 2
+    if deficit_window is not None:
+        window = whole("deficit_window", deficit_window, 1)
+    starts = [whole("deficit_starts", n, 0) for n in _given_or(deficit_starts, settings.starts)]
+    for start in starts:
+        _check_window(start, window, total)
 
-    def add(at: Recipe, *deficit: tuple[int, int]) -> None:
-        schedule = DeficitSchedule(r.q_min, q_max, deficit, at.steps)
-        runs[at, schedule] = _deficit_name(schedule, settings)
+    specs = []
+    for top in _tops(q_max):
+        if r.q_min > top:
+            raise ValueError(f"deficit_bits: expected an integer from 1 to q_max = {top}, got {r.q_min}")
+        arms: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
+        for rule in dict.fromkeys(decay):
+            decayed = replace(r, **r.decay_fields(rule))
+            for at, deficit in [
+                *_lengths(decayed, lengths, settings.lr_after, controls),
+                *_windows(replace(decayed, steps=total), starts, window, controls),
+            ]:
+                schedule = DeficitSchedule(r.q_min, top, deficit, at.steps)
+                arms[at, schedule] = _deficit_name(schedule, settings)
+        for (at, schedule), name in arms.items():
+            for seed in r.seeds if seeds is None else seeds:
+                specs.append(RunSpec(at, schedule, top, q_grad or top, seed, name, scale))
+    return specs
 
-    for length in starts:
+
+def _given_or(given: Sequence[int] | None, usual: Sequence[int]) -> Sequence[int]:
+    return usual if given is None else given
+
+
+def _check_window(start: int, window: int, total: int) -> None:
+    if start + window > total:
+        last = total - window
+        allowed = f"from 0 to {last}" if last >= 0 else f"none, as deficit_window is {window}"
+        raise ValueError(
+            f"deficit_starts: expected starts of windows of {window} steps within {total} steps, {allowed}; got {start}"
+        )
+
+
+def _lengths(
+    r: Recipe, lengths: Sequence[int], lr_after: bool, controls: bool
+) -> list[tuple[Recipe, tuple[tuple[int, int], ...]]]:
+    """Return recipes and windows of deficits at the start, and of their controls."""
+    arms: list[tuple[Recipe, tuple[tuple[int, int], ...]]] = []
+    for length in lengths:
         at = replace(r, steps=length + r.steps)
-        if settings.lr_after and isinstance(at, ImageRecipe):
+        if lr_after and isinstance(at, ImageRecipe):
             at = replace(at, milestones=tuple((length + m * r.steps) / at.steps for m in at.milestones))
         if controls or not length:
-            add(at)
+            arms.append((at, ()))
         if length:
-            add(at, (0, length))
-            if controls:
-                add(at, (r.steps, at.steps))
-    at = replace(r, steps=total)
-    for start, stop in inner:
+            arms.append((at, ((0, length),)))
+        if length and controls:
+            arms.append((at, ((r.steps, at.steps),)))
+    return arms
+
+
+def _windows(
+    r: Recipe, starts: Sequence[int], window: int, controls: bool
+) -> list[tuple[Recipe, tuple[tuple[int, int], ...]]]:
+    """Return recipes and windows of deficits within a training of fixed length, and of their controls."""
+    arms: list[tuple[Recipe, tuple[tuple[int, int], ...]]] = []
+    for start in starts:
         if controls:
-            add(at)
-        add(at, (start, stop))
+            arms.append((r, ()))
+        arms.append((r, ((start, start + window),)))
         if controls:
-            add(at, (total - (stop - start), total))
-    return [
-        RunSpec(at, schedule, q_max, q_max, seed, name, scale)
-        for (at, schedule), name in runs.items()
-        for seed in (r.seeds if seeds is None else seeds)
-    ]
+            arms.append((r, ((r.steps - window, r.steps),)))
+    return arms
 
 
 def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
@@ -240,8 +364,8 @@ def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
     return f"{spans} of {total}" if spans else f"no deficit, {total}"
 
 
-deficit_length = partial(deficit_scan, windows=())  # deficits at the start alone
-deficit_window = partial(deficit_scan, lengths=())
+deficit_length = partial(deficit_scan, deficit_starts=())  # deficits at the start alone
+deficit_window = partial(deficit_scan, deficit_lengths=())
 
 
 def equal_cost(
@@ -252,8 +376,9 @@ def equal_cost(
     task: str | None = None,
     budget: float | None = None,
     delay: float = 0.1,
+    q_max: Sequence[int] = (8,),
+    learning_rate: float | None = None,
     seeds: Sequence[int] | None = None,
-    q_max: int = 8,
     **changes: Any,
 ) -> list[RunSpec]:
     """Return runs that cost the same number of bit operations, spent in different ways, and static ``q_max`` in full.
@@ -273,8 +398,18 @@ def equal_cost(
 
     Paper: section 5 (the closing remark on delays).
     """
-    declared(equal_cost, {"seeds": seeds})
-    r = _changed(recipe(scale, dataset, model, task=task or "image"), task, changes)
+    declared(equal_cost, {"seeds": seeds, "q_max": q_max})
+    found = recipe(scale, dataset, model, task=task or "image")
+    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    specs = []
+    for top in _tops(q_max):
+        for spec in _equal_cost_arms(r, scale, budget, delay, top):
+            specs += [replace(spec, seed=seed) for seed in (r.seeds if seeds is None else seeds)]
+    return specs
+
+
+def _equal_cost_arms(r: Recipe, scale: str, budget: float | None, delay: float, q_max: int) -> list[RunSpec]:
+    """Return the arms of equal cost with one seed."""
 
     def solved(level: float, delay: float = 0.0) -> Schedule:
         return solve_schedule(level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
@@ -306,8 +441,7 @@ def equal_cost(
         stopped(f"static {static}"),
         make(f"static {q_max}"),
     ]
-    arms = list({spec.key: spec for spec in arms}.values())
-    return [replace(spec, seed=seed) for spec in arms for seed in (r.seeds if seeds is None else seeds)]
+    return list({spec.key: spec for spec in arms}.values())
 
 
 def execution(
@@ -317,6 +451,7 @@ def execution(
     *,
     task: str | None = None,
     arm: str = "CR",
+    learning_rate: float | None = None,
     seeds: Sequence[int] | None = None,
     **changes: Any,
 ) -> list[RunSpec]:
@@ -333,7 +468,8 @@ def execution(
     """
     declared(execution, {"seeds": seeds})
     r = recipe(scale, dataset, model, task=task or "image")
-    r = _changed(r, task, {"evaluate_every": max(1, changes.get("steps", r.steps) // 10), **changes})
+    changes = _with_learning_rate(changes, learning_rate)
+    r = _changed(r, task, {"evaluate_every": max(1, (changes.get("steps") or r.steps) // 10), **changes})
     return [
         run_spec(replace(r, execution=how, shared_steps=shared), arm, q_max=8, seed=seed, scale=scale)
         for shared in (False, True)

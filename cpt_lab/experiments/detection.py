@@ -12,6 +12,7 @@ Differs: the authors' script prints the last and the best evaluation, at the bit
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
 
@@ -44,6 +45,10 @@ class DetectionRecipe(Recipe):
         super().__post_init__()
         if not 32 <= self.size < self.max_size:
             raise ValueError(f"size must be at least 32 and below max_size {self.max_size}, got {self.size}")
+
+    def decay_fields(self, decay: str) -> dict[str, Any]:
+        """Return no fields for "constant", which is the recipe's own rule."""
+        return {} if decay == "constant" else super().decay_fields(decay)
 
 
 # Differs: gradients are clipped to a norm of 0.1, which the authors' script does and the paper's text does not mention.

@@ -10,6 +10,7 @@ The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over s
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cpt_core.checks import choose, whole
 from cpt_lab.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
@@ -62,6 +63,10 @@ class GraphRecipe(Recipe):
             choose(name, getattr(self, name), allowed)
         if list(self.degrees) != sorted({whole("degrees", d, 0) for d in self.degrees}):
             raise ValueError(f"degrees must rise from stratum to stratum, got {self.degrees}")
+
+    def decay_fields(self, decay: str) -> dict[str, Any]:
+        """Return the fields of a decay: "step" is times 0.1 at 50 and 75 % of the steps."""
+        return {"lr_rule": decay} if decay in ("constant", "step", "cosine") else super().decay_fields(decay)
 
 
 # Differs: dropout of 0.2 between the layers, for both graphs, is the authors' code's; the paper's text has none. Nodes

@@ -5,8 +5,8 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,9 @@ from cpt_core.checks import offer
 from cpt_core.schedules.profiles import savings_of
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.experiments import designs
+from cpt_lab.experiments.parameters import checked
 from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.experiments.stand_ins import STAND_INS
 
@@ -29,6 +30,25 @@ class Grid:
     about: str  # what it is, and how many runs the paper has
     make: Callable[..., list[RunSpec]]  # (scale, **choices) -> specs
     scales: tuple[str, ...]  # at which it exists, the one to take first
+    choices: tuple[str, ...] = ("seeds",)  # the parameters that may be given other values
+
+
+_OF_ALL = ("dataset", "model", "steps", "learning_rate", "q_max", "seeds")
+_OF_FIGURES = ("preset", "schedules", "static_bits", "q_min", "q_grad", "n_cycles")
+_OF_DEFICITS = ("deficit_bits", "deficit_lengths", "deficit_starts", "deficit_window", "decay", "controls", "q_grad")
+
+# function of ``designs`` -> the parameters that it takes; those that are not named here take the parameters of a figure
+CHOICES: dict[str, tuple[str, ...]] = {
+    "deficit_scan": _OF_ALL + _OF_DEFICITS,
+    "deficit_length": _OF_ALL + _OF_DEFICITS,
+    "deficit_window": _OF_ALL + _OF_DEFICITS,
+    "equal_cost": (*_OF_ALL, "q_min", "n_cycles"),
+    "execution": ("dataset", "model", "steps", "learning_rate", "q_min", "n_cycles", "seeds"),
+}
+
+
+def _choices(design: str) -> tuple[str, ...]:
+    return CHOICES.get(design, _OF_ALL + _OF_FIGURES)
 
 
 DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
@@ -43,9 +63,15 @@ DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quali
 
 
 def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Callable[..., list[RunSpec]]:
-    """Fill in data set and model of a design. Its settings are given: that some cycles are short is no news."""
+    """Fill in data set and model of a design; with another data set the model is its first, unless one is named."""
+    task = task_of_dataset(dataset)
 
-    return _without_warnings(lambda scale, **choices: function(scale, dataset, model, **choices))
+    def make(scale: str, **choices: Any) -> list[RunSpec]:
+        if "dataset" in choices:
+            return function(scale, **{"task": task, **choices})
+        return function(scale, **{"dataset": dataset, "model": model, **choices})
+
+    return _without_warnings(make)
 
 
 def _without_warnings(function: Callable[..., list[RunSpec]]) -> Callable[..., list[RunSpec]]:
@@ -68,7 +94,8 @@ def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
                 if rates := len(getattr(largest, "learning_rates", ())):
                     runs += f", each at {rates} learning rates: {66 * rates} in all"
                 about, make = f"{d.about}, {model}; {runs}", _make(designs.quality_cost, d.name, model)
-                yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes))
+                takes = _choices("quality_cost")
+                yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes), takes)
 
 
 def _models(d: Dataset) -> dict[str, dict[str, Recipe]]:
@@ -87,14 +114,16 @@ def _design_grids() -> Iterator[tuple[str, Grid]]:
             function, what = DESIGNS[design]
             model, recipes = next(iter(_models(d).items()))
             make = _make(function, d.name, model)
-            yield f"{d.name}/{design}", Grid(artefact, f"{d.about}, {model}: {what}", make, tuple(recipes))
+            about = f"{d.about}, {model}: {what}"
+            yield f"{d.name}/{design}", Grid(artefact, about, make, tuple(recipes), _choices(design))
 
 
 def _stand_in_grids() -> Iterator[tuple[str, Grid]]:
     """Yield the grids on stand-in data, with the first line of their function as description."""
-    for name, (function, artefact, scale) in STAND_INS.items():
-        about = (function.__doc__ or "").splitlines()[0].removeprefix("Return the runs of ").rstrip(".")
-        yield name, Grid(artefact, about, _without_warnings(function), (scale,))
+    for name, stand_in in STAND_INS.items():
+        about = (stand_in.function.__doc__ or "").splitlines()[0].removeprefix("Return the runs of ").rstrip(".")
+        make = _without_warnings(stand_in.function)
+        yield name, Grid(stand_in.artefact, about, make, (stand_in.scale,), _choices(stand_in.design))
 
 
 # Every figure and table of the paper that rests on training runs; table 1 and figure 8 as in their captions.
@@ -127,7 +156,9 @@ _WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten 
 QUESTIONS: dict[str, Grid] = {
     **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
     **{
-        f"execution/{model}": Grid("execution", f"{d}, {model}: {_WAYS}", _make(designs.execution, d, model), ("demo",))
+        f"execution/{model}": Grid(
+            "execution", f"{d}, {model}: {_WAYS}", _make(designs.execution, d, model), ("demo",), _choices("execution")
+        )
         for model, d in _EXECUTED.items()
     },
 }
@@ -143,40 +174,104 @@ def find_grids(name: str | None = None) -> dict[str, Grid]:
     return found
 
 
-def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None = None) -> list[RunSpec]:
-    """Return the runs of one grid; ValueError says what there is instead of an unknown grid or scale."""
+def grid_specs(
+    name: str, scale: str | None = None, seeds: Sequence[int] | None = None, **choices: Any
+) -> list[RunSpec]:
+    """Return the runs of one grid.
+
+    Args:
+        name: of the grid.
+        scale: None takes the first of the grid.
+        seeds: None takes the grid's.
+        choices: other values for parameters that the grid takes, such as ``schedules=["CR"]``.
+
+    Raises:
+        ValueError: for an unknown grid, scale or parameter; it says what there is instead.
+    """
     if (grid := {**GRIDS, **QUESTIONS}.get(name)) is None:
         find_grids(name)  # names what there is, unless it is an artefact
         raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
     if scale is not None and scale not in grid.scales:
         raise ValueError(f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}")
-    return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))
+    given = choices if seeds is None else {"seeds": seeds, **choices}
+    check_choices({name: grid}, given)
+    return grid.make(scale or grid.scales[0], **given)
 
 
-FILTERS: dict[str, Callable[[RunSpec], str]] = {
-    "schedule": lambda spec: spec.arm,
-    "savings": lambda spec: savings_of(spec.arm),
-    "q_max": lambda spec: str(spec.q_max),
-}
+@dataclass(frozen=True)
+class Selection:
+    """Other values for the parameters of grids, and which of their runs to take."""
+
+    choices: Mapping[str, Any] = field(default_factory=dict)  # parameter -> value, for the designs of the grids
+    arms: Sequence[str] = ()  # such as "CR", "static 8", "no deficit, 600"; () takes all
+    savings: Sequence[str] = ()  # "large", "medium", "small", "static", ...; () takes all
+
+    def specs(self, grids: Mapping[str, Grid], scale: str | None = None) -> dict[str, list[RunSpec]]:
+        """Return the selected runs of grids; a grid of which no run is selected is left out.
+
+        Args:
+            grids: by name.
+            scale: None takes the first of each grid. A grid without this scale is left out.
+
+        Raises:
+            ValueError: for parameters that a grid does not take, wrong values, and when no run is selected.
+        """
+        check_choices(grids, self.choices)
+        made = {}
+        for name, grid in grids.items():
+            if scale is None or scale in grid.scales:
+                made[name] = grid.make(scale or grid.scales[0], **self.choices)
+        if not self.arms and not self.savings:
+            return {name: specs for name, specs in made.items() if specs}
+        every_spec = [spec for specs in made.values() for spec in specs]
+        keys = {spec.key for spec in select(every_spec, self.arms, self.savings)}
+        found = {name: [spec for spec in specs if spec.key in keys] for name, specs in made.items()}
+        return {name: specs for name, specs in found.items() if specs}
 
 
-def keep(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
-    """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
+def check_choices(grids: Mapping[str, Grid], choices: Mapping[str, Any]) -> None:
+    """Check that grids take parameters with these values.
 
-    >>> len(keep(designs.quality_cost("demo"), ["schedule=CR,RR"]))
+    Raises:
+        ValueError: for a parameter that one of the grids does not take, a wrong value, and a data set or a model for
+            several grids.
+    """
+    for name, value in choices.items():
+        for key, grid in grids.items():
+            if name not in grid.choices:
+                raise ValueError(f"grid {key!r} takes no {name}; it takes {', '.join(grid.choices)}")
+        if name in ("dataset", "model") and len(grids) > 1:
+            raise ValueError(f"{name} {value!r} is for one grid, and these are {len(grids)}: {', '.join(grids)}")
+        if name != "seeds":
+            checked(name, value)
+
+
+def select(specs: Sequence[RunSpec], arms: Sequence[str] = (), savings: Sequence[str] = ()) -> list[RunSpec]:
+    """Return the runs of some arms and savings groups; none of either takes all.
+
+    Args:
+        specs: the runs to choose from.
+        arms: such as "CR", "static 8" or "no deficit, 600".
+        savings: "large", "medium", "small", "static", ...
+
+    Raises:
+        ValueError: for an arm or a group that no run has, and when no run is left.
+
+    >>> len(select(designs.quality_cost("demo"), arms=["CR", "RR"]))
     10
     """
-    kept = list(specs)
-    for condition in only:
-        name, _, text = condition.partition("=")
-        if name not in FILTERS or not text:
-            raise ValueError(f"--only takes NAME=VALUE with {', '.join(FILTERS)}; got {condition!r}")
-        wanted = [value.strip() for value in text.split(",")]
-        there = {FILTERS[name](spec): None for spec in specs}
-        unknown = [value for value in wanted if value not in there]
-        if unknown:
-            raise ValueError(f"no {name} {unknown[0]!r} in this grid; {offer(unknown[0], list(there))}")
-        kept = [spec for spec in kept if FILTERS[name](spec) in wanted]
-    if not kept:
-        raise ValueError(f"no run meets {' and '.join(only)}")
-    return kept
+    filters: list[tuple[str, Sequence[str], Callable[[RunSpec], str]]] = [
+        ("arm", arms, lambda spec: spec.arm),
+        ("savings", savings, lambda spec: savings_of(spec.arm)),
+    ]
+    selected = list(specs)
+    for name, wanted, value_of in filters:
+        there = list(dict.fromkeys(map(value_of, specs)))
+        for value in wanted:
+            if value not in there:
+                raise ValueError(f"no {name} {value!r} in this grid; {offer(value, there)}")
+        if wanted:
+            selected = [spec for spec in selected if value_of(spec) in wanted]
+    if not selected:
+        raise ValueError(f"no run has one of the arms {', '.join(arms)} and savings {', '.join(savings)}")
+    return selected

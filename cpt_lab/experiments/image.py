@@ -14,9 +14,11 @@ Differs: the paper does not say which epoch it reports; the authors' scripts kee
     bits of the step.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from cpt_lab.experiments.recipe import ACCURACY, Changes, Dataset, Deficits, Experiment, Recipe
+from cpt_core.checks import choose
+from cpt_lab.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ImageRecipe(Recipe):
         flip: random horizontal flips.
         train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
             of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.
+        lr_rule: "milestones"; "constant", without them; or "cosine", from ``lr`` to 0 over all steps.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -41,11 +44,21 @@ class ImageRecipe(Recipe):
     train_images: int | None = None
     valid_images: int = 0
     test_images: int | None = None
+    lr_rule: str = field(default="milestones", metadata=LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        choose("lr_rule", self.lr_rule, ("milestones", "constant", "cosine"))
         if not all(0 <= share <= 1 for share in self.milestones):
             raise ValueError(f"milestones must be shares of the steps, from 0 to 1, got {self.milestones!r}")
+
+    def decay_fields(self, decay: str) -> dict[str, Any]:
+        """Return the fields of a decay: "step" is times 0.1 at 50 and 75 % of the steps."""
+        if decay == "step":
+            return {"lr_rule": "milestones", "milestones": (0.5, 0.75)}
+        if decay in ("constant", "cosine"):
+            return {"lr_rule": decay, "milestones": ()}
+        return super().decay_fields(decay)
 
 
 DIGITS_MLP = ImageRecipe(
@@ -99,7 +112,7 @@ AUTHORS_IMAGENET: Changes = {
 # Differs: section 5 speaks of the settings of section 4; its deficits are longer than that training. Lengths, learning
 # rates and the missing weight decay are those of the authors' scripts; preset "authors" changes nothing else there.
 # Differs: that the decay of the learning rate does not matter to deficits (footnote 5) has no grid: its decays are not
-# given. `designs.deficit_scan` takes `milestones=` of any.
+# given. `designs.deficit_scan` takes `decay=` of a constant rate, steps and a cosine.
 DEFICITS_CIFAR = Deficits(
     dict(steps=256_000, weight_decay=0.0), lengths=(0, 16_000, 32_000, 64_000, 128_000, 256_000),
     windows=((0, 128_000), (16_000, 144_000), (32_000, 160_000), (64_000, 192_000)), window_steps=256_000,

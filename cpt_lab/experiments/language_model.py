@@ -25,7 +25,8 @@ class LanguageModelRecipe(Recipe):
         embedding: width of the embeddings; ``hidden`` that of the LSTM, ``layers`` the number of its layers.
         dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
         lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
-            best so far, "cosine" lowers it to ``final_lr`` times ``lr``, "step" is times 0.1 at 80 and 90 %.
+            best so far, "cosine" lowers it to ``final_lr`` times ``lr``, "step" is times 0.1 at 80 and 90 %, "constant"
+            leaves it.
         unit: "words" or "characters".
         vocabulary: how many of the most frequent words are known; None means all of the training text.
         train_tokens, valid_tokens, test_tokens: how many are used from the start of each text; None means all.
@@ -50,10 +51,14 @@ class LanguageModelRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step"))
+        choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step", "constant"))
         choose("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
             raise ValueError("lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'")
+
+    def decay_fields(self, decay: str) -> dict[str, Any]:
+        """Return the fields of a decay: "step" is times 0.1 at 80 and 90 % of the steps."""
+        return {"lr_rule": decay} if decay in ("constant", "step", "cosine") else super().decay_fields(decay)
 
 
 PTB = LanguageModelRecipe(

@@ -15,6 +15,7 @@ from cpt_core.schedules.schedule import CYCLE_RULES
 SCALES = ("smoke", "demo", "background", "paper")
 PRESETS = ("ours", "authors")
 EXECUTIONS = ("simulated", "integer")
+DECAYS = ("recipe", "constant", "step", "cosine")  # of the learning rate in critical-period experiments
 
 # Of fields that recipes had not from the start: their default is left out of specs, which keep their keys; so it stays.
 LATER = {"later": True}
@@ -92,6 +93,17 @@ class Recipe:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}")
 
+    def decay_fields(self, decay: str) -> dict[str, Any]:
+        """Return the fields that give this recipe another decay of its learning rate, one of ``DECAYS``.
+
+        Raises:
+            ValueError: for a decay that recipes of this task do not have; it names those that they have.
+        """
+        choose("decay", decay, DECAYS)
+        if decay == "recipe":
+            return {}
+        raise ValueError(f"decay: expected 'recipe', the only one of task {self.task!r}, got {decay!r}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the part of a spec that its key is made of."""
         found = {}
@@ -109,12 +121,24 @@ class Deficits:
     # fields of the recipe that differ from those of section 4; ``steps`` is the training after a deficit
     changes: dict[str, Any]
     lengths: tuple[int, ...]  # low steps at the start of training, which make it longer
-    windows: tuple[tuple[int, int], ...]  # (start, stop) of low steps within a training of ``window_steps``
+    # (start, stop) of low steps within a training of ``window_steps``; all windows have one length
+    windows: tuple[tuple[int, int], ...]
     window_steps: int  # see ``windows``
     # the milestones of the learning rate count from the end of a deficit at the start, not from step 0
     lr_after: bool = False
     unit: int = 1  # steps that count as one in the names of arms, ``suffix`` what is written behind them
     suffix: str = ""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first steps of the windows."""
+        return tuple(start for start, _ in self.windows)
+
+    @property
+    def window(self) -> int:
+        """The steps of a window; 0 where there is none."""
+        lengths = [stop - start for start, stop in self.windows]
+        return lengths[0] if lengths else 0
 
 
 @dataclass(frozen=True)

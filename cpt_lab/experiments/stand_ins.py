@@ -9,7 +9,7 @@ Facebook's page-page graph in OGB's layout (``facebook_ogb_layout/``), Cora (``p
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.experiments import designs
@@ -18,6 +18,20 @@ from cpt_lab.experiments.spec import RunSpec
 CIFAR_COPIES = "cifar10-jpeg/"
 FACEBOOK = "facebook_ogb_layout/"
 CORA = "planetoid/cora/"
+
+CIFAR_RESNET8 = {"dataset": CIFAR_COPIES, "model": "resnet8"}
+FACEBOOK_GCN = {"dataset": FACEBOOK, "model": "gcn", "task": "graph"}
+FACEBOOK_SAGE = {"dataset": FACEBOOK, "model": "sage", "task": "graph"}
+XNLI_BERT = {"dataset": "xnli", "model": "bert_small", "task": "entailment"}
+
+# What the data of committed runs are called, which were data of the user's own to the runs.
+STAND_IN_TITLES = {
+    CIFAR_COPIES: "JPEG copies of CIFAR-10",
+    FACEBOOK: "Facebook's page-page graph",
+    CORA: "Cora",
+    "voc2007-first16/": "the first 16 pictures of Pascal VOC 2007",
+    "voc2007-subset320/": "320 pictures of Pascal VOC 2007",
+}
 
 # Arms that an unfinished figure needs most. A seed's other arms follow in the order of the paper's ten schedules.
 FIRST_ARMS = ("static 8", "CR", "RR", "ER", "static 4")
@@ -31,8 +45,8 @@ def cifar_figure_3(scale: str = "background", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.2, figure 3.
     """
-    settings = {"q_max": (8,), "static_bits": (3, 4, 5, 6, 8), "seeds": (10, 11, 12, 13), **given}
-    return _seed_by_seed(designs.quality_cost(scale, CIFAR_COPIES, "resnet8", **settings))
+    settings = {"q_max": (8,), "static_bits": (3, 4, 5, 6, 8), "seeds": (10, 11, 12, 13)}
+    return _seed_by_seed(designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given}))
 
 
 def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunSpec]:
@@ -42,8 +56,8 @@ def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunS
 
     Paper: section 4.2, figure 3.
     """
-    settings = {"q_max": (6,), "static_bits": (6,), "seeds": (10, 11, 12), **given}
-    return _seed_by_seed(designs.quality_cost(scale, CIFAR_COPIES, "resnet8", **settings))
+    settings = {"q_max": (6,), "static_bits": (6,), "seeds": (10, 11, 12)}
+    return _seed_by_seed(designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given}))
 
 
 def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
@@ -55,9 +69,8 @@ def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
     Paper: section 5, table 1.
     Differs: the paper's normal training has 256,000 steps, and its shortest deficit is 6 % of it.
     """
-    windows = ((244, 2_194), (488, 2_438), (975, 2_925))
-    settings = {"windows": windows, "seeds": (10, 11, 12, 13), "controls": False, **given}
-    return _seed_by_seed(designs.deficit_scan(scale, CIFAR_COPIES, "resnet8", **settings))
+    settings = {"deficit_starts": (244, 488, 975), "seeds": (10, 11, 12, 13), "controls": False}
+    return _seed_by_seed(designs.deficit_scan(scale, **{**CIFAR_RESNET8, **settings, **given}))
 
 
 def digits_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -67,7 +80,8 @@ def digits_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.2, figure 3.
     """
-    return designs.quality_cost(scale, "digits", "mlp6", **{"q_max": (6,), "seeds": range(10), **given})
+    settings = {"dataset": "digits", "model": "mlp6", "q_max": (6,), "seeds": range(10)}
+    return designs.quality_cost(scale, **{**settings, **given})
 
 
 def characters_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -77,7 +91,8 @@ def characters_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.4, figure 7.
     """
-    return designs.quality_cost(scale, "pydoc", "lstm", **{"q_max": (6,), "seeds": range(8), **given})
+    settings = {"dataset": "pydoc", "model": "lstm", "q_max": (6,), "seeds": range(8)}
+    return designs.quality_cost(scale, **{**settings, **given})
 
 
 def facebook_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -87,8 +102,8 @@ def facebook_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3, figure 6.
     """
-    settings = {"task": "graph", "q_max": (6,), "static_bits": (6,), "seeds": range(8), **given}
-    return designs.quality_cost(scale, FACEBOOK, "gcn", **settings)
+    settings = {"q_max": (6,), "static_bits": (6,), "seeds": range(8)}
+    return designs.quality_cost(scale, **{**FACEBOOK_GCN, **settings, **given})
 
 
 def facebook_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -98,7 +113,7 @@ def facebook_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3, figure 6.
     """
-    return designs.q_agg(scale, FACEBOOK, "gcn", **{"static_bits": (8,), "seeds": range(8), **given})
+    return designs.q_agg(scale, **{**FACEBOOK_GCN, "static_bits": (8,), "seeds": range(8), **given})
 
 
 def cora_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -108,7 +123,8 @@ def cora_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3, figure 6.
     """
-    return designs.q_agg(scale, CORA, "gcn", **{"static_bits": (8,), "seeds": range(8), **given})
+    settings = {"dataset": CORA, "model": "gcn", "static_bits": (8,), "seeds": range(8)}
+    return designs.q_agg(scale, **{**settings, **given})
 
 
 def facebook_sage(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -118,9 +134,8 @@ def facebook_sage(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3, figure 6.
     """
-    settings = {"static_bits": (8,), "seeds": range(3), **given}
-    full = designs.quality_cost(scale, FACEBOOK, "sage", task="graph", **settings)
-    return full + designs.q_agg(scale, FACEBOOK, "sage", **settings)
+    settings = {**FACEBOOK_SAGE, "static_bits": (8,), "seeds": range(3), **given}
+    return designs.quality_cost(scale, **settings) + designs.q_agg(scale, **settings)
 
 
 def facebook_fanout(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -130,7 +145,7 @@ def facebook_fanout(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3.
     """
-    return designs.fanout(scale, FACEBOOK, "sage", **{"seeds": range(3), **given})
+    return designs.fanout(scale, **{**FACEBOOK_SAGE, "seeds": range(3), **given})
 
 
 def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -140,13 +155,11 @@ def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.4, figure 7.
     """
-    settings = {"task": "entailment", "seeds": range(3), **given}
-    runs = designs.quality_cost(scale, "xnli", "bert_small", **{"static_bits": (8,), **settings})
-    if "static_bits" in given:
+    settings = {**XNLI_BERT, "static_bits": (8,), "seeds": range(3), **given}
+    runs = designs.quality_cost(scale, **settings)
+    if {"static_bits", "q_max"} & set(given):
         return runs
-    return runs + designs.quality_cost(
-        scale, "xnli", "bert_small", schedules=(), static_bits=(6,), q_max=(6,), **settings
-    )
+    return runs + designs.quality_cost(scale, **{**settings, "schedules": (), "static_bits": (6,), "q_max": (6,)})
 
 
 def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -156,8 +169,8 @@ def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.4.
     """
-    settings = {"task": "entailment", "schedules": ("CR", "RR", "ER"), "seeds": range(3), **given}
-    return designs.cycles(scale, "xnli", "bert_small", **settings)
+    settings = {"schedules": ("CR", "RR", "ER"), "seeds": range(3)}
+    return designs.cycles(scale, **{**XNLI_BERT, **settings, **given})
 
 
 def _seed_by_seed(specs: Sequence[RunSpec]) -> list[RunSpec]:
@@ -170,18 +183,26 @@ def _seed_by_seed(specs: Sequence[RunSpec]) -> list[RunSpec]:
     return sorted(specs, key=rank)
 
 
-# name -> (function, figure, scale)
-STAND_INS: dict[str, tuple[Callable[..., list[RunSpec]], str, str]] = {
-    "cifar10-jpeg/figure_3": (cifar_figure_3, "figure_3", "background"),
-    "cifar10-jpeg/figure_3_q_max_6": (cifar_figure_3_q_max_6, "figure_3", "background"),
-    "cifar10-jpeg/table_1": (cifar_table_1, "table_1", "background"),
-    "digits/q_max_6": (digits_q_max_6, "figure_3", "demo"),
-    "facebook/q_max_6": (facebook_q_max_6, "figure_6", "demo"),
-    "facebook/q_agg": (facebook_q_agg, "figure_6", "demo"),
-    "cora/q_agg": (cora_q_agg, "figure_6", "demo"),
-    "facebook/sage": (facebook_sage, "figure_6", "demo"),
-    "facebook/fanout": (facebook_fanout, "section_4.3", "demo"),
-    "pydoc/q_max_6": (characters_q_max_6, "figure_7", "demo"),
-    "xnli/figure_7": (xnli_figure_7, "figure_7", "demo"),
-    "xnli/one_and_two_cycles": (xnli_cycles, "section_4.4", "demo"),
+class StandIn(NamedTuple):
+    """A grid on stand-in data."""
+
+    function: Callable[..., list[RunSpec]]
+    artefact: str  # of the paper, such as "figure_3"
+    scale: str
+    design: str = "quality_cost"  # the function of ``designs`` whose parameters it takes
+
+
+STAND_INS: dict[str, StandIn] = {
+    "cifar10-jpeg/figure_3": StandIn(cifar_figure_3, "figure_3", "background"),
+    "cifar10-jpeg/figure_3_q_max_6": StandIn(cifar_figure_3_q_max_6, "figure_3", "background"),
+    "cifar10-jpeg/table_1": StandIn(cifar_table_1, "table_1", "background", "deficit_scan"),
+    "digits/q_max_6": StandIn(digits_q_max_6, "figure_3", "demo"),
+    "facebook/q_max_6": StandIn(facebook_q_max_6, "figure_6", "demo"),
+    "facebook/q_agg": StandIn(facebook_q_agg, "figure_6", "demo"),
+    "cora/q_agg": StandIn(cora_q_agg, "figure_6", "demo"),
+    "facebook/sage": StandIn(facebook_sage, "figure_6", "demo"),
+    "facebook/fanout": StandIn(facebook_fanout, "section_4.3", "demo"),
+    "pydoc/q_max_6": StandIn(characters_q_max_6, "figure_7", "demo"),
+    "xnli/figure_7": StandIn(xnli_figure_7, "figure_7", "demo"),
+    "xnli/one_and_two_cycles": StandIn(xnli_cycles, "section_4.4", "demo"),
 }

@@ -15,7 +15,7 @@ from cpt_core.checks import choose, offer
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.waiting import waiting
-from cpt_lab.experiments.grids import find_grids
+from cpt_lab.experiments.grids import Selection, find_grids
 from cpt_lab.experiments.recipe import SCALES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
@@ -27,7 +27,12 @@ RUN_BYTES = 20_000
 
 
 def plan(
-    name: str | None = None, scale: str | None = None, *, device: str = "auto", measured: bool = False
+    name: str | None = None,
+    scale: str | None = None,
+    *,
+    device: str = "auto",
+    measured: bool = False,
+    selection: Selection = Selection(),  # noqa: B008 - it is frozen
 ) -> pd.DataFrame:
     """Return one line per grid: what is done, what is missing, and what the missing part takes here.
 
@@ -35,6 +40,7 @@ def plan(
         name: of a grid or an artefact; None takes all.
         scale: None takes the paper's where a grid has it, else demo.
         measured: take a few steps of every model (seconds each, kept for the next time); without, what was kept counts.
+        selection: other values for the parameters of the grids, and which of their runs count.
 
     Returns:
         Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of
@@ -44,7 +50,7 @@ def plan(
         stored nor measured is NaN.
 
     Raises:
-        ValueError: for an unknown name, or a scale that none of the grids has.
+        ValueError: for an unknown name, a scale that none of the grids has, and what a grid does not take.
     """
     found = find_grids(name)
     choose("device", device, DEVICES)
@@ -53,12 +59,10 @@ def plan(
         raise ValueError(f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}")
     rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
     lines, keys = [], set()
-    bar = waiting("measuring", found.items(), progress=None if measured else False, leave=False)
-    for key, grid in bar:
-        at = scale or grid.scales[0]
-        if at not in grid.scales:
-            continue
-        specs = grid.make(at)
+    selected = selection.specs(found, scale)
+    bar = waiting("measuring", selected.items(), progress=None if measured else False, leave=False)
+    for key, specs in bar:
+        grid, at = found[key], specs[0].scale
         keys |= {spec.key for spec in specs}
         rows = rows_of(stores.store_path(at, specs[0].recipe.task))
         status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]

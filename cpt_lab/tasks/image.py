@@ -14,7 +14,7 @@ from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, milestones, optimizer_of
+from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, constant, cosine, milestones, optimizer_of
 
 
 class ImageTask:
@@ -70,7 +70,11 @@ class ImageTask:
         return measured
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
-        """Return SGD and the learning rate: times 0.1 at every milestone."""
+        """Return SGD and the learning rate by the recipe's rule: "milestones" is times 0.1 at every milestone."""
         r = self.recipe
         sgd = optimizer_of(torch.optim.SGD, model.parameters(), r, momentum=r.momentum)
+        if r.lr_rule == "constant":
+            return sgd, constant(r.lr)
+        if r.lr_rule == "cosine":
+            return sgd, cosine(r.lr, 0.0, r.steps)
         return sgd, milestones(r.lr, r.milestones, r.steps)

@@ -12,7 +12,7 @@ from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, cosine, milestones, optimizer_of, plateau, sums
+from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, optimizer_of, plateau, sums
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
 
@@ -90,6 +90,8 @@ class LanguageModelTask:
         """Return SGD and the learning rate by the recipe's rule."""
         r = self.recipe
         sgd = optimizer_of(torch.optim.SGD, (p for p in model.parameters() if p.requires_grad), r)
+        if r.lr_rule == "constant":
+            return sgd, constant(r.lr)
         if r.lr_rule == "step":
             return sgd, milestones(r.lr, (0.8, 0.9), r.steps)
         return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

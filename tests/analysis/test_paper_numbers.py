@@ -63,7 +63,7 @@ def test_what_the_paper_compares_is_compared_in_our_rows():
 
 def test_the_best_epoch_stands_beside_the_last_and_is_called_what_it_is():
     """Nothing is held out at paper scale, as in the paper: the best epoch is the best one on the test set."""
-    (spec,) = designs.deficit_length("paper", "imagenet", lengths=[0], seeds=[0])
+    (spec,) = designs.deficit_length("paper", "imagenet", deficit_lengths=[0], seeds=[0])
     row = row_of(spec, 0.67)
     row["metrics"].append({**row["metrics"][0], "when": "best_test", "value": 0.68})
     found = paper.summary(table([row])).set_index(["what", "arm"]).loc[("table 1: imagenet, resnet18", "no deficit")]

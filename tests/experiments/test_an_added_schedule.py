@@ -41,7 +41,7 @@ print(json.dumps({
     "bits": [int(spec.schedule.bits()[i]) for i in (0, -1)],
     "cost": cpt.make_schedule("PR", q_min=3, q_max=8, total_steps=64_000).relative_cost(),
     "savings": savings_of("PR"),
-    "kept": [s.arm for s in grids.keep(chosen, ["savings=own"])],
+    "kept": [s.arm for s in grids.select(chosen, savings=["own"])],
 }))
 """
 

@@ -15,7 +15,7 @@ from torch import nn
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.graph import DEFICITS_OWN
 from cpt_lab.experiments.image import DEFICITS_CIFAR, ImageRecipe
-from cpt_lab.experiments.recipes import deficits, recipe
+from cpt_lab.experiments.recipes import deficits, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.image import ImageTask
 
@@ -28,7 +28,9 @@ def windows_of(specs):
 
 
 def test_every_length_has_its_controls():
-    specs = designs.deficit_scan(lengths=[0, 10, 30], windows=[(0, 20), (5, 25)], steps=100, seeds=[4])
+    specs = designs.deficit_scan(
+        deficit_lengths=[0, 10, 30], deficit_starts=[0, 5], deficit_window=20, steps=100, seeds=[4]
+    )
     found = windows_of(specs)
     assert len(found) == len(set(found))
     assert set(found) == {
@@ -48,7 +50,8 @@ def test_learning_rates_fall_after_the_deficit_and_are_not_moved_by_windows(scal
     assert {s.recipe.steps for s in specs} == {n + after for n in lengths}
     found = [(s, s.recipe.steps - after, after) for s in specs]
     for odd in (4, 396, 256_000):
-        specs = designs.deficit_length(scale, dataset, model, lengths=(1, 7, 101, 16_000, 99_991), steps=odd, seeds=[0])
+        lengths_ = (1, 7, 101, 16_000, 99_991)
+        specs = designs.deficit_length(scale, dataset, model, deficit_lengths=lengths_, steps=odd, seeds=[0])
         found += [(s, s.recipe.steps - odd, odd) for s in specs]
     found += [(s, 0, settings.window_steps) for s in designs.deficit_window(scale, dataset, model, seeds=[0])]
     for spec, start, steps in found:
@@ -107,23 +110,70 @@ def test_the_paper_s_deficits_and_windows_of_half_the_training(grid):
 
 
 def test_arms_of_other_lengths_are_named_in_steps():
-    specs = designs.deficit_scan("paper", "cifar10", lengths=[16_001], windows=[], seeds=[0])
+    specs = designs.deficit_length("paper", "cifar10", deficit_lengths=[16_001], seeds=[0])
     assert [s.arm for s in specs] == [
         "no deficit, 272001", "[0, 16001) of 272001", "[256K, 272001) of 272001"
     ]  # fmt: skip
 
 
-def test_units_may_be_epochs():
-    given = {"steps": 100, "seeds": [0]}
-    in_epochs = designs.deficit_scan(lengths=[0, 2], windows=[(1, 3)], steps_per_epoch=10, **given)
-    assert in_epochs == designs.deficit_scan(lengths=[0, 20], windows=[(10, 30)], **given)
-    assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
-    arrays = designs.deficit_scan(lengths=np.arange(3), windows=np.array([(1, 3)]), steps_per_epoch=10, **given)
-    assert arrays == designs.deficit_scan(lengths=[0, 10, 20], windows=[(10, 30)], **given)
+def test_deficits_may_be_arrays():
+    given = {"steps": 100, "seeds": [0], "deficit_window": 20}
+    arrays = designs.deficit_scan(deficit_lengths=np.arange(3), deficit_starts=np.array([10]), **given)
+    assert arrays == designs.deficit_scan(deficit_lengths=[0, 1, 2], deficit_starts=[10], **given)
+
+
+def test_deficit_window_without_starts_takes_the_usual_ones():
+    specs = designs.deficit_window(deficit_window=50, controls=False, seeds=[0])
+    assert [w for _, w in windows_of(specs)] == [((t, t + 50),) for t in (0, 100, 200, 300)]
+    (spec,) = designs.deficit_window("paper", "imagenet", deficit_starts=[7], controls=False, seeds=[0])
+    assert spec.schedule.windows == ((7, 7 + 75 * 5005),)  # the paper has no windows there: half of the training
+
+
+def test_deficits_at_several_q_max_and_decays():
+    specs = designs.deficit_scan(q_max=[6, 8], decay=["constant", "step", "cosine"], seeds=[0], controls=False)
+    # 200 steps at the start and the window from 0 on are one run, where no milestone counts from the end of the deficit
+    assert len({s.key for s in specs}) == len(specs) == 2 * (8 + 9 + 8)
+    assert {(s.q_max, s.schedule.q_high) for s in specs} == {(6, 6), (8, 8)}
+    rules = {(s.recipe.lr_rule, bool(s.recipe.milestones)) for s in specs}
+    assert rules == {("constant", False), ("cosine", False), ("milestones", True)}
+    recipes = [s.key for s in designs.deficit_scan(seeds=[0])]
+    assert [s.key for s in designs.deficit_scan(seeds=[0], decay=["recipe", "step"])] == recipes  # which is the recipe's
+    assert len(designs.deficit_scan("demo", "digits-graph", task="graph", decay=["recipe", "cosine"], seeds=[0])) == len(
+        designs.deficit_scan("demo", "digits-graph", task="graph", seeds=[0])
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "decay", "rule"),
+    [
+        ("digits-graph", "step", "step"), ("digits-graph", "constant", "constant"), ("pydoc", "constant", "constant"),
+        ("pydoc", "step", "step"), ("digits", "cosine", "cosine"),
+    ],
+)  # fmt: skip
+def test_decay_sets_the_rule_of_the_recipe(dataset, decay, rule):
+    task = task_of_dataset(dataset)
+    specs = designs.deficit_scan("smoke", dataset, task=task, decay=[decay], seeds=[0])
+    assert {s.recipe.lr_rule for s in specs} == {rule}
+
+
+def test_decay_of_a_constant_rate_is_the_recipe_of_detection():
+    specs = designs.deficit_scan("smoke", "digit-scenes", task="detection", seeds=[0])
+    assert designs.deficit_scan("smoke", "digit-scenes", task="detection", decay=["constant"], seeds=[0]) == specs
+
+
+@pytest.mark.parametrize(("decay", "rates"), [("constant", [0.03] * 3), ("cosine", [0.03, 0.015, 0.0])])
+def test_decay_of_images_changes_the_learning_rate(decay, rates):
+    *_, spec = designs.deficit_scan(decay=[decay], seeds=[0])
+    task = SimpleNamespace(recipe=spec.recipe, device=torch.device("cpu"))
+    _, rate = ImageTask.optimizer(task, nn.Linear(1, 1))
+    steps = spec.recipe.steps
+    assert [rate(t, ()) for t in (0, steps // 2, steps)] == pytest.approx(rates)
 
 
 def test_changes_reach_the_deficits():
-    specs = designs.deficit_scan(q_min=4, lr=0.5, seeds=[7, 8], q_max=6)
+    specs = designs.deficit_scan(deficit_bits=4, learning_rate=0.5, seeds=[7, 8], q_max=[6])
+    assert specs == designs.deficit_scan(q_min=4, lr=0.5, seeds=[7, 8], q_max=[6], deficit_bits=None, q_grad=None)
+    assert {s.q_grad for s in designs.deficit_scan(q_grad=5, seeds=[0])} == {5}
     assert {(s.schedule.q_low, s.schedule.q_high, s.q_max, s.q_grad) for s in specs} == {(4, 6, 6, 6)}
     assert {(s.recipe.q_min, s.recipe.lr) for s in specs} == {(4, 0.5)}
     assert {s.seed for s in specs} == {7, 8}
@@ -174,17 +224,29 @@ def test_own_data_has_the_deficits_of_its_family():
     [
         ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, background, paper"),
         ({"stepz": 3}, "a recipe has no stepz; it has task"),
-        ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
-        ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),
-        ({"windows": [(0, 5), (5, 2)]}, r"window \(5, 2\) must satisfy"),
-        ({"windows": [(0, 51)], "steps": 50}, r"window \(0, 51\) must satisfy .* total_steps = 50"),
-        ({"windows": [(0, 2.5)]}, "stop of a window must be an integer, got 2.5"),
-        ({"windows": [(0, 7)], "steps_per_epoch": 100}, r"window \(0, 700\) must satisfy"),
-        ({"steps_per_epoch": 0}, "steps_per_epoch must be a whole number of at least 1, got 0"),
-        ({"q_max": 1}, "q_min=2, q_max=1"),
-        ({"q_max": 8.0}, "q_high must be an integer, got 8.0"),
+        ({"deficit_lengths": [0, -1]}, "deficit_lengths must be a whole number of at least 0, got -1"),
+        ({"deficit_lengths": [True]}, "deficit_lengths must be a whole number .* got True"),
+        ({"deficit_lengths": 5}, r"deficit_lengths must be Sequence\[int\] or None, got 5"),
+        ({"deficit_starts": [-1]}, "deficit_starts must be a whole number of at least 0, got -1"),
+        ({"deficit_starts": [401]}, "starts of windows of 200 steps within 600 steps, from 0 to 400; got 401"),
+        ({"deficit_window": 51, "steps": 50}, "within 50 steps, none, as deficit_window is 51; got 0"),
+        ({"deficit_window": 2.5}, "deficit_window must be a whole number of at least 1, got 2.5"),
+        ({"deficit_window": 0}, "deficit_window must be a whole number of at least 1, got 0"),
+        ({"deficit_bits": 9}, "deficit_bits: expected an integer from 1 to q_max = 8, got 9"),
+        ({"deficit_bits": 0}, "deficit_bits must be an integer from 1 to 32, got 0"),
+        ({"deficit_bits": 3, "q_min": 3}, "deficit_bits: expected None beside q_min"),
+        ({"q_max": [1]}, "deficit_bits: expected an integer from 1 to q_max = 1, got 2"),
+        ({"q_max": 8}, r"q_max must be Sequence\[int\], got 8"),
+        ({"q_max": [8.5]}, "q_max must be an integer from 1 to 32, got 8.5"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-        ({"windows": [3]}, "a window is a pair"),
+        ({"decay": "step"}, r"decay must be Sequence\[str\], got 'step'"),
+        ({"decay": ["linear"]}, "unknown decay 'linear'; choose from recipe, constant, step, cosine"),
+        ({"controls": 1}, "controls must be True or False, got 1"),
+        ({"preset": "authors"}, "preset: expected 'ours', which in section 5 are the authors' settings, got 'authors'"),
+        (
+            {"dataset": "templates", "task": "entailment", "decay": ["step"]},
+            "decay: expected 'recipe', the only one of task 'entailment', got 'step'",
+        ),
     ],
 )
 def test_deficits_that_do_not_fit_are_named(given, message):

@@ -92,7 +92,7 @@ def test_the_cost_of_a_static_precision_gives_it_in_full():
 
 
 def test_changes_reach_the_arms_of_equal_cost():
-    specs = quietly(designs.equal_cost, q_max=6, q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
+    specs = quietly(designs.equal_cost, q_max=[6], q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
     assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.lr) for s in specs} == {(6, 6, 2, 0.5)}
     assert specs[0].schedule == make("RR", q_min=2, q_max=6, total_steps=2_000, n_cycles=4)
     assert specs[1].schedule.bits()[:200].tolist() == [6] * 200

@@ -133,7 +133,7 @@ def test_key_depends_on_everything_but_the_seeds_of_the_grid():
 
 LATER = {
     "autocast": ("", "bfloat16"), "tf32": (False, True), "channels_last": (False, True),
-    "execution": ("simulated", "integer"), "shared_steps": (False, True),
+    "execution": ("simulated", "integer"), "shared_steps": (False, True), "lr_rule": ("milestones", "cosine"),
 }  # fmt: skip
 
 
@@ -193,6 +193,19 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: designs.deficit_scan("demo", seeds="01"), r"seeds must be Sequence\[int\] or None, got '01'"),
         (lambda: designs.equal_cost("demo", seeds=0), r"seeds must be Sequence\[int\] or None, got 0"),
         (lambda: designs.execution("demo", seeds=0), r"seeds must be Sequence\[int\] or None, got 0"),
+        (lambda: designs.quality_cost("demo", schedules="CR"), r"schedules must be Sequence\[str\], got 'CR'"),
+        (lambda: designs.quality_cost("demo", static_bits=8), r"static_bits must be Sequence\[int\] or None, got 8"),
+        (lambda: designs.quality_cost("demo", static_bits=[9]), r"static_bits: expected .* up to q_max = 8, got 9"),
+        (lambda: designs.quality_cost("demo", q_max=8), r"q_max must be Sequence\[int\] or None, got 8"),
+        (lambda: designs.quality_cost("demo", q_max=[]), r"q_max: expected at least one integer from 1 to 32, got none"),
+        (lambda: designs.quality_cost("demo", q_max=[33]), r"q_max must be an integer from 1 to 32, got 33"),
+        (lambda: designs.quality_cost("demo", q_min=9), r"q_min: expected an integer from 1 to q_max = 8, got 9"),
+        (lambda: designs.quality_cost("demo", q_max=[8, 2]), r"q_min: expected an integer from 1 to q_max = 2, got 3"),
+        (lambda: designs.quality_cost("demo", q_grad=99), r"q_grad must be an integer from 1 to 32, got 99"),
+        (lambda: designs.quality_cost("demo", steps=0), r"steps must be a whole number of at least 1, got 0"),
+        (lambda: designs.quality_cost("demo", learning_rate=0), r"learning_rate: expected a number above 0, got 0"),
+        (lambda: designs.quality_cost("demo", learning_rate="1"), r"learning_rate: expected a number above 0, got '1'"),
+        (lambda: designs.quality_cost("demo", learning_rate=1, lr=1), r"learning_rate: expected None beside lr"),
         *(
             (lambda seed=seed: designs.quality_cost("demo", seeds=[seed]), rf"seed must be .* at least 0, got {seed!r}")
             for seed in ("0", 1.0, True, -1)
@@ -203,7 +216,16 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
         (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, background, paper; got 'big'"),
         (lambda: check_parameters(sclae="demo"), r"unknown parameter 'sclae'; did you mean 'scale'\?"),
-        (lambda: check_parameters(schedules='["CR"]'), r"schedules must be a list of LR"),
+        (lambda: check_parameters(schedules='["XR"]'), r"schedules must be a list of LR, .* got 'XR' in \['XR'\]"),
+        (lambda: check_parameters(schedules="CR"), r"schedules must be a list of LR, .* got 'CR': write \[CR\]"),
+        (lambda: check_parameters(q_max=6), r"q_max must be a list of whole numbers .* got 6: write \[6\]"),
+        (lambda: check_parameters(q_max=[6, 64]), r"q_max must be a list of whole numbers .* got 64 in \[6, 64\]"),
+        (lambda: check_parameters(static_bits=8), r"static_bits must be a list .*, or None; got 8: write \[8\]"),
+        (lambda: check_parameters(q_min="3"), r"q_min must be a whole number from 1 to 32, or None; got '3'"),
+        (lambda: check_parameters(seeds=[]), r"seeds must be a list of at least one .*; None takes the recipe's; got \[\]"),
+        (lambda: check_parameters(learning_rate="1e-3"), r"a number above 0 \(in YAML with a point.*got '1e-3'"),
+        (lambda: check_parameters(decay=["linear"]), r"decay must be a list of recipe, constant, step, cosine"),
+        (lambda: check_parameters(controls=1), r"controls must be True or False; got 1"),
         (lambda: check_parameters(scale="demo", dataset="mnist"), r"dataset must be one of digits"),
         (lambda: check_parameters(scale="demo", dataset="digits", model="x"), r"unknown model 'x'"),
         (lambda: check_parameters(pairs="digits"), r"pairs must be one of templates, xnli, a folder of your own"),
@@ -275,7 +297,7 @@ def test_own_data_and_large_ones_below_paper_scale_use_the_nearest_recipe(asked)
         ("templates", {"padding": "short"}, "unknown padding 'short'; choose from max, longest"),
         ("templates", {"test_languages": ()}, "test_languages must name at least one language"),
         ("pydoc", {"lr_rule": "plateau", "evaluate_every": 0}, "lr_rule 'plateau' needs evaluations"),
-        ("pydoc", {"lr_rule": "steps"}, "unknown lr_rule 'steps'; choose from plateau, cosine, step"),
+        ("pydoc", {"lr_rule": "steps"}, "unknown lr_rule 'steps'; choose from plateau, cosine, step, constant"),
         ("pydoc", {"unit": "bytes"}, "unknown unit 'bytes'; choose from words, characters"),
     ],
 )
@@ -352,13 +374,15 @@ def test_arms_of_named_grids_are_told_apart_and_have_every_seed(name):
         assert Counter((s.arm, s.seed) for s in specs) == {(s.arm, seed): 1 for s in specs for seed in s.recipe.seeds}
 
 
-def test_keep_takes_runs_that_meet_every_condition():
+def test_select_takes_runs_that_meet_every_condition():
     specs = designs.quality_cost("demo", seeds=[0, 1])
-    kept = grids.keep(specs, ["savings=small,static", "q_max=8"])
+    kept = grids.select(specs, savings=["small", "static"])
     assert {s.arm for s in kept} == {a for a, m in SUITE.items() if m.savings == "small"} | {
         f"static {b}" for b in range(2, 9)
     }
-    assert grids.keep(specs, []) == specs
+    assert grids.select(specs) == specs
+    both = grids.select(specs, arms=["CR", "ER"], savings=["small"])
+    assert {(s.arm, s.seed) for s in both} == {("ER", 0), ("ER", 1)}
 
 
 @pytest.mark.parametrize(("name", "runs", "arms", "seeds"), [

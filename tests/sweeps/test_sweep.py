@@ -416,7 +416,7 @@ def test_nothing_is_lost_whoever_is_killed():
     assert all(done[kind] == KINDS[:-1].count(kind) for kind in KINDS)
 
 
-WORDS = ["run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "--workers", "1"]
+WORDS = ["run", "digits/mlp6", "--scale", "demo", "--arms", "CR", "--seeds", "0", "1", "--workers", "1"]
 
 
 @pytest.mark.slow

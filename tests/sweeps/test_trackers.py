@@ -12,7 +12,7 @@ from cpt_lab.commands import app
 from cpt_lab.sweeps.stores import load_rows
 from cpt_lab.sweeps.trackers import TRACKERS, sender
 
-RUN = "run digits/mlp6 --scale smoke --only schedule=CR,RR q_max=8 --seeds 0 --workers 0".split()
+RUN = "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
 
 
 @pytest.fixture(scope="module")

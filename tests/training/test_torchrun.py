@@ -157,6 +157,6 @@ def test_torchrun_runs_a_grid(folder):
 
 if __name__ == "__main__":  # as torchrun starts it
     worker(int(os.environ["RANK"]), Path(sys.argv[1]))
-    sys.argv[1:] = "run digits/mlp6 --scale smoke --only schedule=CR q_max=8 --seeds 0".split()
+    sys.argv[1:] = "run digits/mlp6 --scale smoke --arms CR --seeds 0".split()
     with patch.object(designs, "recipe", lambda *given: replace(recipe(*given), steps=24)):
         runpy.run_module("cpt_lab", run_name="__main__")
