@@ -9,26 +9,11 @@ import torch
 from matplotlib.figure import Figure
 from torchvision.ops import box_iou
 
-from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.experiments import designs
 
 Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
-
-
-def experiment(scale: str, dataset: str, schedules: Sequence[str], seeds: Sequence[int], preset: str) -> list[Any]:
-    """Return the runs of notebook 04 at a scale.
-
-    Without schedules, and seeds, these are: ER beside static 8 at smoke scale; RR and its rival of nearly the same
-    cost, static 4, with four seeds at demo scale; all of figure 4 at paper scale.
-    """
-    usual = {"smoke": ["ER"], "demo": ["RR"]}.get(scale, list(SUITE))
-    static = {"smoke": [8], "demo": [4]}.get(scale)  # None takes q_max alone
-    few = range(4) if scale == "demo" else None  # None takes the recipe's
-    given: dict[str, Any] = {"schedules": schedules or usual, "static": static, "seeds": seeds or few, "preset": preset}
-    return designs.quality_cost(scale, dataset, task="detection", **given, **pretrained_or_scratch(scale))
 
 
 def pretrained_or_scratch(scale: str) -> dict[str, Any]:

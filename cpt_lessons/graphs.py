@@ -1,42 +1,20 @@
 """Figure and data of lesson 16 on graph networks: a star and a small graph of digits."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.style import COLORS, TEXT, drawing
 from cpt_lab.data.graphs import GraphData, load_graph
-from cpt_lab.experiments import designs
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipes import recipe
-from cpt_lab.experiments.spec import RunSpec
-from cpt_lessons.exercises import warnings_as_text
 
 
 def digits() -> GraphData:
     """Return a nearest-neighbour graph over scikit-learn's digits, 5 labels per class."""
     return load_graph(cast(GraphRecipe, recipe("smoke", "digits-graph")))
-
-
-def experiment(
-    scale: str, dataset: str, model: str, schedules: Sequence[str], seeds: Sequence[int], preset: str
-) -> list[RunSpec]:
-    """Return the runs of figures 5 and 6 at a scale, each once; with Q-Agg, smoke runs are CR and static q_max.
-
-    What warns of cycles that are too short is printed.
-    """
-    where = (scale, dataset, model or None)
-    given: dict[str, Any] = {"seeds": seeds or None, "preset": preset}
-    with warnings_as_text(scale):
-        fp = designs.quality_cost(*where, task="graph", schedules=schedules, **given)
-        demo, top = scale == "demo", fp[0].q_max
-        few = [s for s in schedules if s == "CR"] if scale == "smoke" else schedules
-        bits = [2, 3, 4, 5, 7, 8] if demo else [top]
-        quantized = designs.q_agg(*where, schedules=few, static_bits=bits if demo else None, **given)
-        pairs = designs.aggregation(*where, bits=bits, **given)
-    return list({spec.key: spec for spec in (*fp, *quantized, *pairs)}.values())
 
 
 def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:

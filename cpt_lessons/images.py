@@ -1,7 +1,5 @@
 """Figure of lesson 09: two arms seed by seed."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -10,15 +8,6 @@ from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.quality_cost import paired_difference, runs_of
 from cpt_lab.analysis.statistics import by_seed, interval
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
-from cpt_lab.experiments import designs
-from cpt_lab.experiments.spec import RunSpec
-
-
-def experiment(
-    scale: str, dataset: str, model: str, schedules: Sequence[str], seeds: Sequence[int], preset: str
-) -> list[RunSpec]:
-    """Return the runs of figure 3 at a scale; an empty model, and no seeds, take the recipe's."""
-    return designs.quality_cost(scale, dataset, model or None, schedules=schedules, seeds=seeds or None, preset=preset)
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:

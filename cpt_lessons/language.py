@@ -1,23 +1,14 @@
 """Text and figure of lesson 17 on an LSTM."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
 from cpt_lab.data.text import columns, load_text
-from cpt_lab.experiments import designs
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.recipes import recipe
-from cpt_lab.experiments.spec import RunSpec
-from cpt_lessons.exercises import warnings_as_text
-
-SCHEDULES = {"smoke": ("CR", "ER"), "demo": None, "paper": None}  # of those that are asked for; None takes all
-ON_PAIRS = {"smoke": ("CR",), "demo": ("CR", "RR"), "paper": None}
-STATIC = {"smoke": (2, 8), "demo": (2, 3, 4, 5, 7, 8), "paper": None}  # bits; None takes q_max alone
-STATIC_ON_PAIRS = {"smoke": (8,), "demo": (3, 5, 8), "paper": None}
 
 
 def characters() -> tuple[Tensor, Tensor, int]:
@@ -27,29 +18,6 @@ def characters() -> tuple[Tensor, Tensor, int]:
     """
     text = load_text(cast(LanguageModelRecipe, recipe("smoke", "pydoc")))
     return columns(text.train, 20), columns(text.test, 20), len(text.vocabulary)
-
-
-def experiment(
-    scale: str, dataset: str, pairs: str, schedules: Sequence[str], seeds: Sequence[int], preset: str
-) -> list[list[RunSpec]]:
-    """Return the runs on a text, with static q_max = 6, and those on sentence pairs, which may be left out.
-
-    What warns of cycles that are too short is printed.
-    """
-
-    def asked(kept: tuple[str, ...] | None) -> list[str]:
-        return [s for s in schedules if kept is None or s in kept]
-
-    def runs(task: str, dataset: str, **design: object) -> list[RunSpec]:
-        return designs.quality_cost(scale, dataset, task=task, preset=preset, seeds=seeds or None, **design)  # type: ignore[arg-type]
-
-    with warnings_as_text(scale):
-        text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static_bits=STATIC[scale])
-        text += runs("language_model", dataset, schedules=[], static_bits=[6], q_max=[6])
-        on_pairs: dict[str, Any] = {"schedules": asked(ON_PAIRS[scale]), "static": STATIC_ON_PAIRS[scale]}
-        judged = runs("entailment", pairs, **on_pairs) if pairs else []
-    once = list({spec.key: spec for spec in text}.values())  # the paper's scale has static 6 already
-    return [once, judged] if judged else [once]
 
 
 # boxes and arrows of an LSTM step: centre, and words; the rounded ones are drawn in colour

@@ -59,7 +59,8 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     given = "".join(line for c in cells if "parameters" in c["metadata"].get("tags", ()) for line in c["source"])
     lines: list[Any] = ast.parse(given).body
-    return {line.targets[0].id: ast.literal_eval(line.value) for line in lines}
+    targets: list[Any] = [line.target if isinstance(line, ast.AnnAssign) else line.targets[0] for line in lines]
+    return {target.id: ast.literal_eval(line.value) for target, line in zip(targets, lines, strict=True)}
 
 
 def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:

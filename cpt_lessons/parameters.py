@@ -1,21 +1,19 @@
 """The parameters of the notebooks: one check for names, types and values, before anything starts.
 
 papermill passes misspelt parameters on without an error; the notebooks and the command line go through here instead.
+Names and values of experiments are those of ``cpt_lab.experiments.parameters``; here are those of notebooks besides.
 
->>> check_parameters(scale="smoke", schedules=["CR"]).schedules
-['CR']
+>>> check_parameters(scale="smoke", schedules=["CR"], q_max=[6, 8]).q_max
+[6, 8]
 """
 
-import ast
 import atexit
 import re
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,70 +24,63 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis.runs import table, tuned
-from cpt_lab.data.files import check_data
-from cpt_lab.experiments.recipe import PRESETS, SCALES, is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
+from cpt_lab.data.files import check_data, task_of_data
+from cpt_lab.experiments import parameters as experiment_parameters
+from cpt_lab.experiments.parameters import (
+    PAIRS,
+    Parameter,
+    checked,
+    data_parameter,
+    did_you_mean,
+    literal,
+    names_parameter,
+    read_list,
+    whole_parameter,
+)
+from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.recipes import EXPERIMENTS, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.stores import store_path
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter: what is allowed in words, and a test of a value."""
-
-    allowed: str
-    accepts: Callable[[Any], bool]
+_PAIRS_ALLOWED = "a folder of your own such as 'my-pairs/', or '' for none"
+_GRAPH_ALLOWED = "a graph of your own such as 'my-graph.npz', or '' for none"
 
 
-def _one_of(names: Iterable[str]) -> Parameter:
-    names = tuple(names)
-    return Parameter(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
 
-
-def _data(names: tuple[str, ...], own: str, none: tuple[str, ...] = ("",)) -> Parameter:
-    """A data set that has a name, one of the user's own, or none."""
-    return Parameter(
-        f"one of {', '.join(names)}, {own}", lambda v: isinstance(v, str) and (v in (*names, *none) or is_own(v))
-    )
-
-
-def _whole(low: int, high: int) -> Parameter:
-    return Parameter(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
-
-
-def _list(allowed: str, item: Parameter) -> Parameter:
-    return Parameter(allowed, lambda v: isinstance(v, (list, tuple)) and all(map(item.accepts, v)))
-
-
-PAIRS, GRAPHS = (tuple(EXPERIMENTS[task].named) for task in ("entailment", "graph"))
-# sentence pairs have a parameter of their own
-DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named if name not in PAIRS)
 
 PARAMETERS: dict[str, Parameter] = {
-    "scale": _one_of(SCALES),
-    "dataset": _data(DATASETS, "or your own data: a folder such as 'my-images/', or .npz archives", ()),
-    "pairs": _data(PAIRS, "a folder of your own such as 'my-pairs/', or '' for none"),
-    "graph": _data(GRAPHS, "a graph of your own such as 'my-graph.npz', or '' for none"),
-    "budget": Parameter(
-        "a number more than 0 and at most 1, the cost relative to static q_max",
-        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= 1,
+    **experiment_parameters.PARAMETERS,
+    "dataset": data_parameter(
+        experiment_parameters.DATASETS,
+        "or your own data: a folder such as 'my-images/', or .npz archives",
+        can_be_empty=True,  # where there are sentence pairs instead
     ),
-    "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
-    "preset": _one_of(PRESETS),
-    "schedules": _list(f"a list of {', '.join(SCHEDULES)}", _one_of(SCHEDULES)),
-    "seeds": _list("a list of whole numbers from 0 to 2147483647, [] for the recipe's", _whole(0, 2**31 - 1)),
-    "q_min": _whole(1, 32),
-    "q_max": _whole(1, 32),
-    "n_cycles": _whole(1, 1000),
-    "total_steps": _whole(1, 10_000_000),
-    "workers": _whole(0, 1024),
-    "device": _one_of(("auto", "cpu", "cuda")),
+    "pairs": data_parameter(PAIRS, _PAIRS_ALLOWED, can_be_empty=True),
+    "graph": data_parameter(tuple(EXPERIMENTS["graph"].named), _GRAPH_ALLOWED, can_be_empty=True),
+    "budget": Parameter("float", "a number more than 0 and at most 1, the cost relative to static q_max", _is_budget),
+    "total_steps": whole_parameter(1, experiment_parameters.MAX_STEPS),
+    "workers": whole_parameter(0, 1024),
+    "device": names_parameter(("auto", "cpu", "cuda")),
 }
+
+# Parameters of a notebook that draws one schedule and has ``total_steps``: one number each.
+ONE_SCHEDULE = {
+    "q_min": whole_parameter(1, 32),
+    "q_max": whole_parameter(1, 32),
+    "n_cycles": whole_parameter(1, 1000),
+    "total_steps": PARAMETERS["total_steps"],
+}
+
+# A notebook with these takes data of every task: section 5 of the paper is about images and graphs.
+OF_DEFICITS = ("deficit_lengths", "deficit_starts")
 
 
 class Parameters(SimpleNamespace):
-    """Checked parameters, as attributes, and the store that runs of this scale and task go to."""
+    """Checked parameters, as attributes, their task, and the store that runs of this scale and task go to."""
 
+    task: str
     store: Path
 
     def run(self, specs: Sequence[RunSpec], watch: bool = False) -> pd.DataFrame:
@@ -99,8 +90,9 @@ class Parameters(SimpleNamespace):
         how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
         is chosen, the runs at the chosen one are returned.
 
-        Specs are of one task; none are an empty table. With ``watch``, at smoke and demo scale on the processor, the
-        arms of the first seed train side by side in this process first, and are drawn meanwhile.
+        Specs of one key run once; no specs are an empty table. With ``watch``, at smoke and demo scale on the
+        processor, the arms of the first seed train side by side in this process first, and are drawn meanwhile; the
+        specs are of one task then.
 
         Raises:
             RuntimeError: when runs failed: how many, and the reason of the first.
@@ -111,18 +103,28 @@ class Parameters(SimpleNamespace):
 
         smoke = self.scale == "smoke"
         workers, device = 0 if smoke else vars(self).get("workers"), vars(self).get("device", "auto")
-        store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
-        if watch and self.scale != "paper" and device != "cuda":
+        by_task: dict[str, list[RunSpec]] = {}
+        specs = list({spec.key: spec for spec in specs}.values())  # figures may share runs
+        for spec in specs:
+            by_task.setdefault(spec.recipe.task, []).append(spec)
+        if watch and self.scale in ("smoke", "demo") and device != "cuda":
             from cpt_lessons.watching import watch as watched
 
-            watched([spec for spec in specs if spec.seed == specs[0].seed], store)
-        runs = table(run_grid(specs, store, workers=workers, device=device, progress=None if smoke else True))
+            watched([spec for spec in specs if spec.seed == specs[0].seed], self._store_of(specs[0].recipe.task))
+        rows = []
+        for task, part in by_task.items():
+            options: dict[str, Any] = {"workers": workers, "device": device, "progress": None if smoke else True}
+            rows += run_grid(part, self._store_of(task), **options)
+        runs = table(rows)
         if len(failed := runs[runs.status == "failed"]):
             first = failed.iloc[0]
             reason = first.error.strip().splitlines()[-1]
             which = f"{first.arm} seed {first.seed}"
             raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed, {which} with: {reason}")
         return tuned(runs)
+
+    def _store_of(self, task: str) -> Path:
+        return self.store.with_name(f"{task}.jsonl")
 
 
 def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
@@ -131,39 +133,49 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
     a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
 
-    The task is that of the notebook's runs.
+    Lists may be given as texts, as papermill gives them: ``-p q_max "[6, 8]"``.
+
+    Args:
+        task: of the notebook's runs. A notebook with parameters of deficits takes data of every task.
+        given: the parameters.
 
     Raises:
         ValueError: for a wrong name or value, and for data of one's own that is laid out for another task.
         DataNotFoundError: when the data is not there.
     """
-    check_values(given)
+    given = check_values(given, "total_steps" in given)
     for name in _injected():
         if name not in given:
-            raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
-    shape = {name: given[name] for name in ("q_min", "q_max", "n_cycles", "total_steps") if name in given}
-    if len(shape) == 4:
+            hint = did_you_mean(name, given)
+            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has {', '.join(given)}")
+    shape = {name: given[name] for name in ONE_SCHEDULE if name in given}
+    if len(shape) == len(ONE_SCHEDULE):
         with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):  # the notebook shows it
             for name in SCHEDULES:
                 make_schedule(name, **shape)
-    scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
-    wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
+    dataset = given.get("dataset")
+    if dataset == "" and not given.get("pairs"):
+        raise ValueError("dataset must name a data set or files of your own; '' is for sentence pairs alone")
+    if dataset and any(name in given for name in OF_DEFICITS):
+        task = task_of_dataset(dataset) or task_of_data(dataset)
+    scale, preset = given.setdefault("scale", "smoke"), given.get("preset", "ours")
+    wanted = [(dataset, given.get("model") or None, task)] if dataset else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
     wanted += [(given["graph"], None, "graph")] if given.get("graph") else []
-    for dataset, model, own_task in wanted:
-        found = recipe(scale, dataset, model, preset, own_task)
+    for name, model, own_task in wanted:
+        found = recipe(scale, name, model, preset, own_task)
         if found.task != own_task:
-            raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+            raise ValueError(f"{name!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
         check_data(found)
-        if is_own(dataset):
+        if is_own(name):
             from cpt_lab.tasks.base import read_whole  # here, as it imports torch
 
             read_whole(found)
     if scale != "smoke":
-        return Parameters(**given, store=store_path(scale, task))
+        return Parameters(**given, task=task, store=store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Parameters(**given, store=Path(folder) / f"{task}.jsonl")
+    return Parameters(**given, task=task, store=Path(folder) / f"{task}.jsonl")
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
@@ -183,36 +195,33 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
         if name in found:
             raise ValueError(f"parameter {name!r} is given twice")
-        if text.startswith("["):
-            found[name] = [_literal(word) for word in text.strip("[]").split(",") if word.strip()]
-        else:
-            found[name] = _literal(text)
+        found[name] = read_list(text) if text.startswith("[") else literal(text)
     return found
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return text.strip()
 
 
 def _injected() -> list[str]:
     """Return the names that papermill assigned in this notebook: it puts them into a cell of their own."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
-    return [n for cell in cells if cell.startswith("# Parameters\n") for n in re.findall(r"^(\w+) =", cell, re.M)]
+    injected = [cell for cell in cells if cell.startswith("# Parameters\n")]
+    return [name for cell in injected for name in re.findall(r"^(\w+)(?:: \w+)? =", cell, re.M)]
 
 
-def check_values(given: dict[str, Any]) -> None:
-    """Check names and values alone."""
+def check_values(given: Mapping[str, Any], one_schedule: bool | None = None) -> dict[str, Any]:
+    """Check names and values alone, and return the values, lists also from their texts.
+
+    Args:
+        given: name -> value.
+        one_schedule: whether they are of a notebook that draws one schedule, see ``ONE_SCHEDULE``; None takes its
+            values and those of the other notebooks.
+    """
+    values = {}
     for name, value in given.items():
-        if name not in PARAMETERS:
-            raise ValueError(f"unknown parameter {name!r}{_meant(name, PARAMETERS)} There is {', '.join(PARAMETERS)}")
-        if not PARAMETERS[name].accepts(value):
-            raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")
-
-
-def _meant(name: str, names: Iterable[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
+        single = ONE_SCHEDULE.get(name)
+        if single is not None and one_schedule:
+            values[name] = single.check(name, value)
+        elif single is not None and one_schedule is None and single.accepts(value):
+            values[name] = value
+        else:
+            values[name] = checked(name, value, PARAMETERS)
+    return values

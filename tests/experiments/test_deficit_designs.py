@@ -136,11 +136,13 @@ def test_deficits_at_several_q_max_and_decays():
     assert {(s.q_max, s.schedule.q_high) for s in specs} == {(6, 6), (8, 8)}
     rules = {(s.recipe.lr_rule, bool(s.recipe.milestones)) for s in specs}
     assert rules == {("constant", False), ("cosine", False), ("milestones", True)}
-    recipes = [s.key for s in designs.deficit_scan(seeds=[0])]
-    assert [s.key for s in designs.deficit_scan(seeds=[0], decay=["recipe", "step"])] == recipes  # which is the recipe's
-    assert len(designs.deficit_scan("demo", "digits-graph", task="graph", decay=["recipe", "cosine"], seeds=[0])) == len(
-        designs.deficit_scan("demo", "digits-graph", task="graph", seeds=[0])
-    )
+
+
+@pytest.mark.parametrize(("dataset", "decay"), [("digits", "step"), ("digits-graph", "cosine")])
+def test_decay_of_the_recipe_adds_no_runs(dataset, decay):
+    given = {"task": task_of_dataset(dataset), "seeds": [0]}
+    specs = designs.deficit_scan("demo", dataset, **given)
+    assert designs.deficit_scan("demo", dataset, decay=["recipe", decay], **given) == specs
 
 
 @pytest.mark.parametrize(

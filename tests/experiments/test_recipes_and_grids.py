@@ -197,7 +197,7 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: designs.quality_cost("demo", static_bits=8), r"static_bits must be Sequence\[int\] or None, got 8"),
         (lambda: designs.quality_cost("demo", static_bits=[9]), r"static_bits: expected .* up to q_max = 8, got 9"),
         (lambda: designs.quality_cost("demo", q_max=8), r"q_max must be Sequence\[int\] or None, got 8"),
-        (lambda: designs.quality_cost("demo", q_max=[]), r"q_max: expected at least one integer from 1 to 32, got none"),
+        (lambda: designs.quality_cost("demo", q_max=[]), r"q_max: expected at least one integer .* got none"),
         (lambda: designs.quality_cost("demo", q_max=[33]), r"q_max must be an integer from 1 to 32, got 33"),
         (lambda: designs.quality_cost("demo", q_min=9), r"q_min: expected an integer from 1 to q_max = 8, got 9"),
         (lambda: designs.quality_cost("demo", q_max=[8, 2]), r"q_min: expected an integer from 1 to q_max = 2, got 3"),
@@ -222,7 +222,7 @@ def test_a_curve_of_ones_own_in_a_spec():
         (lambda: check_parameters(q_max=[6, 64]), r"q_max must be a list of whole numbers .* got 64 in \[6, 64\]"),
         (lambda: check_parameters(static_bits=8), r"static_bits must be a list .*, or None; got 8: write \[8\]"),
         (lambda: check_parameters(q_min="3"), r"q_min must be a whole number from 1 to 32, or None; got '3'"),
-        (lambda: check_parameters(seeds=[]), r"seeds must be a list of at least one .*; None takes the recipe's; got \[\]"),
+        (lambda: check_parameters(seeds=[]), r"seeds must be a list of at least one .*; None takes the recipe's; got"),
         (lambda: check_parameters(learning_rate="1e-3"), r"a number above 0 \(in YAML with a point.*got '1e-3'"),
         (lambda: check_parameters(decay=["linear"]), r"decay must be a list of recipe, constant, step, cosine"),
         (lambda: check_parameters(controls=1), r"controls must be True or False; got 1"),
@@ -386,9 +386,11 @@ def test_select_takes_runs_that_meet_every_condition():
 
 
 @pytest.mark.parametrize(("name", "runs", "arms", "seeds"), [
-    ("cifar10-jpeg/figure_3", 60, 15, 4), ("cifar10-jpeg/figure_3_q_max_6", 33, 11, 3), ("cifar10-jpeg/table_1", 36, 9, 4),
+    ("cifar10-jpeg/figure_3", 60, 15, 4), ("cifar10-jpeg/figure_3_q_max_6", 33, 11, 3),
+    ("cifar10-jpeg/table_1", 36, 9, 4),
     ("digits/q_max_6", 150, 15, 10), ("facebook/q_max_6", 88, 11, 8), ("facebook/q_agg", 88, 11, 8),
-    ("cora/q_agg", 88, 11, 8), ("facebook/sage", 66, 11, 3), ("facebook/fanout", 24, 1, 3), ("pydoc/q_max_6", 120, 15, 8),
+    ("cora/q_agg", 88, 11, 8), ("facebook/sage", 66, 11, 3), ("facebook/fanout", 24, 1, 3),
+    ("pydoc/q_max_6", 120, 15, 8),
     ("xnli/figure_7", 36, 12, 3), ("xnli/one_and_two_cycles", 18, 3, 3),
 ])  # fmt: skip
 def test_stand_in_grids_have_the_runs_of_their_figure(name, runs, arms, seeds):

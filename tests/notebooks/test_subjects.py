@@ -7,7 +7,6 @@ from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import schedules
-from cpt_lab.analysis.runs import committed
 from cpt_lessons import choosing, demonstrations, detection, diagrams, graphs, language, pictures
 
 
@@ -24,27 +23,6 @@ def test_average_precision_is_the_area_under_the_best_precisions(hits, objects):
 
 def test_overlap_by_hand():
     assert detection.overlap((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
-
-
-@pytest.mark.slow
-def test_runs_of_notebook_04():
-    smoke, demo = (detection.experiment(scale, "digit-scenes", [], [], "ours") for scale in ("smoke", "demo"))
-    assert [s.arm for s in smoke] == ["ER", "static 8"]
-    assert [(s.arm, s.seed) for s in demo] == [(arm, seed) for arm in ("RR", "static 4") for seed in range(4)]
-    assert {s.key for s in demo if s.seed < 2} < set(committed("detection_scenes").key)
-    given = ("voc2012", [], [], "authors")  # what is not named is all of it: the backbone may be missing
-    assert {s.arm for s in detection.experiment("paper", *given)} == {*SUITE, "static 6", "static 8"}
-    assert {s.seed for s in detection.experiment("demo", "digit-scenes", ["CR"], [7], "ours")} == {7}
-
-
-def test_runs_of_notebook_05(capsys):
-    smoke = graphs.experiment("smoke", "digits-graph", "", list(SUITE), [], "ours")
-    assert capsys.readouterr() == ("", "")  # smoke runs show nothing, so their short cycles are not told
-    demo = graphs.experiment("demo", "digits-graph", "", list(SUITE), [], "ours")
-    assert "ShortCycleWarning: RR: 4 cycles" in capsys.readouterr().out  # said, not raised
-    assert {s.arm for s in smoke if s.recipe.aggregation == "quantized"} == {"CR", "static 2", "static 8"}
-    assert (len(smoke), len(demo)) == (15, 99)  # what both figures need runs once
-    assert {s.seed for s in graphs.experiment("demo", "digits-graph", "", list(SUITE), [7], "ours")} == {7}
 
 
 def test_words_that_stand_inside_figures_where_nbval_does_not_look():
@@ -70,23 +48,6 @@ def test_the_data_of_the_plain_loops():
     assert learn.shape[1] == test.shape[1] == 20
     assert len(learn) > 35 * 100
     assert int(max(learn.max(), test.max())) < signs
-
-
-@pytest.mark.parametrize(
-    ("scale", "pairs", "counts"),
-    [("smoke", "templates", [5, 2]), ("smoke", "", [5]), ("demo", "templates", [51, 15]), ("paper", "xnli", [66, 198])],
-)
-def test_runs_of_the_language_notebook(scale, pairs, counts, capsys):
-    dataset = "ptb" if scale == "paper" else "pydoc"
-    text, *on_pairs = language.experiment(scale, dataset, pairs, SUITE, [], "ours")
-    assert [len(text), *map(len, on_pairs)] == counts
-    six = {(s.arm, s.q_grad) for s in text if s.q_max == 6}
-    assert ("static 6", 6) in six
-    assert len(six) == (11 if scale == "paper" else 1)
-    assert ("ShortCycleWarning: RR: 2 cycles" in capsys.readouterr().out) == (scale == "demo")  # said, not raised
-    text, *_ = language.experiment(scale, dataset, pairs, ["CR"], [7], "ours")
-    assert {s.seed for s in text} == {7}
-    assert {s.arm for s in text if not s.arm.startswith("static")} == {"CR"}
 
 
 def test_a_step_over_its_bits_relative_to_one():

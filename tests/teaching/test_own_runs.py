@@ -9,8 +9,9 @@ from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.groups import at_q_max
 from cpt_lab.analysis.metrics import main_metric
 from cpt_lab.analysis.runs import committed
-from cpt_lessons import choosing, detection, graphs, images, language
+from cpt_lessons import choosing, paper_runs
 from cpt_lessons.own_runs import beside_rivals, compared, ran
+from cpt_lessons.parameters import check_parameters
 from cpt_lessons.predictions import PREDICTIONS
 
 
@@ -41,12 +42,16 @@ def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys):
 
 
 def test_at_demo_scale_every_schedule_has_a_rival(capsys):
-    asked = {"seeds": [0], "preset": "ours"}
+    def of(task, dataset, schedules=tuple(cpt.SUITE), **more):
+        given = {"dataset": dataset, "schedules": list(schedules), "q_max": [8], "seeds": [0], **more}
+        return check_parameters(task, scale="demo", **given)
+
     experiments = [
-        images.experiment("demo", "digits", "", cpt.SUITE, **asked),
-        detection.experiment("demo", "digit-scenes", [], **asked),
-        graphs.experiment("demo", "digits-graph", "", cpt.SUITE, **asked),
-        *language.experiment("demo", "pydoc", "templates", cpt.SUITE, **asked),
+        paper_runs.figure_3(of("image", "digits")),
+        paper_runs.figure_4(of("detection", "digit-scenes", ["RR"])),
+        paper_runs.figure_6(of("graph", "digits-graph")),
+        paper_runs.figure_7(of("language_model", "pydoc")),
+        paper_runs.figure_7(of("language_model", "", ["CR", "RR"], pairs="templates")),
     ]
     capsys.readouterr()
     for specs in experiments:

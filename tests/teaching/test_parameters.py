@@ -1,11 +1,19 @@
-"""``P.run``: what the cell of an experiment does not have to say."""
+"""Parameters of notebooks, and ``P.run``."""
 
+import re
+import sys
+from types import SimpleNamespace
+
+import nbformat
 import pytest
+from helpers import refused, said_by
 from layouts import image_folder, write
+from nbformat.v4 import new_code_cell, new_notebook
 
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores, sweep
-from cpt_lessons.parameters import check_parameters
+from cpt_lessons.notebooks import parameters_of
+from cpt_lessons.parameters import check_parameters, check_values
 
 
 @pytest.fixture
@@ -81,3 +89,84 @@ def test_failed_runs_are_told_in_one_line(monkeypatch):
     monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: rows)
     with pytest.raises(RuntimeError, match=r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$"):
         check_parameters(scale="smoke").run(specs)
+
+
+def test_runs_of_two_tasks_go_to_their_stores_and_each_once(asked):
+    text = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0])
+    pairs = designs.quality_cost("smoke", "templates", task="entailment", schedules=["CR"], static_bits=[], seeds=[0])
+    check_parameters("language_model", scale="smoke").run([*text, *pairs, *text])
+    assert [(specs, store.name) for specs, store, _ in asked] == [
+        (text, "language_model.jsonl"), (pairs, "entailment.jsonl")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({"q_max": "[6, 8]", "schedules": "[CR, RR]"}, {"q_max": [6, 8], "schedules": ["CR", "RR"]}),
+        ({"static_bits": "[]", "seeds": None, "q_min": None}, {"static_bits": [], "seeds": None, "q_min": None}),
+        ({"static_bits": (4, 8), "learning_rate": 1}, {"static_bits": [4, 8], "learning_rate": 1}),
+        ({"q_max": 6, "q_min": 3, "n_cycles": 2, "total_steps": 60}, {"q_max": 6}),  # a notebook of one schedule
+    ],
+)
+def test_parameters_are_read_as_papermill_gives_them(given, values):
+    P = check_parameters(**given)
+    assert {name: vars(P)[name] for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"q_max": [6], "total_steps": 60}, "q_max must be a whole number from 1 to 32; got"),
+        ({"q_max": None}, "q_max must be a list of whole numbers from 1 to 32; got None"),
+        ({"dataset": ""}, "dataset must name a data set or files of your own"),
+        ({"static_bits": "8"}, "static_bits must be a list .*; got '8'"),
+        ({"aggregations": ["float"]}, "aggregations must be a list of fp, quantized; got 'float'"),
+        ({"deficit_lengths": [1.5]}, "deficit_lengths must be a list of whole numbers .* got 1.5"),
+        ({"deficit_start": [1]}, "unknown parameter 'deficit_start'; did you mean 'deficit_starts'"),
+    ],
+)
+def test_parameters_of_a_wrong_form_are_named(given, message):
+    refused(message, check_parameters, **given)
+
+
+def test_one_schedule_is_told_from_sweeps_by_the_command():
+    """``cpt reproduce`` checks values before it knows the notebooks: 01 has one q_max, 03 a list."""
+    assert check_values({"q_max": 6}) == {"q_max": 6}
+    assert check_values({"q_max": "[6, 8]"}) == {"q_max": [6, 8]}
+    refused("q_max must be a list", check_values, {"q_max": 64})
+
+
+CELL = '''q_max: list = [8]  # [6, 8] gives both halves
+seeds: list = None
+learning_rate: float = None  # None takes the recipe's
+device = "auto"'''
+
+
+@pytest.fixture
+def typed_notebook(tmp_path):
+    """A notebook with parameters that have types and comments."""
+    cell = new_code_cell(CELL, metadata={"tags": ["parameters"]})
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path = tmp_path / "typed.ipynb"
+    nbformat.write(new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
+    return path
+
+
+def test_parameters_of_a_notebook_may_have_types(typed_notebook):
+    assert parameters_of(typed_notebook) == {"q_max": [8], "seeds": None, "learning_rate": None, "device": "auto"}
+
+
+def test_papermill_lists_types_defaults_and_comments(typed_notebook):
+    told = said_by(sys.executable, "-m", "papermill", "--help-notebook", typed_notebook)
+    listed = re.sub(r"\s+", " ", told)
+    assert "q_max: list (default [8]) [6, 8] gives both halves" in listed
+    assert "learning_rate: float (default None) None takes the recipe's" in listed
+
+
+def test_injected_names_are_those_of_papermill_s_cell(monkeypatch):
+    cells = ["x = 1", '# Parameters\nq_max = [6, 8]\nscale: str = "demo"\n', "# Parameters of mine\ny = 2"]
+    shell = SimpleNamespace(user_ns={"In": cells})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    check_parameters(q_max=[6, 8], scale="smoke")
+    refused("this notebook has no parameter 'scale'. It has q_max", check_parameters, q_max=[6, 8])
