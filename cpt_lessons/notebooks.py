@@ -191,7 +191,8 @@ def reproduce(
     former = {o.name: o for o in earlier(folder, [path.stem for path in notebooks()])}
     shown = former | {o.name: o for o in outcomes}
     pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
-    page = report.write(folder, scale, pages, trying.answered(own, scale) if own else _kept())
+    own_data = trying.answered(own, scale) if own else []
+    page = report.write(folder, scale, pages, [] if own_data else _kept(), own_data)
     write_text(index, key)
     return outcomes, page
 

@@ -11,9 +11,19 @@ import pandas as pd
 
 from cpt_core.checks import write_text
 from cpt_lab import provenance
-from cpt_lab.analysis import aggregation, critical_periods, equal_cost, execution, paper, predictors, quality_cost
+from cpt_lab.analysis import (
+    aggregation,
+    critical_periods,
+    equal_cost,
+    execution,
+    groups,
+    paper,
+    predictors,
+    quality_cost,
+    reproduction,
+)
 from cpt_lab.analysis.claims import section as of_claims
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import counted, metric_of
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
@@ -30,31 +40,130 @@ BRACKETS = (
     "In round brackets: what training cost, relative to the most bits throughout. In square ones: 95 % intervals, "
     "paired by seed, each on its own and not corrected for several comparisons."
 )
+SMOKE = (
+    "This was a smoke run: it shows that everything runs, and nothing on this page is a result of it. `make reproduce` "
+    "at demo scale sets its runs beside the paper."
+)
+NOT_RUN = "not run"
+MIN_SEEDS = 3  # fewer decide nothing
+TASKS = {  # of the sections of the paper on quality against cost
+    "images": ("image",),
+    "detection": ("detection",),
+    "graphs": ("graph",),
+    "language": ("language_model", "entailment"),
+}
 QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 
 
-def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Sequence[Section] = ()) -> Path:
-    """Write ``index.html`` into ``folder``: what comes ``first``, notebooks, figures, tables of a scale, versions."""
+def write(
+    folder: Path,
+    scale: str,
+    outcomes: list[dict[str, Any]],
+    committed: Sequence[Section] = (),
+    own_data: Sequence[Section] = (),
+) -> Path:
+    """Write ``index.html`` into ``folder``: notebooks, and the paper beside the runs of a scale.
+
+    Args:
+        folder: of the page and of the pages of the notebooks.
+        scale: whose runs are shown; smoke runs are not.
+        outcomes: what became of every notebook.
+        committed: sections made of committed rows, which come first.
+        own_data: answers for data of the user's own, which come before all else.
+    """
     files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
     runs = load(*files) if files else table([])
-    answered = "What was found for your data comes first." if first else "`cpt try` answers both for data of yours."
-    notes = [
-        ANSWER,
-        f"{answered} Low precision is simulated here: bit operations (BitOps) count work, they are not seconds. The "
-        "words are explained at the end.",
-    ]
+    notes = [ANSWER]
+    if own_data:
+        notes.append("What was found for your data comes first.")
+    notes.append(
+        "Low precision is simulated here: bit operations (BitOps) count work, they are not seconds. The words are "
+        "explained at the end."
+    )
     if scale == "smoke":
-        notes.append("Smoke runs show that everything runs; they are not a result.")
+        notes.insert(0, SMOKE)
     sections = [
-        *first,
+        *own_data,
+        *committed,
         Section("Notebooks", (BRACKETS,), table=_notebooks(outcomes), style="left"),
-        *(section for question in QUESTIONS if len(runs) for section in question.sections(runs)),
+        *_paper_sections(runs),
         Section("Where this comes from", (_versions(),)),
     ]
     index = folder / "index.html"
-    title = f"Cyclic precision training, reproduced at {scale} scale"
+    title = f"Cyclic precision training: notebooks run at {scale} scale"
     write_text(index, render("page.html.j2", title=title, notes=notes, sections=sections))
     return index
+
+
+def compare_claims(here: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
+    """Return the claims of a section: the paper, this run, the committed rows.
+
+    Args:
+        here: ``reproduction.claims_table`` of the runs of a page.
+        committed: the same of the committed rows.
+    """
+    lines = []
+    for ours, theirs in zip(here.itertuples(index=False), committed.itertuples(index=False), strict=True):
+        lines.append((theirs[0], _measured_here(ours), *theirs[1:]))
+    return pd.DataFrame(lines, columns=[here.columns[0], "this run", "committed rows", *committed.columns[2:]])
+
+
+def _measured_here(line: tuple[str, ...]) -> str:
+    """Return what was measured and its level; with few seeds also that it decides nothing."""
+    _, measured, where, level, _ = line
+    if measured == "–":
+        return NOT_RUN
+    parts = [measured]
+    if level != "–":
+        parts.append(level)
+    seeds = [int(n) for n in re.findall(r"\bn = (\d+)", measured)]
+    if where != "computed" and max(seeds, default=0) < MIN_SEEDS:
+        parts.append("too few seeds to decide")
+    return "; ".join(parts)
+
+
+def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield, by section of the paper that was run, the table of claims and the figures of the runs."""
+    figures = {topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS} if len(runs) else {}
+    topics = [topic for topic, drawn in figures.items() if drawn]
+    if not topics:
+        return
+    here, committed = reproduction.claims_tables(runs), reproduction.claims_tables()
+    for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
+        section = reproduction.SECTIONS[topic]
+        heading = f"{section.title}: the paper, this run, committed rows"
+        note = (
+            f"Paper: {section.place}. Notebook {section.number} explains it. Verdicts are those of the committed rows."
+        )
+        yield Section(heading, (note,), table=compare_claims(here[topic], committed[topic]), style="left claims")
+        yield from figures[topic]
+
+
+def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield the figures of the runs that belong to a section of the paper."""
+    if topic == "critical-periods":
+        yield from critical_periods.sections(runs)
+        return
+    if topic == "schedules":
+        yield from equal_cost.sections(runs)
+        yield from execution.sections(runs)
+        return
+    part = runs[runs["task"].isin(TASKS[topic])]
+    for name, group in groups.named(groups.quality_cost_groups(part)):
+        drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
+        seeds = int(group.groupby("arm")["seed"].nunique().max())
+        notes = (f"{counted(seeds, 'seed')}: too few to compare.",) if seeds < MIN_SEEDS else ()
+        yield Section(name, notes, drawn, f"{metric_of(group)} against cost", _without_front(group))
+    if topic == "graphs":
+        yield from aggregation.sections(part)
+
+
+def _without_front(group: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of an experiment without its Pareto front, and without columns that say nothing."""
+    shown = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
+    empty_values = {"paper": "not in the paper", "std": "–", "failed": 0}
+    empty = [name for name, value in empty_values.items() if name in shown and (shown[name] == value).all()]
+    return shown.drop(columns=empty)
 
 
 def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
@@ -70,13 +179,16 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     printed, title = paper.summary(runs), "Numbers printed in the paper"
     missing = printed.eq("not run").any(axis=1)
     parts = (title, printed[~missing], "left"), (f"{title}: not run", printed[missing], "left folded")
+    tables = reproduction.claims_tables(runs) if len(runs) else {}
     sections = [
         *(shown or [Section("Results", ("No run above smoke scale is stored yet; `cpt plan` lists the grids.",))]),
         *(section for study in studies("outcome") for section in study.sections(runs)),
+        *_claims_by_section(tables),
         of_claims(runs),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
+        *([_claims_not_run(tables)] if tables else []),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
@@ -92,6 +204,23 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     title = "Cyclic precision training: figures and tables from stored runs"
     write_text(out, render("page.html.j2", title=title, notes=notes, sections=sections))
     return out
+
+
+def _claims_by_section(tables: dict[str, pd.DataFrame]) -> Iterator[Section]:
+    """Yield the measured claims of every section of the paper, as on the page of ``make reproduce``."""
+    for topic in sorted(tables, key=lambda topic: reproduction.SECTIONS[topic].number):
+        section = reproduction.SECTIONS[topic]
+        lines = tables[topic]
+        heading = f"{section.title}: the paper and these rows"
+        measured = lines[lines["verdict"] != NOT_RUN]
+        yield Section(heading, (f"Paper: {section.place}.",), table=measured, style="left claims folded")
+
+
+def _claims_not_run(tables: dict[str, pd.DataFrame]) -> Section:
+    """Return the claims that nothing was run for, and what they need."""
+    lines = pd.concat(list(tables.values()))
+    missing = lines.loc[lines["verdict"] == NOT_RUN, ["the paper says", "data and scale"]]
+    return Section("Claims not run", table=missing.rename(columns={"data and scale": "needs"}), style="left folded")
 
 
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:

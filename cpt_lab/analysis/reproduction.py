@@ -27,6 +27,7 @@ from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.experiments.recipe import SCALES, Recipe
 from cpt_lab.experiments.recipes import DATASETS, recipe
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.stand_ins import STAND_IN_TITLES
 
 DIFFERENT = "≠"
 
@@ -196,7 +197,7 @@ def _arms(schedules: list[str], static: list[str], others: int) -> str:
 def _dataset(name: str) -> str:
     if name in DATASETS:
         return DATASETS[name].title
-    return f"own data ({name.rstrip('/')})"
+    return STAND_IN_TITLES.get(name, f"own data ({name.rstrip('/')})")
 
 
 def _optimizer(r: Recipe) -> str:
@@ -263,8 +264,18 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
         training without a deficit) reaches there; "verdict" by the rules of ``claims``, over all experiments.
     """
     choose("topic", topic, SECTIONS)
+    return _claims_table(topic, _committed_entries() if runs is None else claims.judged(runs))
+
+
+def claims_tables(runs: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
+    """Return ``claims_table`` of every section; the runs are judged once, which takes seconds."""
+    entries = _committed_entries() if runs is None else claims.judged(runs)
+    return {topic: _claims_table(topic, entries) for topic in SECTIONS}
+
+
+def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
     lines = []
-    for entry in _committed_entries() if runs is None else claims.judged(runs):
+    for entry in entries:
         if section_of_claim(entry.claim) == topic:
             place = entry.claim.place.partition(";")[0]
             lines.append((f"{entry.claim.claim} ({place})", *_measured(entry)))

@@ -6,12 +6,14 @@ import re
 from dataclasses import replace
 
 import matplotlib.colors
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from cpt_core.schedules.schedule import FunctionSchedule
-from cpt_lab.analysis import claims, figures, groups, predictors, report, runs, style
+from cpt_lab.analysis import claims, figures, groups, predictors, report, reproduction, runs, style
 from cpt_lab.analysis.measures import MEASURES
+from cpt_lab.analysis.pages import Section
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
@@ -130,7 +132,7 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
 
 def test_a_report_of_runs_that_failed(quick, tmp_path):
     """All of one network, and all but one of another."""
-    arms, failed = {"schedules": ["RR", "CR"], "static": [8], "seeds": [0]}, {"status": "failed", "error": "x"}
+    arms, failed = {"schedules": ["RR", "CR"], "static_bits": [8], "seeds": [0]}, {"status": "failed", "error": "x"}
     lost = rows_of(designs.quality_cost("demo", "digits", "mlp6", **arms), metrics=[], bitops={}, **failed)
     first, *others = rows_of(designs.quality_cost("demo", "digits", "resnet8_w8", **arms))
     page = written([*lost, first, *({**row, "metrics": [], "bitops": {}, **failed} for row in others)], tmp_path)
@@ -177,6 +179,103 @@ def test_columns_that_say_nothing_are_left_out(page):
     results = results.split("Preregistered questions</h2>")[0]
     assert "<th>failed</th>" not in results
     assert results.count("<th>diverged</th>") == results.count("<table") > 20
+
+
+# --- the page of make reproduce -------------------------------------------------------------------
+
+CLAIM = "CR matches static q_max (section 4.2)"
+COMMITTED = pd.DataFrame(
+    [(CLAIM, "CR minus static 8: -2.00, n = 8", "copies, demo scale", "static 8 reaches 75 %", "inconclusive")],
+    columns=reproduction.CLAIM_COLUMNS,
+)
+
+
+def claims_here(measured, level="static 8 reaches 50 %"):
+    return COMMITTED.assign(measured=measured, level=level)
+
+
+@pytest.fixture
+def reproduced(tmp_path, monkeypatch):
+    """Write the page of a demo run with these rows, and return it as HTML; the claims are made up."""
+    monkeypatch.setattr(report, "runs_dir", lambda: tmp_path / "runs")
+    monkeypatch.setattr(report, "_versions", str)
+
+    def tables(runs=None):
+        lines = COMMITTED if runs is None else claims_here(f"CR minus static 8: -1.00, n = {runs['seed'].nunique()}")
+        return dict.fromkeys(reproduction.SECTIONS, lines)
+
+    monkeypatch.setattr(reproduction, "claims_tables", tables)
+
+    def write(rows, scale="demo", **sections):
+        for row in rows:
+            store = tmp_path / "runs" / scale / "rows.jsonl"
+            stores.append_row(store, {"schema": stores.SCHEMA_VERSION, **row})
+        return report.write(tmp_path, scale, [], **sections).read_text()
+
+    return write
+
+
+def quality_rows(*seeds):
+    return rows_of(designs.quality_cost("demo", "digits", schedules=["RR", "CR"], static_bits=[8], seeds=list(seeds)))
+
+
+def test_reproduce_page_sets_claims_beside_committed_rows(reproduced):
+    text = " ".join(plain(reproduced(quality_rows(0, 1, 2))).split())
+    assert text.startswith("Cyclic precision training: notebooks run at demo scale")
+    assert "the paper says this run committed rows data and scale level verdict" in text
+    assert f"{CLAIM} CR minus static 8: -1.00, n = 3; static 8 reaches 50 % CR minus static 8: -2.00, n = 8" in text
+    assert "Image classification: the paper, this run, committed rows" in text
+    assert "Language: the paper" not in text  # nothing of it was run
+    assert "too few seeds" not in text
+
+
+def test_reproduce_page_shows_figures_after_claims(reproduced):
+    page = reproduced(quality_rows(0, 1, 2))
+    assert page.count("data:image/png;base64,") == 1
+    claims_table, figure = page.split("data:image/png;base64,")[0], page.split("data:image/png;base64,")[1]
+    assert "matches static q_max" in " ".join(plain(claims_table).split())
+    assert "<th>n</th>" in figure
+
+
+def test_reproduce_page_decides_nothing_of_one_seed(reproduced):
+    page = reproduced(quality_rows(0))
+    text = " ".join(plain(page).split())
+    assert "n = 1; static 8 reaches 50 %; too few seeds to decide" in text
+    assert "1 seed: too few to compare." in text
+    assert "Pareto" not in page
+    assert "<td>yes</td>" not in page
+
+
+def test_reproduce_page_calls_smoke_runs_no_result(reproduced):
+    page = reproduced(quality_rows(0, 1, 2), scale="smoke")
+    assert "nothing on this page is a result of it" in page.split("<h2")[0]
+    assert "notebooks run at smoke scale</h1>" in page
+    assert "matches static q_max" not in " ".join(plain(page).split())
+    assert "data:image" not in page
+
+
+def test_reproduce_page_names_own_data_only_where_given(reproduced):
+    part = [Section("3 bits are enough")]
+    said = "What was found for your data comes first"
+    assert said not in reproduced([], committed=part)
+    page = reproduced([], own_data=part, committed=[Section("At equal cost")])
+    assert said in page
+    assert page.index("3 bits are enough") < page.index("At equal cost") < page.index(">Notebooks<")
+
+
+@pytest.mark.parametrize(
+    ("measured", "shown"),
+    [
+        ("–", "not run"),
+        ("RR minus CR: +1.00, n = 2", "RR minus CR: +1.00, n = 2; too few seeds to decide"),
+        ("RR minus CR: +1.00, n = 2; ER: +1.00, n = 3", "RR minus CR: +1.00, n = 2; ER: +1.00, n = 3"),
+    ],
+)
+def test_compare_claims_says_what_ran(measured, shown):
+    lines = report.compare_claims(claims_here(measured, "–"), COMMITTED)
+    assert lines["this run"].tolist() == [shown]
+    assert lines["committed rows"].tolist() == COMMITTED["measured"].tolist()
+    assert lines["verdict"].tolist() == ["inconclusive"]
 
 
 # --- one number, one interval ---------------------------------------------------------------------
@@ -256,5 +355,8 @@ def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
     assert HOSTILE not in shown
     assert "<script>" not in shown
     assert html.unescape(shown).count(HOSTILE) > 10  # headings, arms, evidence, stores
-    evidence = re.search(r"<details><summary>1 effect</summary><ul><li>([^\n]*)</li>", shown.split("trades quality")[1])
+    evidence = re.search(
+        r"<details><summary>1 effect</summary><ul><li>([^\n]*)</li>",
+        shown.split("Claims of the paper</h2>")[1].split("trades quality")[1],
+    )
     assert html.escape(HOSTILE, quote=False).split("&amp;")[0] in evidence[1].replace("&#39;", "'")
