@@ -27,6 +27,8 @@ Anything else is *open*, and so is an effect of fewer than three seeds; the arms
   for three. A better predictor needs two domains.
 - Smaller scales settle no claim of the paper. They have words of their own (``SMALLER_SCALES``), which say no more than
   the rows do: the same sign on this task at this q_min with n seeds.
+- Preregistered runs are pooled with no others. Two claims, on the date and on the decay of deficits, have an experiment
+  of their own there (``deficit_dates``), whose effects the preregistration calls secondary.
 - ``since`` is when a rule was changed last. Entries are marked where rows that they rest on were there before: who
   changed the rule could have known them. ``rules.fingerprint`` tells when a line needs a new date.
 
@@ -37,18 +39,21 @@ Anything else is *open*, and so is an effect of fewer than three seeds; the arms
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pandas as pd
 
 from cpt_core.checks import choose
-from cpt_lab.analysis import groups
+from cpt_lab.analysis import groups, levels
 from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect, Interval
 from cpt_lab.analysis.measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA
+from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.experiments.recipes import DATASETS
 from cpt_lab.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
@@ -63,6 +68,7 @@ SMALLER_SCALES = {
     "predictor": ("better predictor", "worse predictor"),
 }
 TESTS = (*SMALLER_SCALES, "exact")
+ASKED_TOO = ("deficit_decay", "deficit_window")  # measures that read preregistered runs, see ``deficit_dates``
 UNREAD = (  # columns that no claim is about
     r".*_(current|best_valid|best_test|degree\d+)|commit|device|error|torch|dirty|data_checksum|seconds|"
     r"(first|last)_loss|learning_rates|bitops_per_op|map|map50_11point"
@@ -234,11 +240,35 @@ def meant(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
     return runs[mine]
 
 
-def judged(runs: pd.DataFrame) -> list[Entry]:
-    """Return an entry per claim, judged by runs; those at smoke scale do not count."""
+def judged(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
+    """Return an entry per claim, judged by runs; those at smoke scale do not count.
+
+    Preregistered runs are read by the measures of ``ASKED_TOO`` alone, which say so. Every effect has its level.
+
+    Args:
+        runs: as of ``runs.table``.
+        only: ids of claims; none of them for all.
+    """
     asked = runs["key"].isin(groups.preregistered())
-    read = runs.loc[~asked, ~runs.columns.str.fullmatch(UNREAD)]  # all rows and columns take twice as long
-    return [judge(claim, read) for claim in claims()]
+    read = runs.loc[:, ~runs.columns.str.fullmatch(UNREAD)]  # all rows and columns take twice as long
+    others = read[~asked]
+    full_bits = levels.full_bits(read)
+    entries = []
+    for claim in claims():
+        if only and claim.id not in only:
+            continue
+        entry = judge(claim, read if claim.measure in ASKED_TOO else others)
+        entries.append(_with_levels(entry, full_bits))
+    return entries
+
+
+def _with_levels(entry: Entry, full_bits: pd.DataFrame) -> Entry:
+    """Return an entry whose effects say what full bits reach in their experiments."""
+    effects = []
+    for effect, word in entry.effects:
+        level = levels.level_of(full_bits, effect.compared)
+        effects.append((replace(effect, level=level), word))
+    return replace(entry, effects=tuple(effects))
 
 
 def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
@@ -250,6 +280,28 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
         tests = [lambda alpha, e=effects[i]: said(claim, e, alpha) for i in part]
         words |= dict(zip(part, holm(tests), strict=True))
     return Entry(claim, tuple((e, words.get(i, OPEN)) for i, e in enumerate(effects)))
+
+
+def coverage(entries: Iterable[Entry]) -> tuple[int, int]:
+    """Return how many claims have a measured or computed effect at some scale, and how many have none."""
+    there = [bool(entry.effects) for entry in entries]
+    return sum(there), len(there) - sum(there)
+
+
+def needs(claim: Claim) -> str:
+    """Return in a sentence what a claim without evidence needs, from the grids that settle it."""
+    parts = [needed_runs(name) for name in claim.grids.split() if name in GRIDS]
+    return f"Not run: needs {', or '.join(parts)}." if parts else "Not run: needs runs that no grid lists."
+
+
+@cache
+def needed_runs(grid: str) -> str:
+    """Return model, data set and number of runs of a grid, such as "sage on OGBN-Products, 66 runs at paper scale"."""
+    found = GRIDS[grid]
+    specs = found.make(found.scales[0])
+    recipe = specs[0].recipe
+    dataset = DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
+    return f"{recipe.model} on {dataset}, {counted(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
 
 
 def summary(entries: Iterable[Entry]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import aggregation, critical_periods, exact, groups, predictors, statistics
+from cpt_lab.analysis import aggregation, critical_periods, deficit_dates, exact, groups, predictors, statistics
 from cpt_lab.analysis.effects import Claim, Effect, Interval, arm_minus, effect_at, effect_of, minus, quality_of
 from cpt_lab.analysis.metrics import metric_of
 
@@ -99,7 +99,11 @@ def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The earliest window against the latest one that leaves some time after it."""
+    """The earliest window against the latest one that leaves some time after it.
+
+    Where windows have as much time after them, at three dates or more, the line through their losses counts, under each
+    decay of the learning rate: a late window of a training of fixed length has less time to recover.
+    """
     for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
         inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
@@ -107,6 +111,13 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             first, last = inner.iloc[0], inner.iloc[-1]
             what = f"window {last.arm} minus {first.arm}"
             yield arm_minus(group, (last.arm, first.recipe), (first.arm, first.recipe), what)
+    for group in deficit_dates.dated_groups(runs):
+        for decay, part in deficit_dates.at_equal_recovery(deficit_dates.costs(group)):
+            dates, recovery = part["start"].nunique(), part["recovery"].iloc[0]
+            what = f"loss at the earliest minus at the latest of {dates} dates, {recovery} steps after each"
+            same_decay = group[group["decay"] == decay]
+            effect = effect_of(same_decay, -deficit_dates.slopes(part), f"{what}, {decay} learning rate")
+            yield replace(effect, bits=f"{effect.bits}, {decay} learning rate")
 
 
 def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -159,19 +170,20 @@ def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """What the longest deficit costs, against equal length, under one decay of the learning rate and under another."""
-    for group, deficits, clean in _lengths(runs):
-        longest = deficits[deficits.stop == deficits.stop.max()]
-        both = longest[longest.recipe.isin(clean.recipe)].sort_values("recipe").head(2)
-        if len(both) == 2:
-            runs_of, costs = quality_of(group), []
-            for r in both.itertuples():
-                mine, free = runs_of[runs_of["recipe"] == r.recipe], clean[clean.recipe == r.recipe].iloc[0].arm
-                low, high = mine[mine["arm"] == r.arm], mine[mine["arm"] == free]
-                costs.append((statistics.paired(high, low, "quality"), low, high))
-            (x, *first), (y, *second) = costs
-            what = f"the cost of a deficit of {longest.stop.max()} steps under two decays of the learning rate"
-            yield effect_of(pd.concat([*first, *second]), (x - y).dropna(), what)
+    """What the longest deficit at the start costs, against equal length, under two decays of the learning rate.
+
+    All pairs of decays have to agree.
+    """
+    for group in deficit_dates.dated_groups(runs):
+        effects: tuple[Effect, ...] = ()
+        for one, other, where, differences in deficit_dates.start_differences(deficit_dates.costs(group)):
+            stop, total = where["stop"].iloc[0], where["total"].iloc[0]
+            alike = group["decay"].isin([one, other]) & (group["total_steps"] == total)
+            compared = group[alike & group["stop"].isin([0, stop]) & (group["start"] == 0)]
+            what = f"cost of a deficit of {stop} of {total} steps, {one} minus {other} learning rate"
+            effects += (effect_of(compared, differences, what),)
+        if effects:
+            yield replace(effects[0], others=effects[1:])
 
 
 def _lengths(runs: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ KEPT = {  # what the data of kept rows are called there, and what they are
     "own pictures (voc2007-first16)": "the first 16 pictures of VOC 2007",
     "own pictures (voc2007-subset320)": "320 pictures of VOC 2007",
 }
+# of a recipe, what a learning-rate decay and the length of the training change
+DECAY_FIELDS = ("lr_rule", "milestones", "steps", "evaluate_every")
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -138,7 +141,8 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     ``learning_rates`` how many there are to choose from, ``valid`` the main metric on held-out data, by which they
     are chosen; ``start`` and ``stop`` of a deficit (0 and 0 without one, missing where there are several windows or
     the schedule is of another kind); ``equal_cost`` marks arms that only such an experiment has; ``first_loss`` and
-    ``last_loss`` of the training. The last column, ``evaluations``, holds lists of dicts: the curves.
+    ``last_loss`` of the training; ``lr_rule`` and ``milestones`` of the recipe, "" where it has none. The last column,
+    ``evaluations``, holds lists of dicts: the curves.
     """
     rows = list(rows)
     lines = [{**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows]
@@ -147,6 +151,29 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     metrics = list(dict.fromkeys([*found, *METRICS]))
     frame = pd.DataFrame(lines, columns=[*TYPES, *metrics, "evaluations"])
     return frame.astype({**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"})
+
+
+def _with_decays(tabulate: Any) -> Any:
+    """Add the columns of the learning-rate decay, which most rules of the paper's claims do not read."""
+
+    @wraps(tabulate)
+    def with_decays(rows: Iterable[Row]) -> pd.DataFrame:
+        rows = list(rows)
+        found = tabulate(rows)
+        recipes = [row["spec"]["recipe"] for row in rows]
+        columns = {
+            "lr_rule": [recipe.get("lr_rule", "") for recipe in recipes],
+            "milestones": [" ".join(f"{share:g}" for share in recipe.get("milestones", ())) for recipe in recipes],
+            "recipe_but_decay": [_recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes],
+        }
+        for name, values in columns.items():
+            found.insert(found.columns.get_loc("evaluations"), name, pd.array(values, dtype="string"))
+        return found
+
+    return with_decays
+
+
+table = _with_decays(table)  # not above it: the fingerprint of a rule is that of the function without these columns
 
 
 def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:

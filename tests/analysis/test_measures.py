@@ -62,12 +62,12 @@ def test_a_claim_may_name_q_max_aggregation_and_model():
 
 
 def cycles_of_demos():
-    of = {"schedules": ["CR"], "static": [], "seeds": range(3)}
+    of = {"schedules": ["CR"], "static_bits": [], "seeds": range(3)}
     return [s for n in (2, 8) for s in designs.quality_cost("demo", n_cycles=n, **of)]
 
 
 def deficits_of_two_decays():
-    both = ({"lengths": [100]}, {"lengths": [100], "milestones": (0.3, 0.6)})
+    both = ({"deficit_lengths": [100]}, {"deficit_lengths": [100], "milestones": (0.3, 0.6)})
     return [s for of in both for s in designs.deficit_length("demo", "digits", seeds=range(3), **of)]
 
 
