@@ -23,6 +23,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.lines import Row
 
 LEVEL = 0.05  # of the tests of a study together
+EVALUATED_ALIKE = "outcome if both sides are evaluated alike"  # header of the column, see ``Answer.by_rule``
 FRESH = 1000  # what is added to the seeds of a question, where a grid is run again
 
 
@@ -42,6 +43,13 @@ class Answer:
     adjusted: float = math.nan  # ``p`` by Holm's correction over the tests of a study
     word: str = ""
     told: str = ""  # the outcome at length, where primary effects do not tell it
+    # the outcome where both sides are evaluated alike, by the name of a rule in ``estimates.RULES``; also where it is
+    # the registered one. Empty where the question has one rule alone
+    by_rule: tuple[tuple[str, str], ...] = ()
+
+    def judged(self) -> str:
+        """Return the outcomes by rule in words, such as "Judged at 8 bits: open. Judged at their own bits: ..."."""
+        return " ".join(f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule)
 
 
 def corrected(found: Sequence[Answer]) -> list[Answer]:
@@ -74,14 +82,27 @@ def unbeaten(
 
 
 def ruled(answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]) -> Answer:
-    """Add to an answer whether its outcome depends on how both sides are judged: by ``RULES``, before correction."""
-    named = re.compile(r"[^:;]*").match  # the outcome alone
-    others = {}
+    """Add to an answer its outcome by each of ``RULES``, which judge both sides alike, and whether it depends on them.
+
+    Args:
+        answer: with its outcome.
+        family: the answers of the study, before Holm's correction.
+        by_rule: the answer to the same question by rule, before correction.
+    """
+    outcomes, told = {}, []
     for rule, alike in by_rule.items():
-        told = corrected([replace(alike, beside="") if a.question == answer.question else a for a in family])
-        others[rule] = named(next(a.word for a in told if a.question == answer.question))[0]  # type: ignore[index]
-    said = depends(named(answer.word)[0], others)  # type: ignore[index]
-    return replace(answer, word="; ".join(filter(None, [answer.word, said])))
+        told_alike = corrected([alike if a.question == answer.question else a for a in family])
+        found = next(a for a in told_alike if a.question == answer.question)
+        outcomes[rule] = _outcome_alone(found.word)
+        without_names = re.sub(r" \([^()]*\)", "", found.word)
+        told.append((rule, f"{without_names}; p {_number(found.adjusted)} after Holm's correction"))
+    said = depends(_outcome_alone(answer.word), outcomes)
+    return replace(answer, word="; ".join(filter(None, [answer.word, said])), by_rule=tuple(told))
+
+
+def _outcome_alone(word: str) -> str:
+    """Return the outcome without what is said beside it: "open" of "open; the pair gains in 3 of 6"."""
+    return re.split("[:;]", word, maxsplit=1)[0]
 
 
 def depends(outcome: str, by_rule: Mapping[str, str]) -> str:
@@ -95,8 +116,18 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     lines = []
     for a in found:
         effects = "; ".join(map(str, a.primary)) or "–"
-        lines.append((a.question, a.asks, effects, _number(a.p), _number(a.adjusted), a.word, a.lost))
-    columns = ["", "question", "primary effect [95 %]", "p", "p (Holm)", "outcome", "diverged or failed"]
+        by_rule = a.judged() or "–"
+        lines.append((a.question, a.asks, effects, _number(a.p), _number(a.adjusted), a.word, by_rule, a.lost))
+    columns = [
+        "",
+        "question",
+        "primary effect [95 %]",
+        "p",
+        "p (Holm)",
+        "outcome",
+        EVALUATED_ALIKE,
+        "diverged or failed",
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from cpt_core.checks import choose
 from cpt_core.schedules.schedule import Schedule
@@ -74,6 +75,21 @@ class Tuned:
 def settings(study: Tuned, case: str) -> dict[str, tuple[float, str]]:
     """Return rate and key of ``EVALUATED`` of every arm: the best on held-out data, by the mean over seeds."""
     return {arm: max(of, key=of.__getitem__) for arm, of in held_out(study, case).items()}
+
+
+def rates_at_ends(study: Tuned) -> pd.DataFrame:
+    """Return how many arms of every task took the smallest or the largest of ``RATES``, by held-out data.
+
+    Such a choice says that a rate is better than two others, not that it is tuned: one outside may be better still.
+
+    Returns:
+        Columns: task, arms, smallest rate, largest rate (numbers of arms).
+    """
+    lines = []
+    for name, case in study.cases.items():
+        chosen = [rate for rate, _ in settings(study, name).values()]
+        lines.append((case.title or name, len(chosen), chosen.count(min(RATES)), chosen.count(max(RATES))))
+    return pd.DataFrame(lines, columns=["task", "arms", "smallest rate", "largest rate"])
 
 
 @cache

@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.estimates import RULES, Estimate, by_run, found, seeds_by_arms
+from cpt_lab.analysis import levels
+from cpt_lab.analysis.estimates import OWN, RULES, TOP, Estimate, by_run, found, seeds_by_arms
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, corrected, ruled, secondary, summary
@@ -19,7 +20,9 @@ from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.tuned import Tuned, held_out, settings
 
-TOP = "8/8"  # the arm that costs most
+FULL_BITS = "8/8"  # the arm that costs most
+# how both arms are evaluated -> the rule of ``Task.gain``
+EVALUATIONS = {"each as chosen on held-out data": "", "both at 8 bits": TOP, "both at their own bits": OWN}
 Question = tuple[str, Callable[..., Answer]]  # what is asked; its answer, from tasks and the name of one of ``RULES``
 
 
@@ -31,6 +34,9 @@ class Task:
         self.name, self.margin, self.settings = c.title or case, c.margin, settings(study, case)
         self.unit, self.lost = runs["unit"].iloc[0], int(runs["lost"].sum())
         self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
+        self.training = levels.training_text(c.recipe)
+        of_full_bits = [spec.arm.startswith(f"{FULL_BITS} at ") for spec in study.runs(case)]
+        self.level = levels.reached(rows[of_full_bits])
         self._held_out = {arm: max(of.values()) for arm, of in held_out(study, case).items()}
         self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
 
@@ -97,12 +103,33 @@ def shown(
         yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
 
 
+def level_columns(parts: Sequence[Task]) -> dict[str, list[str]]:
+    """Return the columns that say how good every task's models are, evaluated at 8 bits, and how long they train."""
+    return {f"{FULL_BITS} reaches": [t.level for t in parts], "training": [t.training for t in parts]}
+
+
+def by_evaluation(parts: Sequence[Task], pairs: Callable[[Task], tuple[str, str]], heading: str) -> pd.DataFrame:
+    """Return what one arm gains on another in every task, by the bits at which both are evaluated, for people.
+
+    Args:
+        parts: complete tasks.
+        pairs: the two arms of a task.
+        heading: what stands before the bits of evaluation in the header.
+    """
+    cells: dict[str, list[str]] = {"task": [], **{name: [] for name in EVALUATIONS}}
+    for t in parts:
+        cells["task"].append(t.name)
+        for name, rule in EVALUATIONS.items():
+            cells[name].append(t.gain(*pairs(t), rule).shown())
+    return pd.DataFrame(cells).rename(columns={name: f"{heading}, {name}" for name in EVALUATIONS})
+
+
 def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
     """Return settings, quality and BitOps of every arm, for people."""
     lines = []
     for t in parts:
         for arm, (rate, evaluated) in t.settings.items():
-            ratio = t.bitops.loc[arm] / t.bitops.loc[TOP]
+            ratio = t.bitops.loc[arm] / t.bitops.loc[FULL_BITS]
             mean = f"{t.quality(arm).mean():.2f}"
             lines.append((t.name, arm, f"{rate:g}", evaluated, mean, *(f"{x:.3f}" for x in ratio)))
     columns = ["task", "arm", "rate, times the recipe's", "evaluated at", "quality", "BitOps (paper)", "per_op"]

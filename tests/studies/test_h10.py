@@ -55,3 +55,16 @@ def test_missing_tasks_leave_it_open():
     assert len(arm.table) == 16
     *_, last = outcome.sections(rows({}))
     assert len(last.table) == 15
+
+
+def test_h10_switches_compare_forward_with_gradients():
+    parts, _ = outcome.tasks(rows({LATE: 2.0, "gradients late": 1.0}))
+    table = outcome.switches(parts).set_index("task")
+    assert table.loc["digits", "forward late minus gradients late [95 %]"].startswith("+1.0")
+    assert list(table["n"]) == ["6"] * 5
+    assert all(level for level in table["8/8 reaches"])
+
+
+def test_h10_gains_by_evaluation_have_no_count():
+    parts, _ = outcome.tasks(rows({}))
+    assert len(outcome.gains_by_evaluation(parts)) == len(CASES)

@@ -145,7 +145,9 @@ def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
     said = answer("H2", *made).word
     assert said.startswith("confirmed: no schedule beats static by the margin; static is better in 6 of 6;")
     assert said.endswith("; depends on the rule: contradicted where both are judged at 8 bits")
-    assert "depends" not in answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2)).word
+    alike = answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2))
+    assert "depends" not in alike.word
+    assert [rule for rule, _ in alike.by_rule] == ["8 bits", "their own bits"]
 
 
 def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
@@ -244,7 +246,7 @@ def test_their_runs_are_pooled_with_no_other():
 
 def test_the_page_and_the_figure_show_what_is_answered():
     runs = table(rows("h3/facebook", lambda s: deficit_loss(s, date=-1)))
-    first, other = outcome.sections(runs)
+    first, other, decays, between = outcome.sections(runs)
     shown = first.table.set_index("")
     assert shown.loc["H3", "outcome"] == "earlier is worse"
     assert shown.loc["H1", "outcome"] == "open: 0 of 288 runs"
@@ -253,4 +255,6 @@ def test_the_page_and_the_figure_show_what_is_answered():
         "H3 loss, latest minus earliest, at equal learning rate, n = 10", "-0.95 [-1.01, -0.89] points",
     ]  # fmt: skip
     assert len(other.table) == 5
+    assert decays.table["learning rate"].tolist() == ["step", "cosine", "constant"]
+    assert len(between.table) == 3
     assert not list(outcome.sections(table([])))

@@ -100,13 +100,44 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     assert parts[1].quality("4/5")[0] == pytest.approx(10)
     some = found[found["dataset"] != "ptb"]
     assert {a.word for a in outcome.answers(some)} == {"open: 300 of 360 runs"}
-    first, shares, arm = outcome.sections(some)
+    first, shares, by_rule, arm = outcome.sections(some)
     assert "Nothing is decided" in first.notes[1]
     assert len(first.figure.axes) == 3
     assert len(shares.table) == 5
+    assert len(by_rule.table) == 6
     assert len(arm.table) == 5 * 10
     first, *_, last = outcome.sections(found)
     assert len(first.notes) == 1
     assert len(first.table) == 5
     assert len(last.table) == 3 * 6 + 6
     refused("no task of H7 is complete", outcome.figure, [])
+
+
+def test_h7_outcome_by_both_rules_is_always_said():
+    """Also where both rules have the registered outcome."""
+    a, *_ = outcome.answers(rows(pair=2.0))
+    assert [rule for rule, _ in a.by_rule] == ["8 bits", "their own bits"]
+    assert all(said.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; p ") for _, said in a.by_rule)
+    assert "depends on the rule" not in a.word
+    assert a.judged().startswith("Judged at 8 bits: confirmed: gradients may pay;")
+
+
+def test_h7_gains_by_evaluation_count_tasks_and_levels():
+    parts, _ = outcome.tasks(rows(pair=2.0))
+    table = outcome.gains_by_evaluation(parts)
+    assert list(table.columns[1:]) == [
+        f"4/5 minus 3/8 [95 %], {name}"
+        for name in ("each as chosen on held-out data", "both at 8 bits", "both at their own bits")
+    ]
+    assert all(cell.startswith("6 of 6, p ") for cell in table.iloc[-1, 1:])
+    assert len(table) == len(CASES) + 1
+    gains = outcome.gains(parts).set_index("task")
+    assert gains.loc["digits", "8/8 reaches"] == "53.0 %"  # three margins above the half of all
+    assert gains.loc["CIFAR-10 copies", "training"] == "1.4 epochs of 10,000 images of 16 x 16"
+
+
+def test_h7_rates_at_ends_are_counted():
+    """Made-up rates: twice the recipe's for text, half of it elsewhere."""
+    found = tuned.rates_at_ends(STUDY).set_index("task")
+    assert found.loc["characters"].tolist() == [10, 0, 10]
+    assert found.loc["digits"].tolist() == [10, 10, 0]

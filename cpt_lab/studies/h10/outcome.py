@@ -10,7 +10,7 @@ from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, unbeaten
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, complete, shown
+from cpt_lab.studies.tuned_outcome import FULL_BITS, Task, answered, by_evaluation, complete, level_columns, shown
 
 OTHERS = {"H10a": STATIC, "H10b": ("gradients late", "both late"), "H10c": ("forward spread",)}
 ASKS = "At one cost, does switching the forward products to 8 bits, as the learning rate falls,"
@@ -29,7 +29,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
 
 def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
-    pairs = {"H10a": ((LATE, "4/4"), (TOP, LATE)), "H10b": (("gradients late", "both late"),)}.get(question, ())
+    pairs = {"H10a": ((LATE, "4/4"), (FULL_BITS, LATE)), "H10b": (("gradients late", "both late"),)}.get(question, ())
     return unbeaten(
         effects(parts, question, rule), "the forward switch beats it nowhere by the margin", "the forward switch wins",
         [t.gain(*pair) for pair in pairs for t in parts], other="the other",
@@ -49,7 +49,25 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
     for question, what in {"H10a": "static bits", "H10b": "another switch", "H10c": "the same, spread"}.items():
         told = zip(parts, effects(parts, question), strict=True)
         found[f"minus {what} [95 %]"] = [f"{e.shown()} ({t.best(OTHERS[question])})" for t, e in told]
-    return pd.DataFrame(found)
+    return pd.DataFrame(found | level_columns(parts))
+
+
+def gains_by_evaluation(parts: Sequence[Task], question: str = "H10a") -> pd.DataFrame:
+    """Return what the late forward switch gains on the opponents of a question, by the bits of evaluation."""
+    return by_evaluation(parts, lambda t: (LATE, t.best(OTHERS[question])), f"{LATE} minus the best of its opponents")
+
+
+def switches(parts: Sequence[Task]) -> pd.DataFrame:
+    """Return what 8 forward bits in the last fifth gain on 8 gradient bits in the last half, by the format of the task.
+
+    Both cost the same by a * b. The preregistration does not ask for it: it is exploratory.
+    """
+    lines = []
+    for t in parts:
+        gain = t.gain(LATE, "gradients late")
+        lines.append((t.name, gain.shown(), f"{gain.p():.1g}", str(len(gain.values)), t.level))
+    columns = ["task", f"{LATE} minus gradients late [95 %]", "p", "n", f"{FULL_BITS} reaches"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def figure(parts: Sequence[Task]) -> Figure:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from cpt_lab.analysis import preregistered
+from cpt_lab.analysis import deficit_dates, preregistered
 from cpt_lab.analysis.estimates import OWN, PERCENT, POINTS, RULES, Estimate, by_run, found, seeds_by_arms
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
@@ -70,6 +70,13 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     if len(general):
         note = "The slopes of H1 over the means of the twelve schedules, which stand for schedules in general."
         yield Section("H1 over schedules", (note,), table=general, style="left")
+    yield from deficit_dates.sections(decay_runs(runs))
+
+
+def decay_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of H3, from which ``deficit_dates.outcome`` has the loss by date and decay; none if some miss."""
+    rows = found(grid_specs("h3/facebook"), runs)
+    return runs.iloc[:0] if isinstance(rows, str) else rows.reset_index()
 
 
 def _frame(specs: list[RunSpec], rows: pd.DataFrame) -> pd.DataFrame:

@@ -197,6 +197,15 @@ def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     return {arm: text.replace(ELSEWHERE, "") for arm, text in said.items() if text}
 
 
+def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
+    """Return the outcomes of all allocated arms in words by each of ``RULES``, also where both rules agree."""
+    found = {}
+    for rule in RULES:
+        outcomes = _outcomes(effects(parts, rule))
+        found[rule] = "; ".join(f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items())
+    return found
+
+
 def _gains(lines: pd.DataFrame) -> list[str]:
     """Gains in words; where the BitOps of the whole model differ from static's by 0.5 %, they are told."""
     said = []
@@ -225,7 +234,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     if rules := robustness(parts):
         words += f"; depends on the rule: {' and '.join(rules)}"
     told = ". ".join([said, *(f"{arm.capitalize()} {text}" for arm, text in rules.items())])
-    return [Answer("H5", ASKS, tuple(primary), word=words, told=told)]
+    by_rule = () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
+    return [Answer("H5", ASKS, tuple(primary), word=words, told=told, by_rule=by_rule)]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:

@@ -9,12 +9,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap
 
+from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, against, unbeaten
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
 from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, complete, shown
+from cpt_lab.studies.tuned_outcome import (
+    EVALUATIONS,
+    FULL_BITS,
+    Task,
+    answered,
+    by_evaluation,
+    complete,
+    level_columns,
+    shown,
+)
 
 GAIN = 4  # tasks that must gain
 tasks = partial(complete, STUDY)
@@ -25,17 +35,22 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return answered(*tasks(runs), QUESTIONS)
 
 
+def p_of_gains(primary: Sequence[Estimate]) -> float:
+    """Return the p-value of "at least ``GAIN`` tasks gain": one-sided, for the number of tasks that may be left out."""
+    ordered = sorted(e.p(0.0, "greater") for e in primary)
+    return min(1.0, (len(primary) - GAIN + 1) * ordered[GAIN - 1])
+
+
 def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
     static, pair = f"{bits}/{Q_MAX}", pays(bits)
     primary = [t.gain(pair, static, rule) for t in parts]
-    gains = (len(primary) - GAIN + 1) * sorted(e.p(0.0, "greater") for e in primary)[GAIN - 1]
-    p = max(gains, *(e.p(-e.margin, "greater") for e in primary))
+    p = max(p_of_gains(primary), *(e.p(-e.margin, "greater") for e in primary))
     _, wins, loses = against(primary)
     keep = f"contradicted: gradients should keep their bits ({'; '.join(loses)})" if loses else ""
-    other = [t.gain(pair, f"{bits + 1}/{Q_MAX}" if bits < max(BUDGETS) else TOP) for t in parts]
+    other = [t.gain(pair, f"{bits + 1}/{Q_MAX}" if bits < max(BUDGETS) else FULL_BITS) for t in parts]
     words = ("confirmed: gradients may pay", keep)
     said = f"the pair gains in {len(wins)} of {len(primary)}"
-    return Answer(primary=tuple(primary), p=min(1.0, p), words=words, secondary=tuple(other), beside=said)
+    return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(other), beside=said)
 
 
 def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
@@ -63,15 +78,30 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
         static, pair = f"{bits}/{Q_MAX}", pays(bits)
         cells = found[f"{pair} minus {static} [95 %]"] = []
         for t in parts:
-            gain, full = t.gain(pair, static), t.gain(TOP, static)
-            share = f"{TOP} gains nothing clear"
+            gain, full = t.gain(pair, static), t.gain(FULL_BITS, static)
+            share = f"{FULL_BITS} gains nothing clear"
             if full.interval()[0] > 0:
                 with np.errstate(divide="ignore", invalid="ignore"):  # where what 8/8 gains is drawn as 0
                     both = (gain.values, full.values)
                     ends = bootstrap(both, _ratio, paired=True, method="percentile", rng=0).confidence_interval
-                share = f"{interval_text(gain.mean / full.mean, *ends)} of what {TOP} gains"
+                share = f"{interval_text(gain.mean / full.mean, *ends)} of what {FULL_BITS} gains"
             cells.append(f"{gain.shown()}; {share}")
-    return pd.DataFrame(found)
+    return pd.DataFrame(found | level_columns(parts))
+
+
+def gains_by_evaluation(parts: Sequence[Task], bits: int = min(BUDGETS)) -> pd.DataFrame:
+    """Return what the pair that costs no more than static ``bits`` gains on it, by the bits of evaluation."""
+    pair, static = pays(bits), f"{bits}/{Q_MAX}"
+    found = by_evaluation(parts, lambda t: (pair, static), f"{pair} minus {static} [95 %]")
+    if len(parts) < GAIN:
+        return found
+    cells = [f"tasks that gain, p of at least {GAIN}"]
+    for rule in EVALUATIONS.values():
+        primary = [t.gain(pair, static, rule) for t in parts]
+        _, wins, _ = against(primary)
+        cells.append(f"{len(wins)} of {len(parts)}, p {p_of_gains(primary):.2g}")
+    found.loc[len(found)] = cells
+    return found
 
 
 def _ratio(gain: np.ndarray, full: np.ndarray, axis: int) -> np.ndarray:
@@ -99,7 +129,7 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
         pair: ("gradients pay", "o", COLORS["small"]),
         f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
         f"cycle at {pair}": ("gradients pay, and a cycle", "D", COLORS["medium"]),
-        TOP: ("static 8, which costs more", "|", COLORS["static"]),
+        FULL_BITS: ("static 8, which costs more", "|", COLORS["static"]),
     }
     ax.axvspan(-1, 1, color="#dddddd", linewidth=0)
     ax.axvline(0, color="#888888", linewidth=0.8)
@@ -121,5 +151,5 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "Learning rate and bits of evaluation of every arm were chosen on held-out data. Grey: too little to name."
     )
     alt = "gains of gradients that pay for forward bits, of a cycle, and of both, on static precision of equal cost"
-    table = "beside all that there is to win", gains
-    return shown(STUDY, runs, QUESTIONS, "Where the next bit operation should go", note, figure, alt, table)
+    tables = (("beside all that there is to win", gains), ("by the bits of evaluation", gains_by_evaluation))
+    return shown(STUDY, runs, QUESTIONS, "Where the next bit operation should go", note, figure, alt, *tables)
