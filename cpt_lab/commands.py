@@ -489,6 +489,8 @@ def told(entries: list[Any], answers: Iterable[Any], every: bool = False, eviden
     yield "our own questions (docs/preregistration.md):"
     for a in answers:
         yield f"{a.question}: {a.asks}\n  {a.word}"
+        if a.by_rule:
+            yield f"  {a.judged()}"
         yield from (f"    {effect}" for effect in (*a.primary, *a.secondary) if evidence)
     if evidence:
         yield str(integrity(all_stores()))
