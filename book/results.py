@@ -8,6 +8,7 @@ import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from book import figures
 from cpt_core.checks import write_text
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab import commands
-from cpt_lab.analysis import claims, preregistered
+from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, holm, unit_of
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
@@ -28,7 +30,10 @@ from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import find_grids, grid_specs, studies
+from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT, paper_dir, results_dir
+from cpt_lab.studies import prices, tuned
+from cpt_lab.studies.h1_to_h4.outcome import decay_runs
 from cpt_lab.studies.h5 import outcome as h5
 from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
@@ -61,6 +66,7 @@ def pages() -> dict[Path, str]:
     stored = set(runs.loc[runs["scale"] == "paper", "key"])
     judged = claims.judged(runs)
     told = [(topic_of(f"{e.claim.id} {e.claim.tasks}"), e, e.verdicts()) for e in judged]
+    spending, switching = (study.tasks(runs)[0] for study in (h7, h10))
     lines = {kind: [(topic_of(place), f"`{place}`: {text}") for place, text in harvest(kind)] for kind in KINDS}
     whole = render(
         "results.md.j2",
@@ -72,12 +78,30 @@ def pages() -> dict[Path, str]:
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(_called(sentence(a)) for a in answers),
+        coverage=claims.coverage(judged),
+        filled=_filled,
+        rates_text=_rates_text,
+        needed=_needed(judged),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
+        by_rule=_outcomes_by_rule(answers),
+        levels=_levels(runs),
+        decays=deficit_dates.outcome(decay_runs(runs)),
+        tables_of_decays=deficit_dates,
         equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],
-        spent=h7.gains(h7.tasks(runs)[0]),
-        switched=h10.gains(h10.tasks(runs)[0]),
+        spent=h7.gains(spending),
+        spent_by_rule=h7.gains_by_evaluation(spending),
+        spent_prices=prices.price_table(
+            h7.STUDY, "digits", [arm for b in h7.BUDGETS for arm in (f"{b}/8", h7.pays(b))]
+        ),
+        spent_rates=_rates(h7.STUDY),
+        switched=h10.gains(switching),
+        switched_by_rule=h10.gains_by_evaluation(switching),
+        switched_prices=prices.price_table(h10.STUDY, "digits"),
+        switched_rates=_rates(h10.STUDY),
+        switches=h10.switches(switching),
         again=_again(answers),
+        again_levels=_levels_of_effects(runs),
         unrun=[f"`{grid}`" for grid, found in _fresh().items() if found is None and "-rates/" not in grid],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
@@ -97,8 +121,9 @@ def topic_of(place: str) -> str:
 
 def sentence(a: preregistered.Answer) -> str:
     """Return what became of a question in words: what it asks, its outcome, its primary effects."""
+    judged = f" {a.judged()}" if a.by_rule else ""
     if a.told:
-        return f"{a.question}: {a.asks} {a.told[0].upper()}{a.told[1:]}."
+        return f"{a.question}: {a.asks} {a.told[0].upper()}{a.told[1:]}.{judged}"
     word = re.sub("(confirmed|contradicted): ", "", a.word)
     effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
     if len(a.primary) > 2:  # too many for a sentence: how far they reach
@@ -111,7 +136,7 @@ def sentence(a: preregistered.Answer) -> str:
         counts = ", ".join(f"{task}: n = {n}" for task, n in seeds.items())
         effects = f"the 95 % intervals reach up to {reach}; {counts}"
     said = [part for part in (word, effects) if part]
-    return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
+    return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)]) + judged
 
 
 def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
@@ -121,6 +146,7 @@ def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
     said += [f"At smaller scales: **{_called(smaller)}**."] if smaller not in ("–", at_paper) else []
     said += [f"Rule of {entry.rule()}."]
     said += [f"Rows: {', '.join(f'`{name}`' for name in entry.stores())}."] if entry.stores() else []
+    said += [] if entry.effects else [f"**{claims.needs(c)}**"]
     grids = c.grids.split() if c.test != "exact" else []
     said += [f"Settled by the grids {', '.join(f'`{grid}`' for grid in grids)}."] if grids else []
     effects = _listed(entry.evidence())
@@ -164,7 +190,8 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     gains: dict[tuple[str, str], Estimate] = {}
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
         part = quality_of(rows)
-        task = f"{_called(dataset.rstrip('/'))}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}"
+        level = levels.stated("static 8", [levels.reached(levels.full_bits(part))])
+        task = f"{_called(dataset.rstrip('/'))}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}, {level}"
         quality = part.pivot(index="seed", columns="arm", values="quality") * metric_named(metric_of(part)).factor
         cost = part.groupby("arm")["relative_cost"].first().sort_values()
         static = [arm for arm in cost.index if arm.startswith("static")]
@@ -175,6 +202,72 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     shown = {of: f"**{e.shown()}**" if adjusted[of] < ALPHA else e.shown() for of, e in gains.items()}
     tasks = dict.fromkeys(task for task, _ in gains)
     return pd.DataFrame({"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks})
+
+
+def _outcomes_by_rule(answers: list[preregistered.Answer]) -> pd.DataFrame:
+    """The outcomes of questions whose models can be evaluated by two rules: a line per question and rule."""
+    lines = [
+        (a.question if i == 0 else "", f"both at {rule}", outcome)
+        for a in answers
+        for i, (rule, outcome) in enumerate(a.by_rule)
+    ]
+    return pd.DataFrame(lines, columns=["", "evaluated", "outcome"])
+
+
+def _needed(entries: list[claims.Entry]) -> pd.DataFrame:
+    """What the claims without any effect need: a line per grid, with how many claims it would settle."""
+    grids = Counter(grid for e in entries if not e.effects for grid in e.claim.grids.split())
+    lines = [(claims.needed_runs(grid), n) for grid, n in grids.items()]
+    return pd.DataFrame(lines, columns=["needed", "claims"])
+
+
+def _levels(runs: pd.DataFrame) -> pd.DataFrame:
+    """What full bits reach in the task of every preregistered grid, and how long it trains."""
+    lines: dict[tuple[str, str, str], None] = {}
+    for grid, task, level, training in _levels_by_grid(runs):
+        lines[grid.split("/")[0].upper(), f"{task}, {training}", level] = None
+    return pd.DataFrame(list(lines), columns=["", "task and training", "level"])
+
+
+def _levels_by_grid(runs: pd.DataFrame) -> Iterable[tuple[str, str, str, str]]:
+    """Yield grid, task, level and training of every preregistered grid whose runs are stored."""
+    for grid in _fresh():
+        if "-rates/" in grid:
+            continue
+        by_recipe: dict[tuple[str, str, str], list[RunSpec]] = {}
+        for spec in grid_specs(grid):
+            r = spec.recipe
+            by_recipe.setdefault((r.dataset, r.model, r.ladder), []).append(spec)
+        for (dataset, model, ladder), specs in by_recipe.items():
+            rows = runs[runs["key"].isin({spec.key for spec in specs})]
+            if len(rows):
+                formats = "" if ladder == "affine" else f", {ladder} formats"
+                task = f"{model} on {_called(dataset.rstrip('/'))}{formats}"
+                yield grid, task, levels.of_experiment(rows), _trained(specs)
+
+
+def _trained(specs: list[RunSpec]) -> str:
+    """How long the runs of a grid train: of several lengths, the shortest and the longest."""
+    recipes = sorted({spec.recipe for spec in specs}, key=lambda r: r.steps)
+    if recipes[0].steps == recipes[-1].steps:
+        return levels.training_text(recipes[0])
+    return f"{recipes[0].steps} to {levels.training_text(recipes[-1])}"
+
+
+def _rates(study: tuned.Tuned) -> dict[str, Any]:
+    """How many chosen learning rates lie at an end of the grid of three, in all and by task."""
+    found = tuned.rates_at_ends(study)
+    ends = int(found[["smallest rate", "largest rate"]].to_numpy().sum())
+    return {"ends": ends, "arms": int(found["arms"].sum()), "table": found}
+
+
+def _rates_text(found: dict[str, Any]) -> str:
+    """Say how many rates lie at an end of the grid, from what ``_rates`` returned."""
+    return _filled(
+        "Every arm chose among three learning rates: half the recipe's, the recipe's, and twice it. "
+        f"{found['ends']} of the {found['arms']} choices lie at an end of this grid, the smallest rate or the largest "
+        'rate, so "chosen on held-out data" is not "tuned": a rate outside may be better still.'
+    )
 
 
 def _fresh() -> dict[str, Any]:
@@ -191,6 +284,19 @@ def _again(answers: list[preregistered.Answer]) -> list[preregistered.Repeated]:
         for grid in filter(None, _fresh().values())
     ]
     return [one for of_grid in pairs for one in preregistered.compared(of_grid)]
+
+
+def _levels_of_effects(runs: pd.DataFrame) -> dict[str, str]:
+    """The level of the grid of every effect with fresh seeds, by what the effect compares."""
+    by_grid: dict[str, list[str]] = {}
+    for grid, _, level, _ in _levels_by_grid(runs):
+        by_grid.setdefault(grid, []).append(level)
+    return {
+        what: "; ".join(dict.fromkeys(by_grid[grid]))
+        for grid, kept in _fresh().items()
+        if kept is not None
+        for what in kept["effects"]
+    }
 
 
 def _kept(name: str) -> str:
@@ -219,7 +325,10 @@ def main() -> None:
     for study, name in ((h7, "where_to_spend_bits"), (h10, "when_to_switch")):
         drawn = study.figure(study.tasks(committed(study.STUDY.name))[0])
         drawn.savefig(results_dir() / f"{name}.png", dpi=110)
-    print("docs/reproducing, and two figures in data/results, written")
+    drawn = deficit_dates.decay_figure(decay_runs(committed("h3")))
+    drawn.savefig(results_dir() / "learning_rate_decay.png", dpi=110)
+    figures.paper_beside_ours().savefig(results_dir() / "figure_3.png", dpi=110)
+    print("docs/reproducing, and four figures in data/results, written")
 
 
 if __name__ == "__main__":

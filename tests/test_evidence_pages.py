@@ -1,0 +1,115 @@
+"""Pages under docs/reproducing: they keep the sections, levels, prices and rules without which effects mislead."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from cpt_lab.paths import results_dir
+from cpt_lab.studies import tuned
+from cpt_lab.studies.h7 import arms as h7
+from cpt_lab.studies.h10 import arms as h10
+from tests.test_docs import page
+
+PAGES = "docs/reproducing"
+
+
+def section_of(name, heading):
+    """The text below a heading of a page, up to the next of its rank."""
+    mark = heading.split()[0]
+    parts = re.split(rf"^{mark} ", page(f"{PAGES}/{name}.md"), flags=re.M)
+    (found,) = (part for part in parts if part.startswith(heading.removeprefix(f"{mark} ")))
+    return found
+
+
+def test_page_of_critical_periods_shows_the_decays():
+    told = section_of("critical-periods", "## What the learning-rate decay does")
+    assert "h3.jsonl" in told
+    assert "| step | +1.09 [+0.95, +1.23] |" in told
+    assert "-0.42 [-0.63, -0.22] | 0.0012 | 10 |" in told
+    assert "| step minus constant | +0.63 [+0.42, +0.84] points |" in told
+    assert "**secondary and uncorrected**" in told
+    assert "learning_rate_decay.png" in told
+    assert (results_dir() / "learning_rate_decay.png").exists()
+
+
+def test_page_of_critical_periods_judges_footnote_5():
+    told = section_of("critical-periods", "### The decay of the learning rate does not matter")
+    assert "`h3.jsonl`" in told
+    assert "step minus constant learning rate: +0.63" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("name", ["critical-periods", "images", "graphs", "language", "detection", "schedules"])
+def test_page_says_the_level_of_every_measured_effect(name):
+    """Each effect of a claim names what full bits reach, but for those that are computed."""
+    bullets = re.findall(r"^- (?:\n  |.)*", page(f"{PAGES}/{name}.md").split("## Rows kept here")[0], re.M)
+    effects = [" ".join(b.split()) for b in bullets if re.search(r"n = \d+", b)]
+    without = [e for e in effects if not re.search(r"; (static \d+|no deficit) reaches ", e)]
+    assert len(effects) >= 4
+    assert without == []
+
+
+@pytest.mark.parametrize("name", ["where-to-spend-bits", "when-to-switch"])
+def test_page_of_a_study_says_level_prices_and_rates(name):
+    told = page(f"{PAGES}/{name}.md")
+    assert "| 8/8 reaches | training |" in told
+    assert "1.4 epochs of 10,000 images of 16 x 16" in told
+    assert "wider operand: max(a, b)^2 | tensor cores" in told
+    assert "both at 8 bits" in told
+    assert "both at their own bits" in told
+
+
+@pytest.mark.parametrize(
+    ("study", "name"), [(h7.STUDY, "where-to-spend-bits"), (h10.STUDY, "when-to-switch")], ids=["h7", "h10"]
+)
+def test_page_of_a_study_counts_rates_at_ends(study, name):
+    chosen = [rate for case in study.cases for rate, _ in tuned.settings(study, case).values()]
+    counts = Counter(chosen)
+    ends = counts[0.5] + counts[2.0]
+    assert f"{ends} of the {len(chosen)} choices lie at an end of this grid" in " ".join(
+        page(f"{PAGES}/{name}.md").split()
+    )
+
+
+def test_level_of_cifar_copies_is_that_of_the_rows():
+    found = []
+    for line in (results_dir() / "h7.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["spec"]["recipe"]["dataset"].startswith("cifar10") and row["spec"]["arm"].startswith("8/8"):
+            metrics = {(m["name"], m["precision"], m["split"], m["when"]): m["value"] for m in row["metrics"]}
+            found.append(100 * metrics["accuracy", "q_max", "test", "final"])
+    (line,) = re.findall(r"^\| CIFAR-10 copies .*epochs of 10,000.*$", page(f"{PAGES}/where-to-spend-bits.md"), re.M)
+    assert f"| {sum(found) / len(found):.1f} % |" in line
+
+
+def test_pages_print_both_rules_of_evaluation():
+    questions = page(f"{PAGES}/questions.md")
+    for question in ("H2", "H5", "H7a", "H7b", "H7c", "H8a", "H8b", "H10a", "H10b", "H10c"):
+        _, second = re.search(rf"^\| {question} \| both at 8 bits \|.*\n(.*)$", questions, re.M)[0].splitlines()
+        assert second.startswith("|  | both at their own bits |"), question
+    assert "| H7a | both at 8 bits | open; the pair gains in 3 of 6;" in questions
+    table = page(f"{PAGES}/where-to-spend-bits.md")
+    assert re.search(r"\| tasks that gain, p of at least 4 \| 4 of 6, .* \| 3 of 6, p 0\.11 \| 5 of 6, ", table)
+
+
+def test_questions_and_repeated_effects_have_levels():
+    levels = section_of("questions", "# Questions asked before their runs")
+    for name in ("H1", "H2", "H3", "H4", "H5", "H6", "H7", "H10"):
+        assert re.search(rf"^\| {name} \| .* reaches .* \|$", levels, re.M), name
+    repeated = section_of("repeating", "## Repeat an effect")
+    rows = [line for line in repeated.splitlines() if re.search(r"\[.*\].*\[.*\]", line) and line.startswith("|")]
+    assert rows
+    assert all(" reaches " in row for row in rows)
+    assert "static 8 reaches 52.9 %" in section_of("schedules", "## Schedules within the range test")
+
+
+def test_index_counts_claims_without_evidence():
+    told = page(f"{PAGES}/index.md")
+    there, of = map(int, re.search(r"(\d+) of the (\d+) claims have a measured or computed effect", told).groups())
+    missing = [
+        name.name
+        for name in (results_dir().parents[1] / PAGES).glob("*.md")
+        for _ in re.findall(r"\*\*Not\s+run:", name.read_text())
+    ]
+    assert of - there == len(missing)
