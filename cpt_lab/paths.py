@@ -58,6 +58,7 @@ paper_dir = partial(_kept, "data/paper")  # the numbers taken from the paper
 cards_dir = partial(_kept, "data/cards")  # a page per data set
 notebooks_dir = partial(_kept, "notebooks")
 solutions_dir = partial(_kept, "notebooks/solutions")  # of the notebooks' exercises
+sweeps_dir = partial(_kept, "notebooks/sweeps")  # the paper's sweeps as parameters for `papermill -f`
 study_dir = partial(_kept, "examples/study")  # what a study of one's own begins with
 
 

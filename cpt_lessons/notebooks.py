@@ -25,7 +25,7 @@ from cpt_lab.commands import digest, try_
 from cpt_lab.data.files import reading
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
-from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
+from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir, sweeps_dir
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
 from cpt_lessons.places import Place, Progress
@@ -65,7 +65,7 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
 
 
 def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
-    """Copy the notebooks and solutions into a folder, and into its ``data/`` the rows, cards and numbers they speak of.
+    """Copy notebooks, sweeps and solutions into a folder, and into its ``data/`` rows, cards and numbers they speak of.
 
     The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
     is read from the package, so that the rows in ``data/`` are there to be looked at. Links to pages of the repository
@@ -78,10 +78,11 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
     """
     sources = {
         folder: notebooks_dir(),
+        folder / "sweeps": sweeps_dir(),
         **({} if hand_out else {folder / "solutions": solutions_dir()}),
         **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
     }
-    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl", ".sha256")
+    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl", ".sha256", ".yaml")
     copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
     for copy in copies:
         if copy.exists():

@@ -96,10 +96,10 @@ def cpt(installed, tmp_path, monkeypatch):
 def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made(built):
     names = set(zipfile.ZipFile(built[1]).namelist())
     places = {"data/cards": "cards", "data/paper": "paper", "data/results": "results", "notebooks": "notebooks"}
-    places["notebooks/solutions"] = "solutions"
+    places |= {"notebooks/solutions": "solutions", "notebooks/sweeps": "sweeps"}
     for place, shipped in places.items():
         for path in (ROOT / place).iterdir():
-            if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb", ".py"):
+            if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb", ".py", ".yaml"):
                 assert f"cpt_lab/shipped/{shipped}/{path.name}" in names
     for path in ROOT.glob("cpt_*/**/*"):
         if path.is_file() and path.suffix != ".pyc" and ".egg-info" not in path.parent.name:  # which builds leave here
@@ -147,6 +147,7 @@ def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):
     mine = cpt.folder / "mine"
     assert (mine / "data" / "results" / "bands.json").is_file()
     assert (mine / "solutions" / "00_solutions.py").is_file()
+    assert (mine / "sweeps" / "03_cifar10_resnet74.yaml").is_file()
     cpt("reproduce", "--notebook", "01", "--scale", "smoke")
     assert (cpt.folder / "runs" / "reproduce" / "smoke" / "01_schedules.html").is_file()
     asks = nbformat.v4.new_notebook(
