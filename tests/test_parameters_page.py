@@ -1,0 +1,46 @@
+"""The page of the notebooks' parameters, and what it is made from."""
+
+import json
+
+from book import parameters
+from cpt_lessons.notebooks import notebooks, parameters_of
+
+
+def test_parameters_page_is_up_to_date():
+    assert parameters.PAGE.read_text() == parameters.page(notebooks()), "run: python -m book.parameters"
+
+
+def test_parameters_page_has_every_parameter_of_every_notebook():
+    page = parameters.PAGE.read_text()
+    for path in notebooks():
+        assert f"(../notebooks/{path.name})" in page or not parameters_of(path)
+        part = page.partition(f"(../notebooks/{path.name})")[2].partition("\n## ")[0]
+        for name in parameters_of(path).keys() - {"scale"}:
+            assert f"\n| `{name}` | " in part
+
+
+def test_declared_reads_types_defaults_and_comments():
+    source = 'a: list = ["x", 1]  # one | two # three\nb = None\nc = True\nd: dict = {\n    "#": 1,\n}  # last\n'
+    assert [tuple(parameter) for parameter in parameters.declared(source)] == [
+        ("a", "list", '["x", 1]', "one | two # three"),
+        ("b", "", "None", ""),
+        ("c", "bool", "True", ""),
+        ("d", "dict", '{\n    "#": 1,\n}', "last"),
+    ]
+
+
+def test_page_lists_notebooks_with_a_scale_alone_apart(tmp_path):
+    def write(name, source):
+        cells = [
+            {"cell_type": "markdown", "metadata": {}, "source": [f"# {name}\n", "text"]},
+            {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": [source]},
+        ]
+        path = tmp_path / f"{name}.ipynb"
+        path.write_text(json.dumps({"cells": cells}))
+        return path
+
+    paths = [write("first", 'scale = "smoke"'), write("second", "q_max: list = [8]  # a | b")]
+    page = parameters.page(paths).removeprefix(parameters.HEAD)
+    assert "## [second](../notebooks/second.ipynb)" in page
+    assert "| `q_max` | list | `[8]` | a \\| b |" in page
+    assert page.rstrip().endswith("- [first](../notebooks/first.ipynb)")
