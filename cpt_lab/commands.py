@@ -194,11 +194,14 @@ def run(
 
 
 def _selected_specs(grids: Any, name: str, scale: str | None, selection: Any) -> list[Any]:
-    """Return the selected runs of a grid or a figure, each once: grids of a figure may share runs."""
+    """Return the selected runs of a grid or a figure, each once: grids of a figure may share runs.
+
+    Grids of a figure that do not have the scale are left out.
+    """
     found = grids.find_grids(name)
-    for grid, known in found.items():
-        if scale is not None and scale not in known.scales:
-            raise ValueError(f"grid {grid!r} has no scale {scale!r}; {offer(scale, known.scales)}")
+    scales = list(dict.fromkeys(known for grid in found.values() for known in grid.scales))
+    if scale is not None and scale not in scales:
+        raise ValueError(f"{name} has no scale {scale!r}; {offer(scale, scales)}")
     selected = selection.specs(found, scale)
     every_spec = [spec for specs in selected.values() for spec in specs]
     if not every_spec:

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from helpers import refused, said_by, specs_of
@@ -64,7 +65,7 @@ def keep(spec, status="ok", **more):
         (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
         (["run", "digits/mlp6", "--arms", "XR"], "no arm 'XR' in this grid; choose from LR, LT"),
         (["run", "digits/mlp6", "--savings", "larg"], "no savings 'larg' in this grid; choose from"),
-        (["run", "digits/mlp6", "--arms", "CR", "--savings", "large"], "no run has one of the arms CR and savings large"),
+        (["run", "digits/mlp6", "--arms", "CR", "--savings", "large"], "no run has one of the arms CR and savings"),
         (["run", "digits/mlp6", "--schedules", "XR"], "schedules must be a list of LR, LT"),
         (["run", "digits/mlp6", "--q-max", "six"], "q_max must be a list of whole numbers from 1 to 32; got 'six'"),
         (["run", "digits/mlp6", "--q-min", "9"], "q_min: expected an integer from 1 to q_max = 8, got 9"),
@@ -77,10 +78,10 @@ def keep(spec, status="ok", **more):
         (["run", "digits/deficit_length", "--schedules", "CR"], "takes no schedules; it takes dataset, model"),
         (["run", "h4/gradients", "--steps", "9"], "grid 'h4/gradients' takes no steps; it takes seeds"),
         (["run", "figure_7", "--dataset", "my-text/"], "dataset 'my-text/' is for one grid, and these are"),
-        (["plan", "digits/deficit_length", "--deficit-lengths", "-1"], "No such option"),
-        (["plan", "digits/deficit_window", "--deficit-starts", "500"], "windows of 200 steps within 600 steps, from 0 to 400"),
-        (["plan", "digits/deficit_length", "--decay", "linear"], "decay must be a list of recipe, constant, step, cosine"),
-        (["rows", "digits/mlp6", "--csv", "no/such/folder.csv"], "a folder that is there, such as rows.csv; got no/such"),
+        (["plan", "digits/deficit_length", "--deficit-lengths", "-1"], "deficit_lengths must be a list of whole"),
+        (["plan", "digits/deficit_window", "--deficit-starts", "500"], "windows of 200 steps within 600 steps, from 0"),
+        (["plan", "digits/deficit_length", "--decay", "linear"], "decay must be a list of recipe, constant, step"),
+        (["rows", "digits/mlp6", "--csv", "no/such/folder.csv"], "a folder that is there, such as rows.csv; got no"),
         (["rows", "nope"], "; `plan` lists them all"),
         (["run", "digits/mlp6", "--seeds", "0,1"], "0 to 2147483647, or None; got (0, 1)"),
         (["run", "digits/mlp6", "--workers", "-3"], "of at least 0 and at most 1024, got -3"),
@@ -156,11 +157,80 @@ def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(command,
     assert asked == [("language_model.jsonl", 2), ("graph.jsonl", 3)]
 
 
+def test_a_run_takes_other_values_for_the_parameters_of_its_grid(command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
+    words = ["run", "digits/mlp6", "--scale", "smoke", "--schedules", "CR", "RR", "--static-bits", "none"]
+    assert command(*words, "--seeds", "0", "1")[0] == 0
+    assert [(s.arm, s.seed) for s in asked] == [("CR", 0), ("CR", 1), ("RR", 0), ("RR", 1)]
+    asked.clear()
+    settings = ["--q-max", "6", "8", "--q-min", "4", "--q-grad", "7", "--n-cycles", "3", "--steps", "60"]
+    assert command(*words, *settings, "--learning-rate", "0.5")[0] == 0
+    assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.n_cycles, s.recipe.steps, s.recipe.lr) for s in asked} == {
+        (top, 7, 4, 3, 60, 0.5) for top in (6, 8)
+    }
+    asked.clear()
+    assert command("run", "digits/mlp6", "--scale", "smoke", "--dataset", "cifar10", "--arms", "CR")[0] == 0
+    assert [(s.recipe.dataset, s.recipe.model) for s in asked] == [("cifar10", "resnet8_w8")]
+
+
+def test_a_run_takes_other_deficits(command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
+    words = ["run", "digits/deficit_window", "--scale", "smoke", "--seeds", "0", "--no-controls"]
+    given = ["--deficit-starts", "5", "9", "--deficit-window", "7", "--deficit-bits", "3", "--decay", "constant"]
+    assert command(*words, *given)[0] == 0
+    assert [(s.schedule.windows, s.schedule.q_low, s.recipe.lr_rule) for s in asked] == [
+        (((5, 12),), 3, "constant"), (((9, 16),), 3, "constant")
+    ]  # fmt: skip
+
+
+def test_savings_choose_among_the_runs_of_several_grids(command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
+    assert command("run", "figure_8", "--arms", "no deficit, 400")[0] == 0  # of one of its grids
+    assert {(s.recipe.dataset, s.arm) for s in asked} == {("digits", "no deficit, 400")}
+    asked.clear()
+    command("run", "pydoc/lstm", "--savings", "small", "--seeds", "0")
+    assert [s.arm for s in asked] == ["ER", "ETH"]
+
+
+def test_a_plan_counts_exactly_the_runs_that_were_asked_for(command):
+    words = ["digits/mlp6", "--scale", "smoke", "--schedules", "CR", "RR", "--static-bits", "8", "--q-max", "6", "8"]
+    _, out, _ = command("plan", *words[:3], "--arms", "CR", "static 8")
+    assert "\ngrids: 1; 2 runs: 0 done" in out
+    _, out, _ = command("plan", *words, "--seeds", "0", "1")
+    assert "\ngrids: 1; 10 runs: 0 done" in out  # two schedules twice and static 8 once, with two seeds
+    keep(grids.grid_specs("digits/mlp6", "smoke", [1], schedules=["CR"], q_max=[6])[0], seconds=1.0)
+    assert "10 runs: 1 done, 0 failed, 9 missing" in command("plan", *words, "--seeds", "0", "1")[1]
+
+
+def test_rows_of_a_grid_are_shown_and_written(command, place):
+    words = ["rows", "digits/mlp6", "--arms", "CR", "static 8", "--seeds", "0", "1", "77"]
+    status, out, _ = command(*words, "--csv", str(place / "rows.csv"))
+    assert (status, out.splitlines()[-2:]) == (0, ["4 of 6 runs stored", f"written to {place / 'rows.csv'}"])
+    shown = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    expected = 100 * load(DIGITS).query("model == 'mlp6' and q_min == 3 and arm == 'CR' and seed < 2").accuracy.mean()
+    assert shown["CR"][1:4] == ["2", "0.631", f"{expected:.1f}"]
+    frame = pd.read_csv(place / "rows.csv")
+    assert set(TYPES) <= set(frame)
+    assert (frame.arm.tolist(), frame.seed.tolist()) == (["CR", "CR", "static 8", "static 8"], [0, 1, 0, 1])
+    specs = grids.grid_specs("digits/mlp6", "demo", [77])
+    keep(next(s for s in specs if s.arm == "CR"), "failed")
+    assert command(*words)[1].splitlines()[-1] == "5 of 6 runs stored, 1 of them failed"
+
+
+def test_rows_of_a_grid_may_be_none(command):
+    assert command("rows", "digits/mlp6", "--scale", "smoke")[:2] == (0, "0 of 12 runs stored\n")
+    keep(grids.grid_specs("digits/mlp6", "smoke")[0], seconds=1.0)
+    assert command("rows", "digits/mlp6", "--scale", "smoke")[1].endswith("\n1 of 12 runs stored\n")
+
+
 def test_every_command_has_its_help(command):
     _, out, _ = command("--help")
     listed = set(re.findall(r"^\W*([a-z][a-z-]+)  ", out, re.MULTILINE))
     assert {"plan", "run", "notebooks", "claims"} < listed
-    for name in ("run", "plan"):
+    for name in ("run", "plan", "rows"):
         status, out, _ = command(name, "--help")
         assert (status, "Usage" in out) == (0, True)
 
@@ -174,10 +244,10 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command):
 
 
 def test_runs_of_two_grids_are_named_in_a_plan_and_done_once(command):
-    out = command("plan", "table_1")[1]
+    out = command("plan", "table_1", "--scale", "paper")[1]
     assert "; 87 runs: " in out
     assert "\n3 of them are runs of another grid, too; each is done once" in out
-    said = command("run", "table_1", "--shard", "1/85")[2]
+    said = command("run", "table_1", "--scale", "paper", "--shard", "1/85")[2]
     assert "with I <= N <= 84, the runs" in " ".join(said.split())
 
 
