@@ -220,6 +220,8 @@ def _decay(r: Recipe) -> str:
         return {"constant": "none", "step": "a tenth at 50 and 75 %"}[rule]
     if milestones and rule != "cosine":
         return f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"
+    if rule == "cosine" and final is None:
+        return "cosine to 0"
     if final is not None:
         shape = "linear" if r.task == "entailment" else "cosine"
         return f"{shape} to {final:g} of it"
