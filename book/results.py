@@ -21,11 +21,11 @@ from book import figures
 from cpt_core.checks import write_text
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab import commands
-from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
+from cpt_lab.analysis import claims, deficit_dates, levels, preregistered, reproduction
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, holm, unit_of
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
-from cpt_lab.analysis.pages import render
+from cpt_lab.analysis.pages import markdown, render
 from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.analysis.statistics import ALPHA
@@ -76,6 +76,7 @@ def pages() -> dict[Path, str]:
         kept=lambda *names: _filled(f"Kept: {'; '.join(map(_kept, names))}."),
         tally=lambda topic: _tally([entry for page, entry, _ in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
+        beside=_beside,
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(_called(sentence(a)) for a in answers),
         coverage=claims.coverage(judged),
@@ -151,6 +152,15 @@ def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
     said += [f"Settled by the grids {', '.join(f'`{grid}`' for grid in grids)}."] if grids else []
     effects = _listed(entry.evidence())
     return f"### {c.claim}\n\n{_filled(' '.join(said))}" + (f"\n\n{effects}" if effects else "")
+
+
+def _beside(topic: str) -> str:
+    """Return the claims of a section and the numbers that it prints, beside ours, as tables in Markdown."""
+    tables = [markdown(reproduction.claims_table(topic))]
+    numbers = reproduction.printed_table(topic)
+    if len(numbers):
+        tables += ["The numbers that the paper prints, and the nearest measured values:", markdown(numbers)]
+    return _called("\n\n".join(tables))
 
 
 def _called(words: str) -> str:

@@ -1,7 +1,6 @@
 """The numbers printed in the paper, beside the nearest values that were measured."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ COLUMNS = [
 NORMAL_TRAINING = {"cifar10": 256, "imagenet": 150}
 
 
-def summary(runs: pd.DataFrame, artefacts: Iterable[str] | None = None) -> pd.DataFrame:
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the paper's numbers with their places, each beside the nearest value that was measured.
 
     The nearest value is that of the same thing at paper scale, at the end of training, with the best epoch on the test
@@ -38,14 +37,10 @@ def summary(runs: pd.DataFrame, artefacts: Iterable[str] | None = None) -> pd.Da
 
     Args:
         runs: the typed table of ``runs.table``.
-        artefacts: such as ``("figure_3",)``; None takes all.
     """
     at_paper = runs[runs["scale"] == "paper"]
-    wanted = None if artefacts is None else set(artefacts)
     lines = []
     for p in numbers().itertuples():
-        if wanted is not None and p.artefact not in wanted:
-            continue
         what = ", ".join(filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model)))
         arm = f"{p.arm} minus {p.minus}" if p.minus and p.metric != "saved" else p.arm
         printed = number_text(p.value, p.to, p.std, p.unit)

@@ -18,12 +18,11 @@ import pandas as pd
 
 from cpt_core.checks import choose
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import claims, paper
+from cpt_lab.analysis import claims, paper, printed
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.experiments.recipe import SCALES, Recipe
 from cpt_lab.experiments.recipes import DATASETS, recipe
 from cpt_lab.experiments.spec import RunSpec
@@ -62,9 +61,11 @@ SECTIONS: dict[str, PaperSection] = {
     "detection": PaperSection(
         "04", "Object detection", "section 4.2, figure 4", ("figure_4",), "detection", (("voc2012", "retinanet"),)
     ),
+    "entailment": PaperSection(
+        "06", "Entailment", "section 4.4, figure 7 right", ("figure_7",), "entailment", (("xnli", "bert"),)
+    ),
     "language": PaperSection(
-        "06", "Language", "section 4.4, figure 7", ("figure_7",), "language|ptb|entailment",
-        (("ptb", "lstm"), ("xnli", "bert")),
+        "06", "Language modelling", "section 4.4, figure 7 left", ("figure_7",), "language|ptb", (("ptb", "lstm"),)
     ),
     "graphs": PaperSection(
         "05", "Node classification", "section 4.3, figures 5 and 6", ("figure_5", "figure_6"),
@@ -143,9 +144,9 @@ def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec
     names = [*_SHOWN_FIRST, *(n for n in further if any(values[n] != first[n] for values in ours.values()))]
     lines = []
     for name in names:
-        printed = [values[name] for values in theirs.values()]
+        theirs_printed = [values[name] for values in theirs.values()]
         measured = [_marked(values[name], first[name]) for values in ours.values()]
-        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *printed, *measured))
+        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *theirs_printed, *measured))
     return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
 
 
@@ -284,13 +285,6 @@ def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=CLAIM_COLUMNS)
 
 
-def coverage(runs: pd.DataFrame | None = None) -> tuple[int, int]:
-    """Return how many claims have a measured or computed effect at some scale, and how many have none."""
-    entries = _committed_entries() if runs is None else claims.judged(runs)
-    measured = sum(bool(entry.effects) for entry in entries)
-    return measured, len(entries) - measured
-
-
 @cache
 def _committed_entries() -> list[claims.Entry]:
     return claims.judged(all_committed())
@@ -299,7 +293,7 @@ def _committed_entries() -> list[claims.Entry]:
 def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
     """Return effect, data and scale, level and verdict of a claim, by the experiment that shows most."""
     if not entry.effects:
-        return "–", needs(entry.claim.grids.split()), "–", "not run"
+        return "–", _needs(entry.claim), "–", "not run"
     effects = [effect for effect, _ in entry.effects]
     if effects[0].scale == "exact":
         return effects[0].what, "computed", "–", _plain(entry.verdict(paper_scale=True))
@@ -313,6 +307,10 @@ def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
     return measured, where, effect.level or "–", _plain(words.partition(": ")[0])
 
 
+def _needs(claim: claims.Claim) -> str:
+    return claims.needs(claim).removeprefix("Not run: ").removesuffix(".")
+
+
 def _effect_shows(effect: Effect) -> tuple[int, int, int]:
     """Return how much an effect shows, as a key: its scale, real data before embedded stand-ins, seeds."""
     embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
@@ -322,19 +320,6 @@ def _effect_shows(effect: Effect) -> tuple[int, int, int]:
 def _plain(words: str) -> str:
     """Return a verdict without the house word "open"."""
     return re.sub(r"\bopen\b", "inconclusive", words)
-
-
-def needs(grids: Iterable[str]) -> str:
-    """Return what a claim without runs needs, such as "needs `ogbn-arxiv/q_agg` (66 runs at paper scale)"."""
-    parts = [
-        f"`{name}` ({len(_runs_of(name))} runs at {GRIDS[name].scales[0]} scale)" for name in grids if name in GRIDS
-    ]
-    return f"needs {', '.join(parts)}" if parts else "needs runs that no grid lists"
-
-
-@cache
-def _runs_of(grid: str) -> list[RunSpec]:
-    return GRIDS[grid].make(GRIDS[grid].scales[0])
 
 
 # --- printed numbers ------------------------------------------------------------------------------------
@@ -347,6 +332,11 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         topic: a key of ``SECTIONS``; "" takes all numbers.
         runs: None takes all committed rows.
     """
-    artefacts = None if not topic else SECTIONS[choose("topic", topic, SECTIONS)].artefacts
     found = all_committed() if runs is None else runs
-    return paper.summary(found, artefacts)
+    numbers = paper.summary(found)
+    if not topic:
+        return numbers
+    section = SECTIONS[choose("topic", topic, SECTIONS)]
+    datasets = {dataset for dataset, _ in section.settings}
+    mine = [p.artefact in section.artefacts and p.dataset in datasets for p in printed.numbers().itertuples()]
+    return numbers[mine]
