@@ -1,0 +1,54 @@
+"""Figures and tables that notebooks 03 to 08 promise are in their outputs."""
+
+import copy
+
+import nbclient
+import nbformat
+import pytest
+from flow import NOTEBOOKS, read
+
+from bench import demo_check
+
+PAPER = [p for p in NOTEBOOKS if p.name[:2] in demo_check.PAPER]
+OWN_RUNS = """
+from cpt_lab.analysis import runs
+from cpt_lessons import own_runs
+rows = runs.committed("{store}").query("{condition}")
+own_runs.compared(rows)
+"""
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_notebook_shows_promised_outputs(path):
+    assert demo_check.missing(read(path), own_runs=False) == []
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_missing_names_dropped_outputs(path):
+    book = copy.deepcopy(read(path))
+    cells = [c for c in book.cells if c.cell_type == "code" and any("data" in o for o in c.outputs)]
+    checked = [c for c in cells if demo_check.TRAINS not in c.source]
+    assert len(checked) >= 4  # settings, a figure, claims, printed numbers
+    for cell in checked:
+        cell.outputs = []
+    assert len(demo_check.missing(book, own_runs=False)) == len(checked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("store", "condition"),
+    [
+        ("image_digits", "model == 'mlp6' and q_min == 3 and seed < 4"),
+        ("graph_facebook", "model == 'gcn' and seed < 3"),
+        ("language_pydoc", "n_cycles == 2"),
+        ("deficit_digits", "seed < 4"),
+        ("detection_scenes", "seed < 2"),
+    ],
+)
+def test_own_runs_show_figure_and_claims(store, condition):
+    source = OWN_RUNS.format(store=store, condition=condition)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(book, timeout=300).execute()
+    shown = [output.get("data", {}) for output in book.cells[0].outputs]
+    assert any(demo_check.PICTURE in data for data in shown)
+    assert any(demo_check.CLAIMS in data.get(demo_check.TABLE, "") for data in shown)
