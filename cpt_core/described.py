@@ -163,7 +163,7 @@ def _number(value: float, among: np.ndarray) -> str:
 
 
 def _words(figure: Figure) -> str:
-    """Say what stands in titles, at axes and in legends, each once."""
+    """Say what stands in titles, at axes, in legends and in captions, each once."""
     heading = figure.get_suptitle()
     panels, names = [], []
     for ax in figure.axes:
@@ -171,7 +171,8 @@ def _words(figure: Figure) -> str:
         drawn = f"{y} against {x}" if x and y else x or y
         panels.append(": ".join(filter(None, (ax.get_title() or ax.get_title(loc="left"), drawn))))
         names += ax.get_legend_handles_labels()[1]
-    said = [heading, "; ".join(_once(panels)), ", ".join(_once(names))]
+    captions = [text.get_text() for text in figure.texts if text.get_text() != heading]
+    said = [heading, "; ".join(_once(panels)), ", ".join(_once(names)), *captions]
     return ". ".join(filter(None, said)).replace(r"\$", "$")
 
 

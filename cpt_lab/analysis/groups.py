@@ -110,7 +110,8 @@ def experiment_name(runs: pd.DataFrame) -> str:
         parts.append(f"{first['total_steps']:,} steps")
     if (runs["kind"] == "cyclic").any() and runs["n_cycles"].nunique() == 1:
         parts.append(counted(first["n_cycles"], "cycle"))
-    parts += [f"q_min {first['q_min']}, q_max {first['q_max']}", f"{first['scale']} scale"]
+    tops = " and ".join(str(top) for top in sorted(runs["q_max"].unique(), reverse=True))
+    parts += [f"q_min {first['q_min']}, q_max {tops}", f"{first['scale']} scale"]
     return ", ".join(parts if first["preset"] == "ours" else [*parts, f"{first['preset']}' preset"])
 
 

@@ -9,6 +9,7 @@ static q_max.
 import pandas as pd
 
 from cpt_lab.analysis.metrics import metric_of
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, task_of_dataset
 from cpt_lab.paths import paper_dir
 
 UNITS = {"%": 100.0, "points": 100.0, "1e13 BitOps": 1e-13}  # from stored values
@@ -25,6 +26,25 @@ def of_experiment(runs: pd.DataFrame, artefact: str) -> pd.DataFrame:
     same = (found["minus"] == "") & (found["artefact"] == artefact) & (found["metric"] == metric_of(runs))
     same &= (found["dataset"] == first["dataset"]) & (found["model"] == first["model"]) & (first["scale"] == "paper")
     return found[same].astype({"q_max": int})
+
+
+def of_figure(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers in the paper's figure of quality against cost that an experiment redraws.
+
+    At paper scale these are the numbers for the same data set and network, if there are any; else those for all data of
+    the same task, on graphs with the same network. Column ``own_data`` is True where the paper's data are not those of
+    the experiment; ``data`` is the name of the paper's data set.
+    """
+    found, first = numbers(), runs.iloc[0]
+    found = found[found["artefact"] == EXPERIMENTS[first["task"]].artefact]
+    found = found[[task_of_dataset(dataset) == first["task"] for dataset in found["dataset"]]]
+    if first["task"] == "graph":
+        found = found[found["model"] == first["model"]]
+    same = (found["dataset"] == first["dataset"]) & found["model"].isin(["", first["model"]])
+    own_data = not (first["scale"] == "paper" and same.any())
+    if not own_data:
+        found = found[same]
+    return found.assign(own_data=own_data, data=[DATASETS[dataset].title for dataset in found["dataset"]])
 
 
 def number_text(value: float, to: float, std: float, unit: str) -> str:
