@@ -7,11 +7,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpt_lab.analysis.captions import caption, warned
 from cpt_lab.analysis.groups import AGGREGATIONS, aggregation_groups, named
+from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.statistics import paired
-from cpt_lab.analysis.style import COLORS, drawing, legend_below, title
+from cpt_lab.analysis.statistics import interval, paired
+from cpt_lab.analysis.style import COLORS, drawing, legend_below, set_finding, write_caption
 
+MIN_SEEDS = 3  # fewer compare nothing
 COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
 
 
@@ -49,6 +52,21 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(cells)
 
 
+def finding(runs: pd.DataFrame, bits: int = 8) -> str:
+    """Return in a sentence how Q-Agg compares with FP-Agg at a static precision, by seed.
+
+    They differ where the 95 % interval of the differences excludes 0; fewer than ``MIN_SEEDS`` seeds compare nothing.
+    """
+    differences = aggregation_difference(runs)
+    points = 100 * differences[differences["arm"] == f"static {bits}"]["difference"]
+    if len(points) < MIN_SEEDS:
+        return f"{counted(len(points), 'seed')}: no comparison"
+    mean, low, high = interval(points)
+    if low <= 0 <= high:
+        return f"No clear difference between Q-Agg and FP-Agg at {bits} bits"
+    return f"Q-Agg {'gains' if mean > 0 else 'loses'} {abs(mean):.1f} points against FP-Agg at {bits} bits"
+
+
 def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
 
@@ -63,7 +81,8 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
         _curves(axes[0, 0], runs, bits)
         _differences(axes[0, 1], aggregation_difference(runs))
         legend_below(figure, axes[0, 0])
-        figure.suptitle(title(runs), fontsize=10)
+        set_finding(figure, warned(finding(runs, bits), runs))
+        write_caption(figure, caption(runs))
     return figure
 
 

@@ -1,23 +1,62 @@
 """Quality against cost: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7."""
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpt_core.schedules.cost import static_cost
+from cpt_core.schedules.profiles import SCHEDULES
 from cpt_lab.analysis import printed
+from cpt_lab.analysis.captions import caption, warned
 from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
-from cpt_lab.analysis.metrics import metric_named, metric_of
+from cpt_lab.analysis.metrics import counted, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.statistics import paired
-from cpt_lab.analysis.style import COLORS, LABELS, SMALL, TEXT, drawing, legend_below, name_points, title
+from cpt_lab.analysis.statistics import ALPHA, interval, paired, spearman
+from cpt_lab.analysis.style import (
+    COLORS,
+    PRINTED,
+    PROFILE_COLORS,
+    PROFILE_TEXT,
+    QUIET,
+    SMALL,
+    drawing,
+    legend_below,
+    name_points,
+    set_finding,
+    write_caption,
+)
 from cpt_lab.experiments.recipe import Metric
 from cpt_lab.experiments.recipes import EXPERIMENTS
 
 GROUPS = ("large", "medium", "small")  # of savings
+MIN_SEEDS = 3  # fewer compare nothing
+
+# Figures of several q_max share a panel: schedules of 8 bits and more have a dark outline, as in the paper.
+OUTLINED_BITS = 8
+STATIC_COLORS = (COLORS["static"], "#6B6B6B", "#6B4F2A")  # from the largest q_max down
+PROFILE_NAMES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "rex": "REX",
+    "exponential": "exponential",
+    "own": "own profile",
+}
+MARKERS = {
+    "o": "repeated",
+    "^": "triangular, vertical mirror",
+    "v": "triangular, horizontal mirror",
+    "D": "own schedule",
+}
+GIGA = 1e9  # multiplications of two 32-bit numbers in a GBitOp
+PAPER_UNIT = 1e13  # BitOps in what the paper prints as one GBitOp
+X_LABELS = {
+    "relative_cost": "training cost relative to static {top} (BitOps)",
+    "noise_exposure": "noise exposure: mean of 4^-bits relative to static {top}",
+}
 
 
 def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
@@ -88,7 +127,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
     Means are over all n seeds of an arm; the Pareto front is that of the seeds that all arms have.
     """
-    name = metric_of(runs)
+    name, several = metric_of(runs), runs["q_max"].nunique() > 1
+    runs = relative_to_largest(runs) if several else runs
     metric, arms = metric_named(name), by_arm(runs)
     compared = by_arm(on_common_seeds(runs))
     best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
@@ -97,7 +137,9 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         "arm": arms.arm,
         "savings": arms.savings,
         "q_max": arms.q_max,
-        "relative cost": arms.relative_cost.map("{:.3f}".format),
+        f"cost relative to static {runs['q_max'].max()}" if several else "relative cost": (
+            arms.relative_cost.map("{:.3f}".format)
+        ),
         "noise exposure": arms.noise_exposure.map("{:.0f}".format),
         f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
         "std": metric.text(arms["std"]),
@@ -120,88 +162,328 @@ def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
     return [known.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
 
 
+def finding(runs: pd.DataFrame) -> str:
+    """Return the finding of an experiment of quality against cost in a sentence, one line for every aggregation.
+
+    Fewer than ``MIN_SEEDS`` seeds compare nothing. Quality rises or falls with cost where the rank correlation over the
+    schedules of the largest q_max has one sign: the 95 % interval of its mean over seeds excludes 0. That speaks of
+    these schedules; ``predictors.rank_correlation`` asks it of schedules in general. A schedule exceeds static q_max,
+    or falls below it, where the interval of its differences by seed excludes 0; these intervals hold 1 - 0.05 / the
+    number of schedules (Bonferroni).
+    """
+    parts = sorted(runs.groupby("aggregation"), key=lambda part: part[0])
+    if len(parts) == 1:
+        return _finding(runs)
+    return "\n".join(f"{AGGREGATIONS[kind]}: {_finding(part)}" for kind, part in parts)
+
+
+def _finding(runs: pd.DataFrame) -> str:
+    tops = sorted(runs["q_max"].unique(), reverse=True)
+    comparisons = [_against_static(at_q_max(runs, top)) for top in tops]
+    seeds = comparisons[0].seeds
+    if 0 <= seeds < MIN_SEEDS:
+        return f"{counted(seeds, 'seed')}: no comparison"
+    shown = [comparison for comparison in comparisons if comparison.schedules] or comparisons[:1]
+    words = "; ".join(comparison.words for comparison in shown)
+    relation = _relation(runs) if comparisons[0].schedules > 1 else ""
+    return f"{relation}; {words}" if relation else f"{words[0].upper()}{words[1:]}"
+
+
+def _relation(runs: pd.DataFrame) -> str:
+    """Return how quality depends on cost over the schedules of the largest q_max; "" of fewer than three."""
+    name = metric_of(runs)
+    schedules = at_q_max(runs, None)
+    schedules = schedules[schedules["savings"] != "static"]
+    wide = schedules.pivot_table(index="seed", columns="arm", values=name, aggfunc="first").dropna()
+    if wide.shape[1] < 3:
+        return ""
+    cost = schedules.groupby("arm")["relative_cost"].first()[wide.columns]
+    quality = metric_named(name).better * wide.to_numpy(dtype=float)
+    strengths = spearman(cost.to_numpy(dtype=float), quality)
+    _, low, high = interval(strengths[~np.isnan(strengths)])
+    if low > 0:
+        return "Quality rises with cost"
+    if high < 0:
+        return "Quality falls with cost"
+    return "No clear relation between cost and quality"
+
+
+class _Comparison(NamedTuple):
+    """Schedules beside static q_max."""
+
+    words: str
+    seeds: int  # that every schedule shares with static q_max; -1 where nothing can be compared
+    schedules: int
+
+
+def _against_static(runs: pd.DataFrame) -> _Comparison:
+    """Compare the schedules of one q_max with static q_max, by seed."""
+    name, top = metric_of(runs), runs["q_max"].iloc[0]
+    valued = runs[runs[name].notna()]
+    static = valued[valued["arm"] == f"static {top}"]
+    schedules = [part for arm, part in valued[valued["savings"] != "static"].groupby("arm")]
+    if not schedules:
+        return _Comparison(f"static precision alone ran at q_max {top}", -1, 0)
+    if static.empty:
+        return _Comparison(f"static {top} did not run", -1, len(schedules))
+    better = metric_named(name).better
+    differences = [better * paired(part, static, name) for part in schedules]
+    seeds = min(len(values) for values in differences)
+    if seeds < MIN_SEEDS:
+        return _Comparison(f"static {top}: {counted(seeds, 'seed')}, no comparison", seeds, len(schedules))
+    bounds = [interval(values, ALPHA / len(schedules)) for values in differences]
+    above = sum(low > 0 for _, low, _ in bounds)
+    below = sum(high < 0 for _, _, high in bounds)
+    of_all = f"{above} of {counted(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
+    words = f"{of_all}, {below} fall{'s' * (below == 1)} below"
+    return _Comparison(words, seeds, len(schedules))
+
+
+def relative_to_largest(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return runs with costs and noise exposure relative to static precision at the largest q_max among them.
+
+    In rows they are relative to static precision at a run's own q_max. Costs are converted by the BitOps of both.
+    """
+    full, top = full_bitops(runs), runs["q_max"].max()
+    cost, noise = {}, {}
+    for q_max in runs["q_max"].unique():
+        cost[q_max] = full[q_max] / full[top]
+        noise[q_max] = 4.0 ** (top - q_max)
+        if np.isnan(cost[q_max]):
+            cost[q_max] = static_cost(int(q_max)) / static_cost(int(top))
+    converted = {
+        "relative_cost": runs["relative_cost"] * runs["q_max"].map(cost).astype(float),
+        "noise_exposure": runs["noise_exposure"] * runs["q_max"].map(noise).astype(float),
+    }
+    return runs.assign(**converted)
+
+
+def full_bitops(runs: pd.DataFrame) -> pd.Series:
+    """Return the BitOps of training at static q_max, by q_max; NaN where no run has them."""
+    return (runs["bitops"] / runs["relative_cost"]).astype(float).groupby(runs["q_max"].to_numpy()).median()
+
+
 def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), front: bool = False) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
-    The arms of a row of panels are drawn on the seeds that all of them have, if there are any. Static precisions are
-    joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure: the axis of
-    perplexities is turned. Every q_max has a row of panels, and so has every aggregation.
+    Colours are profiles, shapes repeated and triangular schedules; schedules of several q_max share a panel, and each
+    aggregation has a panel. Arms are drawn on the seeds that all arms of their q_max have, if there are any. Static
+    precisions are joined by a line. What the paper prints stands in grey: a difference to static precision as a bar
+    above or below our static level, at the cost of our schedules. Up is better in every figure: the axis of
+    perplexities is turned. The title is ``finding``.
 
     Args:
         runs: of one experiment, which may have several q_max and both aggregations.
-        xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
-        front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
+        xs: one panel for each of "relative_cost", "noise_exposure".
+        front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line;
+            fewer than ``MIN_SEEDS`` seeds have none.
 
     Paper: figures 3, 4 (detection), 6 (graphs) and 7 (language).
     Differs: the static line and the panel against noise exposure are ours.
     """
-    drawn = metric_named(metric_of(runs))
-    lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
-    parts = [on_common_seeds(part) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
-    runs = pd.concat(parts) if parts else runs
-    rows = _rows(runs, drawn.factor)
-    size = (4.7 * len(xs) + 0.6, 4.4 * len(rows))
-    with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
-        panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
-        for ax, arms, x in panels:
-            _quality(ax, arms, x, drawn)
-            if front and x == "relative_cost":
-                best = arms[pareto(arms, drawn.better) & ~_worst(arms, drawn)].sort_values(x)
-                ax.step(best[x], best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
-        if drawn.better < 0:
+    metric = metric_named(metric_of(runs))
+    common = _on_common_seeds(runs)
+    panels = _panels(common, metric, xs)
+    rows, columns = (len(panels) // len(xs), len(xs)) if len(xs) > 1 else (1, len(panels))
+    size = (6.4 if columns == 1 else 5.4 * columns, 4.5 * rows)
+    with drawing(rows, columns, figsize=size, sharey=True) as (figure, axes):
+        _label_marks(axes[0][0], panels)
+        for ax, panel in zip(axes.flat, panels, strict=True):
+            _draw_panel(ax, panel, metric)
+            if front and panel.x == "relative_cost" and panel.arms["n"].min() >= MIN_SEEDS:
+                _draw_front(ax, panel.arms, metric)
+        if metric.better < 0:
             axes[0][0].invert_yaxis()  # shared
-        for line, what in zip(axes, rows, strict=True):
-            line[0].set_ylabel(drawn.label)
-            line[0].set_title(what, fontsize=9)
+        for line in axes:
+            line[0].set_ylabel(metric.label)
         legend_below(figure, axes[0][0])
-        note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
-        figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
-        for ax, arms, x in panels:
-            shown = arms[(arms.savings != "static") & arms["mean"].notna()]
-            name_points(ax, list(shown.arm), shown[x], shown["mean"], [TEXT[group] for group in shown.savings])
+        set_finding(figure, warned(finding(common), runs))
+        drawn = "points are means over seeds, bars one standard deviation"
+        write_caption(figure, f"{caption(common, runs)}; {drawn}")
+        for ax, panel in zip(axes.flat, panels, strict=True):
+            shown = panel.arms[(panel.arms.savings != "static") & panel.arms["mean"].notna()]
+            colors = [PROFILE_TEXT[_profile(arm)] for arm in shown.arm]
+            name_points(ax, list(shown.arm), shown[panel.x], shown["mean"], colors)
     return figure
 
 
-def _rows(runs: pd.DataFrame, factor: float) -> dict[str, pd.DataFrame]:
-    """Arms, in drawn units, of every q_max and aggregation by their names, the largest q_max and FP-Agg first."""
+class _Panel(NamedTuple):
+    """A panel of figure 3: arms in drawn units over one measure of cost."""
+
+    name: str  # of the aggregation; "" where there is one
+    x: str
+    runs: pd.DataFrame  # costs relative to static precision at the largest q_max, as in ``arms``
+    arms: pd.DataFrame
+
+
+def _on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs on the seeds that all arms of their q_max and aggregation have."""
+    parts = [on_common_seeds(part) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
+    return pd.concat(parts) if parts else runs
+
+
+def _panels(runs: pd.DataFrame, metric: Metric, xs: Sequence[str]) -> list[_Panel]:
     if runs["recipe_but_aggregation"].nunique() != 1:
-        by_arm(runs)  # says what is wrong
-    found = {}
-    for (top, kind), part in sorted(runs.groupby(["q_max", "aggregation"]), key=lambda p: (-p[0][0], p[0][1])):
-        words = [f"q_max {top}"] if runs["q_max"].nunique() > 1 else []
-        words += [AGGREGATIONS[kind]] if runs["aggregation"].nunique() > 1 else []
-        arms = by_arm(part)
-        found[", ".join(words)] = arms.assign(mean=factor * arms["mean"], std=factor * arms["std"])
-    return found
+        by_arm(runs)  # raises: the message says what is mixed
+    several = runs["aggregation"].nunique() > 1
+    panels = []
+    for kind, part in sorted(runs.groupby("aggregation"), key=lambda part: part[0]):
+        converted = relative_to_largest(part)
+        arms = by_arm(converted)
+        arms = arms.assign(mean=metric.factor * arms["mean"], std=metric.factor * arms["std"])
+        name = AGGREGATIONS[kind] if several else ""
+        panels += [_Panel(name, x, converted, arms) for x in xs]
+    return panels
 
 
-def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
-    schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
-    worst = _worst(arms, metric)[static.index]
-    drawn = static[~worst]
-    if len(drawn):
+def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
+    arms, x, top = panel.arms, panel.x, panel.runs["q_max"].max()
+    worst = _worst(arms, metric)
+    for color, (_, static) in zip(STATIC_COLORS, _by_q_max(arms[(arms.savings == "static") & ~worst]), strict=False):
+        _draw_static(ax, static.sort_values(x), x, color)
+    for r in arms[(arms.savings != "static") & arms["mean"].notna()].itertuples():
+        color = PROFILE_COLORS[_profile(r.arm)]
+        edge = COLORS["static"] if r.q_max >= OUTLINED_BITS else color
+        spread = r.std if r.n > 1 else None
         ax.errorbar(
-            drawn[x], drawn["mean"], drawn["std"].fillna(0), color=COLORS["static"], marker="s",
-            markersize=10, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
+            [getattr(r, x)], [r.mean], None if spread is None else [spread], fmt=_marker(r.arm), color=color,
+            markersize=7.5, markeredgecolor=edge, markeredgewidth=1.1, capsize=2, elinewidth=1, zorder=3,
         )  # fmt: skip
-    for r in drawn.itertuples():
-        bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
-        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=SMALL, ha="center", va="center_baseline", zorder=4)
-    for group in (*GROUPS, "own"):
-        part = schedules[schedules.savings == group]
-        if len(part):
-            ax.errorbar(
-                part[x], part["mean"], part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
-                capsize=2, linewidth=1, alpha=0.9, zorder=2,
-                label="own schedule" if group == "own" else f"{group} savings",
-            )  # fmt: skip
+    if worst.any():
+        names = ", ".join(f"{r.arm} bits {r.mean:.0f} {metric.unit}".rstrip() for r in arms[worst].itertuples())
+        ax.set_title(f"below the axis: {names}", loc="right", fontsize=SMALL)
+    if panel.name:
+        ax.set_title(panel.name, loc="left", fontsize=9)
+    ax.set_xlabel(X_LABELS.get(x, x).format(top=top))
+    if x == "relative_cost":
+        _draw_printed(ax, panel, metric)
+        _draw_bitops(ax, panel)
     if x == "noise_exposure":
         ax.set_xscale("log", base=2)
     ax.margins(x=0.1, y=0.12)
-    if worst.any():
-        names = ", ".join(f"{r.arm} bits {r.mean:.0f} {metric.unit}".rstrip() for r in static[worst].itertuples())
-        ax.set_title(f"below the axis: {names}", loc="right", fontsize=SMALL)
-    ax.set_xlabel(LABELS.get(x, x))
+
+
+def _by_q_max(arms: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
+    return sorted(arms.groupby("q_max"), key=lambda part: -part[0])
+
+
+def _draw_static(ax: Axes, static: pd.DataFrame, x: str, color: str) -> None:
+    spread = static["std"].where(static["n"] > 1).fillna(0)
+    ax.errorbar(
+        static[x], static["mean"], spread, color=color, marker="s", markersize=10, linewidth=1, capsize=2, zorder=1
+    )
+    for r in static.itertuples():
+        bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
+        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=SMALL, ha="center", va="center_baseline", zorder=4)
+
+
+def _draw_front(ax: Axes, arms: pd.DataFrame, metric: Metric) -> None:
+    best = arms[pareto(arms, metric.better) & ~_worst(arms, metric)].sort_values("relative_cost")
+    ax.step(
+        best["relative_cost"], best["mean"], where="post", color=PRINTED, linestyle=":", zorder=0.5,
+        label="Pareto front",
+    )  # fmt: skip
+
+
+def _profile(arm: str) -> str:
+    profile = SCHEDULES[arm].profile if arm in SCHEDULES else "own"
+    return profile if profile in PROFILE_COLORS else "own"
+
+
+def _marker(arm: str) -> str:
+    if arm not in SCHEDULES:
+        return "D"
+    if not SCHEDULES[arm].triangular:
+        return "o"
+    return "^" if SCHEDULES[arm].mirror == "vertical" else "v"
+
+
+def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
+    """Add to the legend of an axes what colours, shapes and outlines mean, as far as the panels have them."""
+    arms = pd.concat([panel.arms for panel in panels])
+    schedules = arms[arms.savings != "static"]
+    look: dict[str, Any] = {"linestyle": "none", "markersize": 7.5}
+    for profile, name in PROFILE_NAMES.items():
+        if profile in {_profile(arm) for arm in schedules.arm}:
+            ax.plot([], [], marker="o", color=PROFILE_COLORS[profile], label=name, **look)
+    for marker, name in MARKERS.items():
+        if marker in {_marker(arm) for arm in schedules.arm}:
+            ax.plot([], [], marker=marker, color=QUIET, label=name, **look)
+    if schedules.q_max.nunique() > 1:
+        for q_max in sorted(schedules.q_max.unique(), reverse=True):
+            outlined = q_max >= OUTLINED_BITS
+            edge = COLORS["static"] if outlined else "#BBBBBB"
+            name = f"q_max {q_max}: {'dark' if outlined else 'no'} outline"
+            ax.plot([], [], marker="o", color="#BBBBBB", markeredgecolor=edge, label=name, **look)
+    static = _by_q_max(arms[arms.savings == "static"])
+    for color, (q_max, _) in zip(STATIC_COLORS, static, strict=False):
+        name = "static precision (bits)" + (f", gradients of {q_max} bits" if len(static) > 1 else "")
+        ax.plot([], [], marker="s", color=color, linewidth=1, markersize=7.5, label=name)
+
+
+def _draw_bitops(ax: Axes, panel: _Panel) -> None:
+    """Add a second axis on top: the cost in GBitOps."""
+    full = full_bitops(panel.runs)[panel.runs["q_max"].max()]
+    if np.isnan(full):
+        return
+    at_paper_scale = panel.runs["scale"].iloc[0] == "paper"
+    factor = full / (PAPER_UNIT if at_paper_scale else GIGA)
+    axis = ax.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
+    unit = "10^13 BitOps, printed as GBitOps in the paper" if at_paper_scale else "GBitOps"
+    axis.set_xlabel(f"training cost in {unit}", fontsize=9)
+    axis.tick_params(labelsize=SMALL + 0.5)
+
+
+def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
+    """Draw what the paper prints, in grey: differences to static precision, values, and costs at paper scale."""
+    lines = printed.of_figure(panel.runs)
+    differences = lines[(lines["minus"] == "static") & (lines["metric"] == metric.name) & (lines["unit"] == "points")]
+    for p in differences.itertuples():
+        _draw_difference(ax, panel.arms, p)
+    if lines["own_data"].all():
+        return
+    points = _printed_values(lines, panel.arms, metric)
+    if points:
+        ax.plot(*zip(*points, strict=True), "x", color=PRINTED, markersize=8, markeredgewidth=2, label="paper: quality")
+    costs = _printed_costs(lines, full_bitops(panel.runs)[panel.runs["q_max"].max()])
+    if costs:
+        look: dict[str, Any] = {"color": PRINTED, "markersize": 8, "clip_on": False, "label": "paper: printed costs"}
+        ax.plot(costs, [1.0] * len(costs), "v", transform=ax.get_xaxis_transform(), **look)
+
+
+def _printed_values(lines: pd.DataFrame, arms: pd.DataFrame, metric: Metric) -> list[tuple[float, float]]:
+    """Return cost and printed quality of the arms whose quality the paper prints."""
+    points = []
+    for p in lines[(lines["minus"] == "") & (lines["metric"] == metric.name)].itertuples():
+        same = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
+        points += [(cost, p.value) for cost in same["relative_cost"]]
+    return points
+
+
+def _printed_costs(lines: pd.DataFrame, full: float) -> list[float]:
+    """Return the costs that the paper prints, relative to static q_max, whose BitOps are ``full``."""
+    bitops = lines.loc[lines["metric"] == "bitops", "value"]
+    saved = lines.loc[lines["metric"] == "saved", "value"]
+    return sorted({*(PAPER_UNIT * bitops / full), *(1 - saved / 100)})
+
+
+def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
+    """Draw a printed difference to static precision as a bar from our static level; nothing where an arm is missing."""
+    q_max = arms.q_max.max() if np.isnan(p.q_max) else int(p.q_max)
+    mine = arms[arms.q_max == q_max]
+    static = mine[mine.arm == f"static {q_max}"]["mean"]
+    compared = mine[(mine.arm == p.arm) | (mine.savings == p.arm)]
+    if static.empty or compared.empty or static.isna().any():
+        return
+    level, x = static.iloc[0], compared["relative_cost"].mean()
+    low, high = level + p.value, level + (p.value if np.isnan(p.to) else p.to)
+    name = f"{p.arm} savings" if p.arm in GROUPS else p.arm
+    where = f"paper, on its own data ({p.data})" if p.own_data else "paper"
+    label = f"{where}: {name} minus static {q_max}"
+    if low == high:
+        ax.plot([x], [low], marker="_", color=PRINTED, linestyle="none", markersize=16, markeredgewidth=4, label=label)
+    else:
+        ax.plot([x, x], [low, high], color=PRINTED, alpha=0.6, linewidth=9, solid_capstyle="butt", label=label)
 
 
 def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
@@ -214,12 +496,24 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the figure and the table of every experiment of quality against cost, those that show most first."""
-    of = named(quality_cost_groups(runs))
-    for name, group in sorted(of, key=lambda e: (e[1]["scale"].iloc[0] != "paper", -e[1]["arm"].nunique())):
-        arms, metric = by_arm(group), metric_of(group)
-        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if len(arms) > 1 else None
+    """Yield the figure and the table of every recipe, with all its q_max, those that show most first."""
+    for name, group in sorted(named(recipe_groups(runs)), key=_shows):
+        arms, metric = group["arm"].nunique(), metric_of(group)
+        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if arms > 1 else None
         shown = summary(group)
         same = {"paper": "not in the paper", "std": "–", "failed": 0, "q_max": group["q_max"].iloc[0]}
         silent = [column for column, said in same.items() if (shown[column] == said).all()]
         yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
+
+
+def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the experiments of quality against cost with all their q_max: one recipe, one preset, one scale."""
+    parts = quality_cost_groups(runs)
+    if not parts:
+        return []
+    return [part for _, part in pd.concat(parts).groupby(["recipe", "preset", "scale"], sort=False)]
+
+
+def _shows(named_group: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
+    group = named_group[1]
+    return group["scale"].iloc[0] != "paper", -group["arm"].nunique()

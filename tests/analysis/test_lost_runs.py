@@ -158,7 +158,7 @@ def test_equal_cost_keeps_arms_that_diverged():
 
 
 def test_aggregations_that_diverge_are_compared_and_drawn():
-    specs = designs.aggregation("demo", "digits-graph", bits=(8,), seeds=range(3))
+    specs = designs.aggregation("demo", "digits-graph", static_bits=(8,), seeds=range(3))
     rows = [
         {**row_of(s, 0.8), **({"status": "diverged", "metrics": []} if s.recipe.aggregation == "quantized" else {})}
         for s in specs

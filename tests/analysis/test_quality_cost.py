@@ -4,7 +4,17 @@ import pytest
 from scipy import stats
 
 from cpt_core.schedules.cost import relative_cost
-from cpt_lab.analysis import aggregation, figures, metrics, predictors, quality_cost, statistics, style
+from cpt_lab.analysis import (
+    aggregation,
+    captions,
+    figures,
+    metrics,
+    predictors,
+    printed,
+    quality_cost,
+    statistics,
+    style,
+)
 from cpt_lab.analysis.runs import OtherDataWarning, committed, load, table, tuned
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
@@ -36,6 +46,12 @@ def as_perplexity(rows):
     return out
 
 
+def caption_of(figure):
+    """The words below a figure, in one line."""
+    (caption,) = (text.get_text() for text in figure.texts if text is not figure._suptitle)
+    return " ".join(caption.split())
+
+
 def test_mean_and_deviation_by_arm():
     arms = quality_cost.by_arm(made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)).set_index("arm")
     assert arms.loc["CR", "mean"] == pytest.approx(0.6)
@@ -52,7 +68,7 @@ def test_runs_that_diverged_enter_the_mean_as_chance_and_those_that_failed_do_no
     runs = table(rows)
     first = quality_cost.by_arm(runs).iloc[0]
     assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (2, 1, 1, pytest.approx(0.3))
-    assert "2 runs diverged or failed" in quality_cost.figure_3(runs).get_suptitle()
+    assert "2 runs diverged or failed" in caption_of(quality_cost.figure_3(runs))
 
 
 def cost_line(runs, **options):
@@ -147,13 +163,13 @@ def test_means_are_compared_on_the_seeds_that_all_arms_have():
     assert front["n"].to_dict()["CR"] == 4
     assert front.loc["static 5", "Pareto front"] == "yes"  # 80 % of RR with all its seeds would beat its 55 %
     figure = quality_cost.figure_3(runs)
-    assert figure.get_suptitle().endswith(", 2 seeds")
+    assert "; 2 seeds, demo scale;" in caption_of(figure)
     drawn = np.concatenate([line.get_ydata() for line in figure.axes[0].lines if len(line.get_ydata())])
     assert drawn.max() < 61
     apart = table([r for r in few if r["spec"]["arm"] != "CR"] + [r for r in more if r["spec"]["arm"] == "CR"])
     assert len(quality_cost.on_common_seeds(apart)) == len(apart)  # no such seed
     uneven = table(few + [r for r in more if r["spec"]["arm"] == "CR"][:1])
-    assert style.title(uneven).endswith(", 2 to 3 seeds")
+    assert captions.seeds_text(uneven) == "2 to 3 seeds"
     failed = [
         {**r, "status": "failed", "metrics": [], "error": "MemoryError"} if r["spec"]["arm"] == "CR" else r for r in few
     ]
@@ -176,7 +192,7 @@ def test_correlation_takes_the_seeds_that_all_arms_have():
 def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
     """Runs of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
     rows = []
-    for spec in designs.aggregation("demo", bits=(2, 8), seeds=seeds):
+    for spec in designs.aggregation("demo", static_bits=(2, 8), seeds=seeds):
         value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
         curve = [{"step": s, "precision": "q_max", "valid": {"accuracy": value - 0.1 / s}, "test": {}} for s in (1, 2)]
         rows.append(row_of(spec, value) | {"title": "GCN (FP-Agg) on made up", "evaluations": curve})
@@ -203,7 +219,10 @@ def test_figure_5_shows_curves_and_paired_differences():
     assert [t.get_text() for t in right.get_xticklabels()] == ["static 2", "static 8"]
     dots = [line.get_ydata() for line in right.lines if line.get_marker() == "o"]
     assert all(d == pytest.approx([1.0] * 3) for d in dots)
-    assert figure.get_suptitle() == "GCN on made up, 3 seeds"
+    assert figure.get_suptitle() == "Q-Agg gains 1.0 points against FP-Agg at 8 bits"
+    assert caption_of(figure).startswith(
+        "GCN on made up: 100 steps (100 epochs); 3 seeds, demo scale; static 8 reaches"
+    )
     (legend,) = figure.legends  # below both panels: it hides no curve
     assert [t.get_text() for t in legend.get_texts()] == ["FP-Agg, static 8 bits", "Q-Agg, static 8 bits"]
     assert left.get_legend() is None
@@ -271,7 +290,7 @@ def test_the_rate_is_chosen_per_arm_on_validation_data():
     assert (arms.loc["CR", "mean"], arms.loc["CR", "n"]) == (pytest.approx(0.9), 2)
     assert arms.loc["RR", "mean"] == pytest.approx(0.7)
     assert quality_cost.paired_difference(kept, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
-    assert "2 seeds" in quality_cost.figure_3(kept).get_suptitle()
+    assert "2 seeds" in caption_of(quality_cost.figure_3(kept))
 
 
 def test_what_is_loaded_is_tuned(tmp_path):
@@ -362,19 +381,246 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
             assert sorted(load(old, new).data_checksum) == [kept] * 5 + ["cc"]
 
 
+# --- figures 3, 4, 6 and 7 ------------------------------------------------------------------------
+
+
+def points_of(ax):
+    """(x, y) of everything in axes that has a marker, by marker, with the colour of its edge."""
+    found = {}
+    for line in ax.lines:
+        if line.get_marker() in ("o", "^", "v", "D", "s") and len(line.get_xdata()):
+            look = (line.get_marker(), line.get_color(), line.get_markeredgecolor())
+            found.setdefault(look, []).extend(np.round(line.get_xydata(), 6).tolist())
+    return found
+
+
+def legend_of(figure):
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
 @pytest.mark.slow
-def test_every_q_max_and_aggregation_has_a_row_of_panels():
-    """The paper draws q_max 6 and 8, and of graphs both aggregations."""
+def test_figure_6_has_one_panel_per_aggregation():
+    """The paper draws q_max 6 and 8 into one panel, and of graphs both aggregations."""
     both = [*designs.quality_cost("paper", "ogbn-arxiv", seeds=[0]), *designs.q_agg("paper", "ogbn-arxiv", seeds=[0])]
     rows = [row_of(s, 0.7 if s.recipe.aggregation == "fp" else 0.6) for s in both]
-    figure = figures.figure_6(table(rows), xs=("relative_cost", "noise_exposure"))
-    named = [ax.get_title() for ax in figure.axes[::2]]
-    assert named == ["q_max 8, FP-Agg", "q_max 8, Q-Agg", "q_max 6, FP-Agg", "q_max 6, Q-Agg"]
-    drawn = [
-        {round(y, 6) for line in ax.lines if line.get_marker() == "o" for y in line.get_ydata()} for ax in figure.axes
-    ]
-    assert drawn == [{70.0}, {70.0}, {60.0}, {60.0}] * 2
+    figure = figures.figure_6(table(rows))
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["FP-Agg", "Q-Agg"]
+    drawn = [{y for points in points_of(ax).values() for _, y in points} for ax in figure.axes]
+    assert drawn == [{70.0}, {60.0}]
+    for ax in figure.axes:
+        assert sum(len(points) for points in points_of(ax).values()) == 2 * 11
+    wide = figures.figure_6(table(rows), xs=("relative_cost", "noise_exposure"))
+    assert [ax.get_title(loc="left").split("\n")[0] for ax in wide.axes] == ["FP-Agg", "FP-Agg", "Q-Agg", "Q-Agg"]
     (alone,) = figures.figure_3(table(rows[:11])).axes
-    assert alone.get_title() == ""
+    assert alone.get_title(loc="left") == ""
     other = [row_of(s, 0.5) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])]
     refused("rows mix datasets: digits-graph, ogbn-arxiv", figures.figure_6, table([*rows, *other]))
+
+
+def test_figure_3_marks_profile_shape_and_q_max():
+    specs = designs.quality_cost("demo", static_bits=[], seeds=[0], q_max=[6, 8])
+    figure = quality_cost.figure_3(table(row_of(s, 0.5) for s in specs))
+    points = points_of(figure.axes[0])
+    dark, rex = style.COLORS["static"], style.PROFILE_COLORS["rex"]
+    assert len(points["o", rex, dark]) == len(points["v", rex, dark]) == len(points["^", rex, dark]) == 1
+    assert len(points["o", rex, rex]) == 1  # q_max 6
+    linear = style.PROFILE_COLORS["linear"]
+    assert ("^", linear, dark) in points
+    assert ("v", linear, dark) not in points  # linear is its own mirror image
+    shown = legend_of(figure)
+    assert {"linear", "cosine", "REX", "exponential", "repeated", "q_max 8: dark outline"} < set(shown)
+    assert "q_max 6: no outline" in shown
+
+
+def test_costs_of_several_q_max_share_a_scale():
+    specs = designs.quality_cost("demo", schedules=["CR"], static_bits=[6], seeds=[0, 1], q_max=[6, 8])
+    runs = table(row_of(s, 0.5) for s in specs)
+    converted = quality_cost.relative_to_largest(runs).drop_duplicates(["q_max", "arm"]).set_index(["q_max", "arm"])
+    assert converted.loc[(6, "static 6"), "relative_cost"] == pytest.approx(36 / 64)  # all of 6 bits
+    assert converted.loc[(8, "static 6"), "relative_cost"] == pytest.approx((36 + 2 * 48) / 192)  # gradients of 8
+    assert converted.loc[(6, "static 6"), "noise_exposure"] == pytest.approx(16)
+    uncounted = quality_cost.relative_to_largest(runs.assign(bitops=float("nan")))
+    assert uncounted["relative_cost"].to_list() == pytest.approx(quality_cost.relative_to_largest(runs).relative_cost)
+    shown = quality_cost.summary(runs).set_index(["q_max", "arm"])
+    assert shown.loc[(6, "static 6"), "cost relative to static 8"] == "0.562"
+    one = runs[runs["q_max"] == 6]
+    assert quality_cost.relative_to_largest(one)["relative_cost"].equals(one["relative_cost"])
+
+
+def top_axis(figure):
+    (axis,) = figure.axes[0].child_axes
+    figure.draw_without_rendering()
+    return axis
+
+
+def test_figure_3_has_cost_in_gbitops_on_top():
+    figure = quality_cost.figure_3(made_up(lambda arm, seed, cost: cost).assign(bitops=lambda r: 3e9 * r.relative_cost))
+    axis = top_axis(figure)
+    assert axis.get_xlabel() == "training cost in GBitOps"
+    assert np.array(axis.get_xlim()) == pytest.approx(3 * np.array(figure.axes[0].get_xlim()))
+    uncounted = made_up(lambda arm, seed, cost: cost).assign(bitops=float("nan"))
+    assert quality_cost.figure_3(uncounted).axes[0].child_axes == []
+
+
+def test_cost_at_paper_scale_has_the_papers_unit():
+    specs = designs.quality_cost("paper", "ptb", schedules=["CR", "RR"], static_bits=[8], q_max=[8], seeds=[0])
+    runs = table(row_of(s, 90.0, "perplexity") for s in specs)
+    runs = runs.assign(bitops=9.16e13 * runs["relative_cost"])
+    figure = quality_cost.figure_3(runs)
+    assert top_axis(figure).get_xlabel().startswith("training cost in 10^13 BitOps")
+    (costs,) = (line for line in figure.axes[0].lines if line.get_label() == "paper: printed costs")
+    assert list(costs.get_xdata()) == pytest.approx([5.5 / 9.16, 7 / 9.16, 9 / 9.16])
+
+
+def bars_of(figure):
+    """Printed differences by their labels: (x, low, high)."""
+    found = {}
+    for line in figure.axes[0].lines:
+        if str(line.get_label()).startswith("paper"):
+            (x, *_), ys = line.get_xdata(), line.get_ydata()
+            found[line.get_label()] = (x, min(ys), max(ys))
+    return found
+
+
+def test_printed_difference_stands_at_our_static_level():
+    runs = made_up(lambda arm, seed, cost: 0.8 if arm == "static 8" else 0.6)
+    cost = runs[runs["savings"] == "large"].drop_duplicates("arm")["relative_cost"].mean()
+    ((label, bar),) = bars_of(quality_cost.figure_3(runs)).items()
+    assert label == "paper, on its own data (ImageNet): large savings minus static 8"
+    assert bar == pytest.approx((cost, 78.5, 79.5))
+    assert bars_of(quality_cost.figure_3(runs[runs["savings"] != "large"])) == {}
+    assert bars_of(quality_cost.figure_3(runs[runs["arm"] != "static 8"])) == {}
+
+
+def test_printed_numbers_are_of_the_same_task():
+    graph = table(row_of(s, 0.7) for s in designs.quality_cost("paper", "ogbn-arxiv", seeds=[0], q_max=[8]))
+    assert set(printed.of_figure(graph)["dataset"]) == {"ogbn-arxiv"}
+    assert not printed.of_figure(graph)["own_data"].any()
+    assert bars_of(quality_cost.figure_3(graph)).keys() == {"paper: large savings minus static 8"}
+    small = table(row_of(s, 0.7) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0]))
+    lines = printed.of_figure(small)
+    assert set(lines["model"]) == {"gcn"}
+    assert lines["own_data"].all()
+
+
+def bars_of_spread(figure):
+    return sum(len(segment) > 0 for c in figure.axes[0].collections for segment in c.get_segments())
+
+
+def test_one_seed_has_no_error_bar():
+    one, two = (made_up(lambda arm, seed, cost: cost + 0.1 * seed, seeds=range(n), statics=(8,)) for n in (1, 2))
+    schedules = len(designs.quality_cost("demo", static_bits=[], seeds=[0]))
+    lone = [c for c in quality_cost.figure_3(one).axes[0].collections if any(map(len, c.get_segments()))]
+    assert all(np.ptp(np.array(c.get_segments())[..., 1]) == 0 for c in lone)  # of static precision: no length
+    assert bars_of_spread(quality_cost.figure_3(two)) == schedules + 1
+
+
+def test_front_of_two_seeds_is_not_drawn():
+    for seeds, drawn in ((2, False), (3, True)):
+        runs = made_up(lambda arm, seed, cost: cost, seeds=range(seeds))
+        assert ("Pareto front" in legend_of(quality_cost.figure_3(runs, front=True))) == drawn
+
+
+def test_sections_put_q_max_into_one_figure():
+    specs = designs.quality_cost("demo", schedules=["CR", "RR"], static_bits=[6], seeds=[0], q_max=[6, 8])
+    (section,) = quality_cost.sections(table(row_of(s, 0.5) for s in specs))
+    assert "q_min 3, q_max 8 and 6, demo scale" in section.title
+    assert set(section.table["q_max"]) == {6, 8}
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def found_of(accuracy, seeds=(0, 1, 2, 3)):
+    return quality_cost.finding(made_up(accuracy, seeds))
+
+
+def noise(arm, seed):
+    return 0.002 * ((7 * seed + 3 * len(arm) + ord(arm[-1])) % 5)
+
+
+def test_finding_says_how_quality_depends_on_cost():
+    rises = found_of(lambda arm, seed, cost: 0.5 + 0.1 * cost + noise(arm, seed) / 10)
+    assert rises == "Quality rises with cost; 0 of 10 schedules exceed static 8, 10 fall below"
+    falls = found_of(lambda arm, seed, cost: 0.9 - 0.1 * cost + noise(arm, seed) / 10)
+    assert falls == "Quality falls with cost; 10 of 10 schedules exceed static 8, 0 fall below"
+    unclear = found_of(lambda arm, seed, cost: 0.5 + (0.1, -0.1, 0.1, -0.1)[seed] * cost)
+    assert unclear == "No clear relation between cost and quality; 0 of 10 schedules exceed static 8, 0 fall below"
+    alike = found_of(lambda arm, seed, cost: 0.5)
+    assert alike.startswith("No clear relation between cost and quality; 0 of 10")
+
+
+def test_finding_counts_schedules_at_corrected_intervals():
+    """A difference that the interval of a single comparison shows is none of ten."""
+    gains = (0.01, 0.02, 0.03, 0.04)  # t of 3.9 at 3 degrees of freedom: p .03
+    text = found_of(lambda arm, seed, cost: 0.5 + gains[seed] * (arm == "CR"))
+    assert text.endswith("0 of 10 schedules exceed static 8, 0 fall below")
+    runs = made_up(lambda arm, seed, cost: 0.5 + gains[seed] * (arm == "CR"), (0, 1, 2, 3))
+    alone = runs[runs["arm"].isin(["CR", "static 8"])]
+    assert quality_cost.finding(alone) == "1 of 1 schedule exceeds static 8, 0 fall below"
+
+
+def test_finding_of_perplexities_counts_lower_as_better():
+    runs = table(as_perplexity(rows_of(lambda arm, seed, cost: 100 - 10 * cost + noise(arm, seed))))
+    assert quality_cost.finding(runs).startswith("Quality rises with cost; 0 of 10 schedules exceed static 8, 10 fall")
+
+
+def test_finding_of_few_seeds_compares_nothing():
+    for seeds, text in (((0,), "1 seed: no comparison"), ((0, 1), "2 seeds: no comparison")):
+        assert found_of(lambda arm, seed, cost: cost, seeds) == text
+    runs = made_up(lambda arm, seed, cost: cost)
+    static = runs["savings"] == "static"
+    assert quality_cost.finding(runs[static]) == "Static precision alone ran at q_max 8"
+    assert quality_cost.finding(runs[~static]) == "Quality rises with cost; static 8 did not run"
+    assert quality_cost.figure_3(runs[runs["seed"] == 0]).get_suptitle() == "1 seed: no comparison"
+
+
+def test_finding_names_q_max_and_aggregations():
+    specs = designs.quality_cost("demo", static_bits=[6], seeds=range(3), q_max=[6, 8])
+    top = {6: "static 6", 8: "static 8"}
+    specs += designs.quality_cost("demo", schedules=[], static_bits=[8], seeds=range(3))
+    runs = table(row_of(s, 0.5 + 0.1 * (s.arm == top[s.q_max])) for s in specs)
+    text = quality_cost.finding(runs)
+    assert text.endswith(
+        "0 of 10 schedules exceed static 8, 10 fall below; 0 of 10 schedules exceed static 6, 10 fall below"
+    )
+    specs = quietly(designs.quality_cost, "demo", "digits-graph", schedules=["CR"], static_bits=[8], seeds=range(3))
+    specs += quietly(designs.q_agg, "demo", "digits-graph", schedules=["CR"], static_bits=[8], seeds=range(3))
+    gain = {"fp": 0.1, "quantized": -0.1}
+    runs = table(row_of(s, 0.5 + gain[s.recipe.aggregation] * (s.arm == "CR")) for s in specs)
+    assert quality_cost.finding(runs).split("\n") == [
+        "FP-Agg: 1 of 1 schedule exceeds static 8, 0 fall below",
+        "Q-Agg: 0 of 1 schedule exceed static 8, 1 falls below",
+    ]
+
+
+def test_finding_of_figure_5_needs_a_clear_difference():
+    runs = both_aggregations(-0.01)
+    assert aggregation.finding(runs) == "Q-Agg loses 1.0 points against FP-Agg at 8 bits"
+    lucky = (runs["aggregation"] == "quantized") & (runs["seed"] == 1)
+    unclear = runs.assign(accuracy=runs["accuracy"].where(~lucky, runs["accuracy"] + 0.02))
+    assert aggregation.finding(unclear) == "No clear difference between Q-Agg and FP-Agg at 8 bits"
+    assert aggregation.finding(both_aggregations(seeds=(0, 1))) == "2 seeds: no comparison"
+
+
+# --- captions -------------------------------------------------------------------------------------
+
+
+def test_caption_says_epochs_of_declared_recipes():
+    specs = designs.quality_cost("demo", static_bits=[8], schedules=["CR"], seeds=[0, 1])
+    runs = table(row_of(s, 0.754) for s in specs)
+    assert captions.caption(runs) == "made up: 600 steps (43 epochs); 2 seeds, demo scale; static 8 reaches 75.4 %"
+    longer = designs.quality_cost("demo", static_bits=[8], schedules=["CR"], seeds=[0], steps=1200)
+    assert captions.training(table(row_of(s, 0.5) for s in longer)) == "1,200 steps (86 epochs)"
+    changed_batch = designs.quality_cost("demo", static_bits=[8], schedules=["CR"], seeds=[0], batch=32)
+    assert captions.training(table(row_of(s, 0.5) for s in changed_batch)) == "600 steps"
+    cifar = designs.quality_cost("paper", "cifar10", "resnet74", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0])
+    assert captions.training(table(row_of(s, 0.5) for s in cifar)).startswith("64,000 steps (16")
+    assert captions.warned("x", runs) == "x"
+    assert captions.warned("x", runs.assign(scale="smoke")) == "smoke scale: not a result. x"
+
+
+def test_caption_gives_level_by_aggregation():
+    text = captions.caption(both_aggregations())
+    assert "static 8 reaches 82.0 % with FP-Agg; static 8 reaches 83.0 % with Q-Agg" in text

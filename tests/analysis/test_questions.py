@@ -179,6 +179,105 @@ def test_figure_8_draws_every_seed(deficits):
     assert len(critical_periods.figure_8(only).axes) == 1  # the length alone
 
 
+# --- table 1 without controls -----------------------------------------------------------------------
+
+
+def uncontrolled(loss, seeds=range(4)):
+    """Runs of the nine arms of table 1 at 90 % accuracy, minus a function of a window's start and length (shares)."""
+    specs = designs.deficit_scan(
+        "background", "cifar10-jpeg/", deficit_starts=(244, 488, 975), controls=False, seeds=list(seeds)
+    )
+    rows = []
+    for spec in specs:
+        lost = sum(loss(start / 3900, (stop - start) / 3900) for start, stop in spec.schedule.windows)
+        rows.append(row_of(spec, 0.9 + 0.01 * spec.seed - lost))
+    return table(rows)
+
+
+def test_deficits_without_controls_compare_with_no_deficit():
+    runs = uncontrolled(lambda start, length: 0.02 * length)
+    assert len(runs) == 9 * 4
+    assert not critical_periods.has_controls(critical_periods.deficits(runs))
+    found = critical_periods.minus_no_deficit(runs)
+    low = found[found.place != "none"]
+    assert low.difference.to_numpy() == pytest.approx(-0.02 * (low.stop - low.start).to_numpy() / 3900)
+    assert (low.worse == 4).all()
+    assert found[found.place == "none"].difference.isna().all()
+    shown = critical_periods.summary(runs)
+    assert "minus no deficit [95 %]" in shown
+    assert shown.set_index("low precision").loc["[0, 3900) of 7800", "minus no deficit [95 %]"].startswith("-2.0 [")
+
+
+def test_deficits_with_controls_name_them(deficits):
+    assert critical_periods.has_controls(critical_periods.deficits(deficits))
+    assert "minus control of equal length [95 %]" in critical_periods.summary(deficits)
+
+
+def test_figure_8_without_controls_has_both_panels():
+    runs = uncontrolled(lambda start, length: 0.02 * length)
+    left, right = critical_periods.figure_8(runs).axes
+    labels = [line.get_label() for line in left.lines]
+    assert "no deficit, normal length" in labels
+    assert "low precision last" not in labels
+    first = next(line for line in left.lines if line.get_label() == "low precision first")
+    assert list(first.get_xdata()) == [195, 390, 975, 1950, 3900]
+    windows = next(line for line in right.lines if line.get_label() == "window of low precision")
+    assert list(windows.get_xdata()) == [244, 488, 975]
+
+
+def test_table_1_beside_paper_takes_nearest_arms():
+    shown = critical_periods.table_1_beside_paper(uncontrolled(lambda start, length: 0.02 * length))
+    ours = shown.set_index("low precision (paper)")
+    assert len(shown) == 9
+    assert list(shown) == [
+        "low precision (paper)", "paper, CIFAR-10 ResNet-74, %", "low precision (this run)",
+        "this run (mean +- std, n), %", "minus no deficit [95 %]",
+    ]  # fmt: skip
+    name = "low precision (this run)"
+    assert ours.loc["no deficit", name] == "no deficit, 3900"
+    assert ours.loc["[0, 16K)", name] == "[0, 195) of 4095: 5 % of the normal training (paper: 6 %)"
+    assert ours.loc["[0, 256K)", name].startswith("[0, 3900) of 7800: 100 %")
+    assert ours.loc["[64K, 192K)", name].startswith("[975, 2925) of 3900: begins after 25 %")
+    assert ours.loc["no deficit"].to_list()[0::2] == ["92.23 +- 0.09", "91.50 +- 1.29 (n = 4)"]
+    assert ours.loc["[0, 256K)", "minus no deficit [95 %]"] == "-2.00 [-2.00, -2.00]"
+    lengths = uncontrolled(lambda start, length: 0.0).query("start == 0")
+    assert critical_periods.table_1_beside_paper(lengths)[name].to_list()[-3:] == ["not run"] * 3
+
+
+def test_table_1_beside_paper_takes_same_arms_at_paper_scale():
+    specs = designs.deficit_scan("paper", "imagenet", seeds=[0])
+    shown = critical_periods.table_1_beside_paper(table(row_of(s, 0.9) for s in specs))
+    assert shown.iloc[:, :2].to_numpy().tolist() == [
+        ["no deficit", "67.44 +- 0.12"], ["[0, 25)", "66.93 +- 0.06"], ["[0, 100)", "66.65 +- 0.10"]
+    ]  # fmt: skip
+    assert shown["low precision (this run)"].str.startswith(("no deficit", "[0, 25)", "[0, 100)")).all()
+
+
+def test_critical_period_finding_follows_the_intervals(deficits):
+    def finding(loss, seeds=range(4)):
+        return critical_periods.finding(uncontrolled(loss, seeds))
+
+    early = finding(lambda start, length: 0.02 * length * (1 - start)).split("; ")
+    assert early == [
+        "3,900 steps of low precision first cost 2.0 points against no deficit",
+        "an early window harms more than a late one",
+    ]
+    late = finding(lambda start, length: -0.02 * length * (1 - start)).split("; ")
+    assert late == [
+        "3,900 steps of low precision first gain 2.0 points against no deficit",
+        "a late window harms more than an early one",
+    ]
+    assert finding(lambda start, length: 0.0) == (
+        "No clear damage by 3,900 steps of low precision first; no clear difference between early and late windows"
+    )
+    assert finding(lambda start, length: 0.1, range(2)) == "2 seeds: no comparison"
+    assert "cost 40.0 points against training of equal length" in critical_periods.finding(deficits)
+    figure = critical_periods.figure_8(deficits)
+    assert figure.get_suptitle().startswith("400 steps of low precision first cost")
+    assert "2 bits in a deficit, else 8" in " ".join(figure.texts[1].get_text().split())
+    assert critical_periods.figure_8(deficits, heading="so").get_suptitle() == "so"
+
+
 # --- equal cost -----------------------------------------------------------------------------------
 
 
@@ -309,7 +408,7 @@ def test_too_little_for_a_prediction():
 
 
 def test_runs_that_count_compare_aggregations_and_every_q_max_has_its_own_deficits():
-    specs = designs.aggregation("demo", bits=(8,), seeds=[0, 1])
+    specs = designs.aggregation("demo", static_bits=(8,), seeds=[0, 1])
     rows = [row_of(s, 0.8, status="failed" if s.seed == 0 else "ok") | {"error": "took longer than 9 s"} for s in specs]
     (group,) = groups.aggregation_groups(table(rows))
     assert set(group["seed"]) == {1}

@@ -51,6 +51,13 @@ def crowd():
     return runs.assign(**{x: runs[x].where(static, runs[x].median()) for x in BOTH})
 
 
+def uncontrolled(runs):
+    """The arms of table 1: deficits at the start, windows, and one training without a deficit."""
+    shortest = runs["total_steps"].min()
+    controls = (runs["stop"] == 0) & (runs["total_steps"] > shortest)
+    return runs[~controls & (runs["stop"] < runs["total_steps"])]
+
+
 def precision_range(name="digits"):
     return PrecisionRange(2, "", "", (2, 8), (1.0,), ((0.5, 0.5),), ((1.0, 1.0),), "reset", 0.8, 9, name)
 
@@ -62,7 +69,9 @@ FIGURES = {
     "figure 6": lambda: figure_6(facebook(), xs=BOTH, front=True),
     "figure 7": lambda: figure_7(kept("language_pydoc").query("q_max == 8"), xs=BOTH),
     "many arms of one cost": lambda: figure_3(crowd(), xs=BOTH),
+    "both aggregations": lambda: figure_6(kept("graph_facebook").query("model == 'gcn' and q_min == 2")),
     "figure 8": lambda: figure_8(kept("deficit_facebook")),
+    "figure 8 without controls": lambda: figure_8(uncontrolled(kept("deficit_digits"))),
     "cost and noise": schedules.jensen_figure,
     "number lines": pictures.number_lines,
     "slopes": diagrams.slopes,
@@ -93,13 +102,13 @@ def words_of(figure):
     """The words that are shown, with where they stand; ticks outside of the limits are not."""
     shown = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
     outside = set()
-    for ax in figure.axes:
+    for ax in (ax for parent in figure.axes for ax in (parent, *parent.child_axes)):
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
             ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
             low, high = min(low, high), max(low, high)
             for tick in ticks:
-                hidden = [] if low <= tick.get_loc() <= high else [tick.label1]
-                outside |= {tick.label2, *hidden} if not tick.label2.get_visible() else set(hidden)
+                if not low <= tick.get_loc() <= high:
+                    outside |= {tick.label1, tick.label2}
     return [(t, t.get_window_extent()) for t in shown if t not in outside]
 
 
@@ -116,7 +125,8 @@ def contrast(a, b):
 
 
 @pytest.mark.parametrize("name", [
-    "figure 3", "figure 6", "figure 7", "many arms of one cost", "cost and noise", "slopes", "random rounding",
+    "figure 3", "figure 6", "figure 7", "many arms of one cost", "both aggregations", "figure 8",
+    "figure 8 without controls", "cost and noise", "slopes", "random rounding",
     "three products",
 ])  # fmt: skip
 def test_no_words_lie_over_others(name):
@@ -177,7 +187,47 @@ def test_no_size_of_letters_is_below_the_least():
 
 def test_words_have_the_hues_of_points():
     assert style.TEXT.keys() == style.COLORS.keys()
-    assert all(contrast(color, "white") >= 4.5 for color in (*style.TEXT.values(), style.QUIET))
+    assert style.PROFILE_TEXT.keys() == style.PROFILE_COLORS.keys() == quality_cost.PROFILE_NAMES.keys()
+    words = (*style.TEXT.values(), *style.PROFILE_TEXT.values(), style.QUIET)
+    assert all(contrast(color, "white") >= 4.5 for color in words)
+    assert all(contrast("white", color) >= 4.5 for color in quality_cost.STATIC_COLORS)  # bits in their squares
+
+
+def luminances(colors):
+    return [luminance(color) for color in colors]
+
+
+def test_profile_colors_differ_from_static():
+    """In lightness too, which every eye sees."""
+    assert len({*style.PROFILE_COLORS.values(), style.COLORS["static"]}) == 6
+    assert min(luminances(style.PROFILE_COLORS.values())) > 5 * luminance(style.COLORS["static"])
+
+
+def test_heading_breaks_at_semicolons():
+    with style.drawing(figsize=(4, 2)) as (figure, _):
+        style.set_finding(figure, "Quality rises with cost; none of ten schedules exceeds static 8, seven fall below")
+        broken = figure.get_suptitle().split("\n")
+        style.set_finding(figure, "short; and shorter")
+    assert broken[0] == "Quality rises with cost;"
+    assert figure.get_suptitle() == "short; and shorter"
+
+
+def test_caption_lies_below_legend():
+    with style.drawing(figsize=(4, 3)) as (figure, ((ax,),)):
+        ax.set_xlabel("steps")
+        for i in range(9):
+            ax.plot([0, 1], [0, i], label=f"a rather long name of line {i}")
+        style.legend_below(figure, ax)
+        style.write_caption(figure, "so many words of a caption that one line of the figure does not hold them all")
+    figure.draw_without_rendering()
+    (legend,), (caption,) = figure.legends, figure.texts
+    box = legend.get_window_extent()
+    assert figure.get_figheight() > 3
+    assert caption.get_window_extent().y0 >= 0
+    assert caption.get_window_extent().y1 <= box.y0
+    assert box.y1 <= ax.get_tightbbox().y0  # of labels and ticks
+    assert box.x0 >= 0
+    assert "\n" in caption.get_text()
 
 
 def test_the_report_can_be_read_in_light_and_in_dark():
@@ -197,5 +247,7 @@ def test_names_of_the_users_are_no_formulas(name):
     tested = precision_range(f"own ({name})")
     for figure in (drawn, tested.figure()):
         figure.canvas.draw()
-    assert not is_math_text(drawn.get_suptitle())
-    assert f"own images ({name})".replace("$", r"\$") in drawn.get_suptitle()
+    (caption,) = (text for text in drawn.texts if "own images" in text.get_text())
+    assert not caption.get_parse_math()
+    assert f"own images ({name})" in caption.get_text()
+    assert not is_math_text(tested.figure().get_suptitle()) or not tested.figure()._suptitle.get_parse_math()
