@@ -11,9 +11,11 @@ from cpt_lab.analysis.effects import LEAST_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.paths import results_dir
+from cpt_lessons import checks_of_lessons, checks_of_paper
 from cpt_lessons.answers import Exercise, Refused, Unanswered
-from cpt_lessons.checks_of_lessons import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS
+
+EXERCISES: dict[str, Exercise] = {**checks_of_lessons.EXERCISES, **checks_of_paper.EXERCISES}
 
 OPTIONS = ("a", "b", "c")  # of every prediction
 

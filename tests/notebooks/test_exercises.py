@@ -77,6 +77,13 @@ RIGHT = {
         "lambda x, q: x.add(cpt.quantize(x.detach(), q) - x.detach())",
     ],
     "02.3": ["lambda q, q_grad: torch.tensor(16 / 19 if q == 3 else 2 / 3 if q == 8 else 0.75)"],
+    "03.1": ["lambda costs, y: np.polyfit(np.log2(costs), y, 1)[0]"],
+    "03.2": ["lambda c, a, s: torch.tensor(a - np.interp(c, *zip(*sorted(s))))"],
+    "04.1": ["lambda d: {2: 12.706, 3: 4.303, 4: 3.182}[len(d)] * np.std(d, ddof=1) / np.sqrt(len(d))"],
+    "05.1": ["lambda products, sums, q: 1 / (1 + products * q**2 / (1024 * sums))"],
+    "06.1": ["lambda macs, bits, q_max: macs * np.mean([q * (q + 2 * q_max) for q in bits]) * len(bits) / 1024"],
+    "07.1": ["lambda low, normal: (low + 0.5 * normal, low + 0.75 * normal)"],
+    "08.1": ["lambda trainings, margin: sorted(c for c, a in trainings if a >= dict(trainings)[1.0] - margin)[0]"],
     "09.1": [
         "lambda a, b: float(np.mean([a[s] - b[s] for s in a if s in b]))",
         "lambda a, b: (torch.tensor([a[s] - b[s] for s in b if s in a])).mean()",
@@ -104,6 +111,31 @@ NO_SCHEDULE = dict.fromkeys(['"RR"', "0.4", "None", "cpt.make_schedule"], " is n
 NO_NUMBER = dict.fromkeys(['"many"', "None", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"'], " is no number. Hint: ")
 NO_NUMBER |= {"True": "", '"nan"': ""}
 WRONG = {  # exercise -> answer -> what is said of it
+    "03.1": {
+        "lambda costs, y: np.polyfit(costs, y, 1)[0]": "Hint: this is the slope over the cost itself",
+        "lambda costs, y: np.polyfit(np.log(costs), y, 1)[0]": "Hint: this is the slope over the natural logarithm",
+        "lambda costs, y: y[-1] - y[0]": "",
+    },
+    "03.2": {"lambda c, a, s: a - s[0][1]": "", "lambda c, a, s: a - max(s)[1]": ""},
+    "04.1": {
+        "lambda d: {2: 12.706, 3: 4.303, 4: 3.182}[len(d)] * np.std(d) / len(d) ** 0.5": "Hint: the standard deviation",
+        "lambda d: {2: 12.706, 3: 4.303, 4: 3.182}[len(d)] * np.std(d, ddof=1)": "Hint: the standard deviation is div",
+        "lambda d: max(d) - min(d)": "",
+    },
+    "05.1": {
+        "lambda products, sums, q: 32 * sums / (32 * sums + q * products)": "Hint: 32 and q count squared",
+        "lambda products, sums, q: sums / (sums + products)": "",
+    },
+    "06.1": {
+        "lambda macs, bits, q_max: macs * sum(q * q for q in bits) / 1024": "Hint: the two products of the backward",
+        "lambda macs, bits, q_max: macs * sum(q * q + 2 * q * q_max for q in bits)": "Hint: it is not divided by",
+        "lambda macs, bits, q_max: macs * len(bits)": "",
+    },
+    "07.1": {
+        "lambda low, normal: [(low + normal) / 2, 3 * (low + normal) / 4]": "Hint: these are 50 and 75 % of all steps",
+        "lambda low, normal: [normal / 2, 3 * normal / 4]": "",
+    },
+    "08.1": {"lambda trainings, margin: min(trainings)[0]": "", "lambda trainings, margin: 1.0": ""},
     "00.1": {
         **NO_SCHEDULE,
         f'cpt.make_schedule("CR", {SUITE_64})': "not yet: it costs 0.633 of static 8. Hint: ",
