@@ -1,6 +1,7 @@
 """The runs that a figure of the paper is drawn from: its experiments, those that show most first.  Needs no torch."""
 
 from functools import cache
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -22,8 +23,8 @@ def experiments(artefact: str, runs: pd.DataFrame | None = None, model: str = ""
     """Return the experiments of a figure, those that show most first.
 
     An experiment is one recipe at one scale, with any q_max and both aggregations. The order is by scale, then by the
-    data (real data before embedded stand-ins), then by the number of schedules and seeds. Experiments with fewer than
-    ``MIN_SCHEDULES`` schedules come last.
+    data (real data before embedded stand-ins), then by the number of q_max, schedules and seeds. Experiments with fewer
+    than ``MIN_SCHEDULES`` schedules come last.
 
     Args:
         artefact: "figure_3" to "figure_8", "table_1", or "figure_7/language_model" and "figure_7/entailment".
@@ -77,11 +78,29 @@ def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for _, part in pd.concat(parts).groupby(columns, sort=False)]
 
 
-def _shows(part: pd.DataFrame) -> tuple[bool, int, int, int, int]:
-    """Return how much an experiment shows, as a key to sort by."""
+class _Shows(NamedTuple):
+    """How much an experiment shows, as a key to sort by."""
+
+    enough: bool  # it has what its figure needs
+    scale: int
+    is_real: bool  # its data are not embedded
+    halves: int  # number of q_max at which schedules ran
+    schedules: int
+    seeds: int
+
+
+def _shows(part: pd.DataFrame) -> _Shows:
     first = part.iloc[0]
-    schedules = part.loc[part["arm"].isin(SUITE), "arm"].nunique()
-    embedded = str(first["dataset"]) in DATASETS and bool(DATASETS[str(first["dataset"])].embedded)
-    seeds = part.groupby("arm")["seed"].nunique().median()
-    enough = schedules >= MIN_SCHEDULES or part["kind"].eq("deficit").any() or part["aggregation"].nunique() == 2
-    return enough, SCALES.index(first["scale"]), int(not embedded), schedules, int(seeds)
+    of_suite = part[part["arm"].isin(SUITE)]
+    schedules = of_suite["arm"].nunique()
+    is_embedded = str(first["dataset"]) in DATASETS and bool(DATASETS[str(first["dataset"])].embedded)
+    has_deficits = part["kind"].eq("deficit").any()
+    has_both_aggregations = part["aggregation"].nunique() == 2
+    return _Shows(
+        bool(schedules >= MIN_SCHEDULES or has_deficits or has_both_aggregations),
+        SCALES.index(first["scale"]),
+        not is_embedded,
+        of_suite["q_max"].nunique(),
+        schedules,
+        int(part.groupby("arm")["seed"].nunique().median()),
+    )
