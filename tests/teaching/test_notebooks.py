@@ -42,7 +42,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
 
     def write(name, *code, **more):
-        lines = ['scale = "smoke"', "seeds = []", *(f"{parameter} = {value}" for parameter, value in more.items())]
+        lines = ['scale = "smoke"', "seeds = None", *(f"{parameter} = {value}" for parameter, value in more.items())]
         parameters = new_code_cell("\n".join(lines), metadata={"tags": ["parameters"]})
         cells = [new_markdown_cell("# Title"), parameters, *(new_code_cell(c) for c in code)]
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -59,7 +59,7 @@ def quick(monkeypatch):
         book, said = nbformat.read(path, as_version=4), io.StringIO()
         place.enter(len(book.cells), len(book.cells))  # with the cell of the parameters that papermill adds
         with contextlib.redirect_stdout(said):
-            exec(book.cells[-1].source, {"seeds": [], **values})
+            exec(book.cells[-1].source, {"seeds": None, **values})
         book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
         nbformat.write(book, copy)
 
@@ -128,12 +128,12 @@ def test_other_parameters_have_a_page_of_their_own(place, quick):
     (good,), _ = reproduce.reproduce("demo", progress=False)
     (bad,), _ = reproduce.reproduce("demo", given={"seeds": [13]}, progress=False)
     (other,), _ = reproduce.reproduce("demo", given={"seeds": [4]}, progress=False)
-    (again,), index = reproduce.reproduce("demo", given={"seeds": []}, progress=False)
+    (again,), index = reproduce.reproduce("demo", given={"seeds": None}, progress=False)
     assert [o.status for o in (good, bad, other, again)] == ["done", "failed", "done", "up to date"]
     assert (bad.page, bad.given, bad.error) == (None, "seeds=[13]", "AssertionError (cell 3)")
     assert (other.given, again.given) == ("seeds=[4]", "")
     assert good.page == again.page != other.page
-    assert "seeds are []" in again.page.read_text()
+    assert "seeds are None" in again.page.read_text()
     assert "seeds are [4]" in other.page.read_text()
     page = index.read_text()
     assert "07_picky (seeds=[13])" in page
