@@ -68,3 +68,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = sorted((ROOT / "data" / "results").glob("*.jsonl"))
     subprocess.run([sys.executable, "-m", "cpt_lab", "report", *rows, "--out", page], check=True, cwd=ROOT)
     return page
+
+
+@pytest.fixture(scope="session")
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of ``make reproduce`` after notebook 03 ran at demo scale: two schedules and static 8, three seeds."""
+    runs = tmp_path_factory.mktemp("runs")
+    given = ["schedules=[CR, RR]", "static_bits=[8]", "seeds=[0, 1, 2]"]
+    command = [sys.executable, "-m", "cpt_lab", "reproduce", "--scale", "demo", "--notebook", "03"]
+    for parameter in given:
+        command += ["--parameter", parameter]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CPT_RUNS_DIR": str(runs)})
+    return runs / "reproduce" / "demo" / "index.html"

@@ -1,4 +1,4 @@
-"""The report and the site, as files, on a screen, magnified, in the dark and on a phone."""
+"""Report, page of ``make reproduce`` and site, as files, on a screen, magnified, in the dark and on a phone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ SITE = (
     "docs/int8.html",  # the widest tables
     "explorer.html",
 )
-PAGES = ("report", *SITE)
+OWN_PAGES = ("report", "reproduced")  # each is the name of a fixture
+PAGES = (*OWN_PAGES, *SITE)
 TALLEST = 5000  # pixels of a screenshot
 
 # Words that a reader can reach only by moving the whole page; what scrolls in a box of its own is reached there.
@@ -79,7 +80,7 @@ def visit(browser: Browser, heard: Heard, request: pytest.FixtureRequest) -> Ite
 
     def open_(name: str, view: str) -> Page:
         name, hash_, rest = name.partition("#")
-        path = request.getfixturevalue("report") if name == "report" else request.getfixturevalue("site") / name
+        path = request.getfixturevalue(name) if name in OWN_PAGES else request.getfixturevalue("site") / name
         contexts.append(browser.new_context(**VIEWS[view]))
         page = contexts[-1].new_page()
         heard.listen(page)
@@ -105,8 +106,16 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
-    assert page.evaluate(SHRUNK if name == "report" else CUT.replace("WIDTH", str(width))) == []
+    assert page.evaluate(SHRUNK if name in OWN_PAGES else CUT.replace("WIDTH", str(width))) == []
     accessible(page)
+
+
+def test_reproduced_page_shows_runs_beside_paper(visit: Callable[[str, str], Page]) -> None:
+    """A page of a demo run has the figure of its runs and the table of claims beside the paper."""
+    page = visit("reproduced", "screen")
+    expect(page.get_by_role("columnheader", name="the paper says").first).to_be_visible()
+    assert page.locator("img").count() >= 1
+    assert page.get_by_text("your data").count() == 0
 
 
 def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
