@@ -33,7 +33,7 @@ def test_numbers_of_the_paper_say_where_they_stand():
 
 
 def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
-    choices = {"schedules": ["CR"], "static": [8], "q_max": [8], "seeds": [0, 1]}
+    choices = {"schedules": ["CR"], "static_bits": [8], "q_max": [8], "seeds": [0, 1]}
     specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
     rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
     found = paper.summary(table(rows)).set_index(["what", "arm"])["ours +- std"]
