@@ -10,7 +10,7 @@ from cpt_lab.analysis.groups import at_q_max
 from cpt_lab.analysis.metrics import main_metric
 from cpt_lab.analysis.runs import committed
 from cpt_lessons import choosing, paper_runs
-from cpt_lessons.own_runs import beside_rivals, compared, ran
+from cpt_lessons.own_runs import beside_static, compared, ran
 from cpt_lessons.parameters import check_parameters
 from cpt_lessons.predictions import PREDICTIONS
 
@@ -58,7 +58,7 @@ def test_at_demo_scale_every_schedule_has_a_rival(capsys):
         runs = pd.DataFrame({"arm": s.arm, "q_max": s.q_max, "relative_cost": s.relative_cost} for s in specs)
         recipe = specs[0].recipe
         runs["aggregation"] = [getattr(s.recipe, "aggregation", "") for s in specs]
-        beside_rivals(
+        beside_static(
             at_q_max(
                 runs.assign(task=recipe.task, seed=0, diverged=False, **{main_metric(recipe.task).name: 0.5}), None
             )
