@@ -18,7 +18,7 @@ RAN = {
     "backward", "precision_range_test", "promise_and_machine", "record", "run", "sensitivity",
     "tiny_problem", "torch", "train",
 }  # fmt: skip
-ROWS = {"committed"}
+ROWS = {"all_committed", "best_rows", "committed", "experiments"}
 
 
 @cache

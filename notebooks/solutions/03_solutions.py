@@ -1,6 +1,7 @@
 """Solutions of the exercises of 03_image_classification.ipynb: one way of many."""
 
 import math
+from itertools import pairwise
 
 from cpt_lessons import exercises
 
@@ -18,7 +19,7 @@ def slope(costs, accuracies):
 def gain(cost, accuracy, static):
     """Return the accuracy minus that of static precision of the same cost."""
     points = sorted(static)
-    for (c0, a0), (c1, a1) in zip(points, points[1:], strict=False):
+    for (c0, a0), (c1, a1) in pairwise(points):
         if c0 <= cost <= c1:
             return accuracy - (a0 + (a1 - a0) * (cost - c0) / (c1 - c0))
     raise ValueError(f"no static precision costs less, or none more, than {cost}")

@@ -1,6 +1,7 @@
 """Figures and tables that notebooks 03 to 08 promise are in their outputs."""
 
 import copy
+import re
 
 import nbclient
 import nbformat
@@ -52,3 +53,20 @@ def test_own_runs_show_figure_and_claims(store, condition):
     shown = [output.get("data", {}) for output in book.cells[0].outputs]
     assert any(demo_check.PICTURE in data for data in shown)
     assert any(demo_check.CLAIMS in data.get(demo_check.TABLE, "") for data in shown)
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_paper_notebooks_share_one_shape(path):
+    text = "\n\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    headings = [re.sub(r"^\d\. ", "", heading) for heading in re.findall(r"^## (.*)$", text, flags=re.M)]
+    first = ["What the paper did and says", "Settings, side by side", "The experiment"]
+    assert headings[:3] == first
+    assert headings[-3:] == ["Paper and reproduction", "Exercises", "Summary"]
+    assert any(heading.startswith(("Figure", "Figures")) for heading in headings[3:-3])
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_what_the_paper_says_is_short(path):
+    (first,) = [cell.source for cell in read(path).cells if "What the paper did and says" in cell.source]
+    says = first.split("did and says")[1]
+    assert 50 < len(re.sub(r"\$[^$]*\$|\]\([^)]*\)", "x", says).split()) <= 150
