@@ -50,7 +50,8 @@ TASKS = {  # of the sections of the paper on quality against cost
     "images": ("image",),
     "detection": ("detection",),
     "graphs": ("graph",),
-    "language": ("language_model", "entailment"),
+    "language": ("language_model",),
+    "entailment": ("entailment",),
 }
 QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 

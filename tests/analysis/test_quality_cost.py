@@ -570,6 +570,9 @@ def test_finding_of_few_seeds_compares_nothing():
     for seeds, text in (((0,), "1 seed: no comparison"), ((0, 1), "2 seeds: no comparison")):
         assert found_of(lambda arm, seed, cost: cost, seeds) == text
     runs = made_up(lambda arm, seed, cost: cost)
+    more = designs.quality_cost("demo", schedules=["CR"], static_bits=[6], seeds=range(2), q_max=[6])
+    both = pd.concat([runs, table(row_of(s, 0.5) for s in more)])
+    assert quality_cost.finding(both).endswith("; static 6: 2 seeds, no comparison")
     static = runs["savings"] == "static"
     assert quality_cost.finding(runs[static]) == "Static precision alone ran at q_max 8"
     assert quality_cost.finding(runs[~static]) == "Quality rises with cost; static 8 did not run"

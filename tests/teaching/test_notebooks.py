@@ -423,7 +423,7 @@ def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp
 
 
 def test_notebooks_and_estimates():
-    assert [p.name[:2] for p in notebooks()] == [f"{n:02}" for n in range(13)]
+    assert [p.name[:2] for p in notebooks()] == [f"{n:02}" for n in range(19)]
     assert estimate("demo") >= estimate("demo", "01") > 0
     assert estimate("paper") is None
 
