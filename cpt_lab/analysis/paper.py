@@ -1,6 +1,5 @@
 """The numbers printed in the paper, beside the nearest values that were measured."""
 
-import re
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,6 @@ NOT_RUN = "not run"
 COLUMNS = [
     "what", "arm", "metric", "paper", "ours +- std", "data and scale", "ours, best epoch on test", "where it stands"
 ]  # fmt: skip
-
-# Steps, epochs or thousands of steps of the normal training in table 1, which deficits are a share of.
-NORMAL_TRAINING = {"cifar10": 256, "imagenet": 150}
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -97,17 +93,9 @@ def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
     """Return the accuracy of the arm whose deficit is nearest to one of table 1, as shares of the normal training."""
     for part in experiments("table_1", runs):
         found = critical_periods.deficits(part)
-        normal = found[(found["experiment"] == "length") & (found["place"] == "none")]["total"].min()
-        length = found[(found["experiment"] == "length") & (found["place"] == "start")]
-        window = found[(found["experiment"] == "window") & (found["place"] == "inside")]
-        span = re.fullmatch(r"\[(\d+)K?, (\d+)K?\)", p.arm)
-        if span is None:
-            arm = found[(found["place"] == "none") & (found["total"] == normal)]
-        elif span[1] == "0":
-            arm = _closest(length, "stop", int(span[2]) / NORMAL_TRAINING[p.dataset], normal)
-        else:
-            arm = _closest(window, "start", int(span[1]) / NORMAL_TRAINING[p.dataset], window["total"].min())
+        arm, _ = critical_periods.nearest_arm(found, p.arm, p.dataset)
         if len(arm):
+            normal = found[(found["experiment"] == "length") & (found["place"] == "none")]["total"].min()
             factor = metric_named(metric_of(part)).factor
             first = arm.iloc[0]
             shown = spread_text(PRINTED, factor * first["mean"], factor * first["std"], first["n"])
@@ -115,12 +103,6 @@ def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
                 f"{part.iloc[0]['total_steps']:,} steps", f"{normal:,} normal steps"
             )
     return NOT_RUN, _needs(p)
-
-
-def _closest(found: pd.DataFrame, column: str, share: float, normal: float) -> pd.DataFrame:
-    """Return the line whose column, as a share of the normal training, is nearest to a share."""
-    distance = (found[column] / normal - share).abs()
-    return found.loc[[distance.idxmin()]] if len(found) else found
 
 
 def _of_arm(runs: pd.DataFrame, p: Any) -> pd.DataFrame:

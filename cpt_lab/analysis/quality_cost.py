@@ -350,8 +350,12 @@ def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
             markersize=7.5, markeredgecolor=edge, markeredgewidth=1.1, capsize=2, elinewidth=1, zorder=3,
         )  # fmt: skip
     if worst.any():
-        names = ", ".join(f"{r.arm} bits {r.mean:.0f} {metric.unit}".rstrip() for r in arms[worst].itertuples())
-        ax.set_title(f"below the axis: {names}", loc="right", fontsize=SMALL)
+        several = arms.q_max.nunique() > 1
+        names = []
+        for r in arms[worst].itertuples():
+            bits = f"{r.arm} bits (q_max {r.q_max})" if several else f"{r.arm} bits"
+            names.append(f"{bits} {r.mean:.0f} {metric.unit}".rstrip())
+        ax.set_title(f"below the axis: {', '.join(names)}", loc="right", fontsize=SMALL)
     if panel.name:
         ax.set_title(panel.name, loc="left", fontsize=9)
     ax.set_xlabel(X_LABELS.get(x, x).format(top=top))
