@@ -20,7 +20,7 @@ PAPER = ("03", "04", "05", "06", "07")
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PICTURE, TABLE = "image/png", "text/html"
 TRAINS = "own_runs.compared("
-DRAWS = ("figures.", "predictors.correlation_figure(")
+DRAWS = ("figures.", "deficit_dates.decay_figure(", "predictors.correlation_figure(")
 TABULATES = "NotebookTable("
 CLAIMS = "the paper says"
 

@@ -91,7 +91,8 @@ def test_every_page_is_in_the_contents(made):
         new = found - reached
     alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
     downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
-    figures = {f"data/results/{name}.png" for name in ("where_to_spend_bits", "when_to_switch")}
+    names = ("figure_3", "learning_rate_decay", "where_to_spend_bits", "when_to_switch")
+    figures = {f"data/results/{name}.png" for name in names}
     assert alone == {*figures, *downloads}
     documents = [path for pattern in pages.DOCUMENTS for path in ROOT.glob(pattern)]
     assert len(documents) > 30

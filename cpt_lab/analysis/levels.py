@@ -97,7 +97,9 @@ def training_text(recipe: Recipe) -> str:
     """
     images, size = getattr(recipe, "train_images", None), getattr(recipe, "size", None)
     if images:
-        return f"{recipe.steps * recipe.batch / images:.2g} epochs of {images:,} images of {size} x {size}"
+        epochs = recipe.steps * recipe.batch / images
+        shown = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
+        return f"{shown} epochs of {images:,} images of {size} x {size}"
     tokens, length = getattr(recipe, "train_tokens", None), getattr(recipe, "length", None)
     if recipe.task == "language_model" and tokens and length:
         unit = getattr(recipe, "unit", "tokens")

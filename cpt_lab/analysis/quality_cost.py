@@ -202,9 +202,9 @@ def _relation(runs: pd.DataFrame) -> str:
     strengths = spearman(cost.to_numpy(dtype=float), quality)
     _, low, high = interval(strengths[~np.isnan(strengths)])
     if low > 0:
-        return "Quality rises with cost"
+        return "Of these schedules the costlier are better"
     if high < 0:
-        return "Quality falls with cost"
+        return "Of these schedules the costlier are worse"
     return "No clear relation between cost and quality"
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from cpt_core.checks import choose
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import claims, paper, printed
-from cpt_lab.analysis.effects import Effect
+from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import counted
@@ -311,10 +311,10 @@ def _needs(claim: claims.Claim) -> str:
     return claims.needs(claim).removeprefix("Not run: ").removesuffix(".")
 
 
-def _effect_shows(effect: Effect) -> tuple[int, int, int]:
-    """Return how much an effect shows, as a key: its scale, real data before embedded stand-ins, seeds."""
-    embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
-    return SCALES.index(effect.scale), int(not embedded), effect.n
+def _effect_shows(effect: Effect) -> tuple[bool, int, bool, int]:
+    """Return how much an effect shows, as a key: enough seeds for an interval, scale, real data, number of seeds."""
+    is_embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
+    return effect.n >= LEAST_SEEDS, SCALES.index(effect.scale), not is_embedded, effect.n
 
 
 def _plain(words: str) -> str:

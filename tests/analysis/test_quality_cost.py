@@ -542,9 +542,9 @@ def noise(arm, seed):
 
 def test_finding_says_how_quality_depends_on_cost():
     rises = found_of(lambda arm, seed, cost: 0.5 + 0.1 * cost + noise(arm, seed) / 10)
-    assert rises == "Quality rises with cost; 0 of 10 schedules exceed static 8, 10 fall below"
+    assert rises == "Of these schedules the costlier are better; 0 of 10 schedules exceed static 8, 10 fall below"
     falls = found_of(lambda arm, seed, cost: 0.9 - 0.1 * cost + noise(arm, seed) / 10)
-    assert falls == "Quality falls with cost; 10 of 10 schedules exceed static 8, 0 fall below"
+    assert falls == "Of these schedules the costlier are worse; 10 of 10 schedules exceed static 8, 0 fall below"
     unclear = found_of(lambda arm, seed, cost: 0.5 + (0.1, -0.1, 0.1, -0.1)[seed] * cost)
     assert unclear == "No clear relation between cost and quality; 0 of 10 schedules exceed static 8, 0 fall below"
     alike = found_of(lambda arm, seed, cost: 0.5)
@@ -563,7 +563,9 @@ def test_finding_counts_schedules_at_corrected_intervals():
 
 def test_finding_of_perplexities_counts_lower_as_better():
     runs = table(as_perplexity(rows_of(lambda arm, seed, cost: 100 - 10 * cost + noise(arm, seed))))
-    assert quality_cost.finding(runs).startswith("Quality rises with cost; 0 of 10 schedules exceed static 8, 10 fall")
+    assert quality_cost.finding(runs).startswith(
+        "Of these schedules the costlier are better; 0 of 10 schedules exceed static 8, 10 fall"
+    )
 
 
 def test_finding_of_few_seeds_compares_nothing():
@@ -575,7 +577,7 @@ def test_finding_of_few_seeds_compares_nothing():
     assert quality_cost.finding(both).endswith("; static 6: 2 seeds, no comparison")
     static = runs["savings"] == "static"
     assert quality_cost.finding(runs[static]) == "Static precision alone ran at q_max 8"
-    assert quality_cost.finding(runs[~static]) == "Quality rises with cost; static 8 did not run"
+    assert quality_cost.finding(runs[~static]) == "Of these schedules the costlier are better; static 8 did not run"
     assert quality_cost.figure_3(runs[runs["seed"] == 0]).get_suptitle() == "1 seed: no comparison"
 
 

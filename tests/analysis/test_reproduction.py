@@ -119,3 +119,12 @@ def test_specs_of_reads_the_committed_stores():
     rows = figure_data.best_rows("figure_4")
     assert {spec.key for spec in figure_data.specs_of(rows)} == set(rows["key"])
     assert figure_data.specs_of(pd.DataFrame({"store": ["runs/demo/image.jsonl"], "key": ["0"]})) == []
+
+
+def test_claims_table_prefers_enough_seeds_to_scale():
+    small = [row_of(s, 0.9 if s.arm == "static 8" else 0.8) for s in designs.quality_cost("demo", "digits")]
+    one_seed = [row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3") if s.seed == 10]
+    found = reproduction.claims_table("images", table([*small, *one_seed])).set_index("the paper says")
+    line = found.loc["CIFAR: schedules of small savings improve on static q_max (section 4.2)"]
+    assert "demo scale (and 1 other experiment)" in line["data and scale"]
+    assert "n = 5" in line["measured"]

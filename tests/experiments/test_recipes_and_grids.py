@@ -391,7 +391,7 @@ def test_select_takes_runs_that_meet_every_condition():
     ("digits/q_max_6", 150, 15, 10), ("facebook/q_max_6", 88, 11, 8), ("facebook/q_agg", 88, 11, 8),
     ("cora/q_agg", 88, 11, 8), ("facebook/sage", 66, 11, 3), ("facebook/fanout", 24, 1, 3),
     ("pydoc/q_max_6", 120, 15, 8),
-    ("xnli/figure_7", 36, 12, 3), ("xnli/one_and_two_cycles", 18, 3, 3),
+    ("xnli/figure_7", 72, 12, 3), ("xnli/one_and_two_cycles", 36, 3, 3),
 ])  # fmt: skip
 def test_stand_in_grids_have_the_runs_of_their_figure(name, runs, arms, seeds):
     specs = grids.grid_specs(name)

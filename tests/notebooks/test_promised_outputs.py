@@ -70,3 +70,11 @@ def test_what_the_paper_says_is_short(path):
     (first,) = [cell.source for cell in read(path).cells if "What the paper did and says" in cell.source]
     says = first.split("did and says")[1]
     assert 50 < len(re.sub(r"\$[^$]*\$|\]\([^)]*\)", "x", says).split()) <= 150
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_sweep_files_that_notebooks_name_exist(path):
+    text = "\n\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    files = re.findall(r"-f (notebooks/sweeps/\S+)", text)
+    assert files
+    assert all((path.parents[1] / name).is_file() for name in files)
