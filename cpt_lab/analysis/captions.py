@@ -1,10 +1,14 @@
 """Captions of figures: data set, network, length of training, seeds, and the quality at full bits.  Needs no torch."""
 
+import warnings
 from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
 
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import levels
 from cpt_lab.analysis.groups import AGGREGATIONS, title_of
 from cpt_lab.analysis.metrics import counted
@@ -26,7 +30,7 @@ def caption(runs: pd.DataFrame, stored: pd.DataFrame | None = None) -> str:
     """
     first = runs.iloc[0]
     seeds = ", ".join([seeds_text(runs), f"{first['scale']} scale"])
-    parts = [f"{title_of(runs)}: {training(runs)}", seeds, *_levels(runs)]
+    parts = [f"{title_of(runs)}: {training(runs)}", seeds, *_levels(runs), *_early_ends(runs)]
     lost = lost_text(runs if stored is None else stored)
     return "; ".join([*parts, lost] if lost else parts)
 
@@ -103,4 +107,29 @@ def _levels(runs: pd.DataFrame) -> list[str]:
         level = levels.stated(f"static {part['q_max'].iloc[0]}", [levels.reached(part)])
         if level:
             found.append(f"{level} with {AGGREGATIONS[kind]}" if several else level)
+    return found
+
+
+def _early_ends(runs: pd.DataFrame) -> list[str]:
+    """Return which schedules end below q_max, as their cycles are too short for the steep end of their profile."""
+    suite = runs[runs["arm"].isin(SUITE) & (runs["kind"] == "cyclic")]
+    columns = ["arm", "q_min", "q_max", "total_steps", "n_cycles"]
+    arms: dict[tuple[int, int], list[str]] = {}
+    for line in suite[columns].drop_duplicates().itertuples():
+        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
+            schedule = make_schedule(
+                str(line.arm),
+                q_min=int(line.q_min),
+                q_max=int(line.q_max),
+                total_steps=int(line.total_steps),
+                n_cycles=int(line.n_cycles),
+            )
+        last = schedule(schedule.total_steps - 1)
+        if last < line.q_max:
+            arms.setdefault((int(line.q_max), int(last)), []).append(line.arm)
+    several = runs["q_max"].nunique() > 1
+    found = []
+    for (q_max, last), names in sorted(arms.items(), reverse=True):
+        where = f" at q_max {q_max}" if several else ""
+        found.append(f"{', '.join(dict.fromkeys(names))} end at {last} bits{where}, as their cycles are short")
     return found

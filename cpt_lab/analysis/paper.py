@@ -19,8 +19,15 @@ from cpt_lab.experiments.recipes import recipe, task_of_dataset
 PRINTED = Metric("", "", digits=2)
 NOT_RUN = "not run"
 COLUMNS = [
-    "what", "arm", "metric", "paper", "ours +- std", "data and scale", "ours, best epoch on test", "where it stands"
-]  # fmt: skip
+    "what",
+    "arm",
+    "metric",
+    "paper",
+    "ours (+- std, or [95 %])",
+    "data and scale",
+    "ours, best epoch on test",
+    "where it stands",
+]
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:

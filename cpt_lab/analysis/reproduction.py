@@ -24,7 +24,7 @@ from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.experiments.recipe import SCALES, Recipe
-from cpt_lab.experiments.recipes import DATASETS, recipe
+from cpt_lab.experiments.recipes import DATASETS, deficits, recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.experiments.stand_ins import STAND_IN_TITLES
 
@@ -92,7 +92,7 @@ _SHOWN_FIRST = {
     "model": "network",
     "optimizer": "optimizer",
     "lr": "learning rate",
-    "lr_decay": "decay of it",
+    "lr_decay": "learning-rate decay",
     "weight_decay": "weight decay",
     "batch": "batch",
     "steps": "optimizer steps",
@@ -103,6 +103,14 @@ _SHOWN_FIRST = {
     "seeds": "seeds",
     "arms": "schedules and static bits",
 }
+_LABELS = {
+    "clip": "gradient clipping (norm)",
+    "crop": "crop padding (pixels)",
+    "evaluate_every": "evaluation interval (steps; 0: at the end only)",
+    "hidden": "hidden units",
+    "length": "sequence length",
+    "size": "image size (pixels)",
+}
 # Fields that say how a run is computed or watched, not what is trained, or that stand in another line already.
 _NOT_SHOWN = {"task", "seeds", "milestones", "lr_rule", "final_lr", "momentum", "lr_division", "learning_rates"}
 _OPTIMIZERS = {"image": "SGD", "detection": "Adam", "graph": "Adam", "language_model": "SGD", "entailment": "AdamW"}
@@ -111,43 +119,61 @@ _OPTIMIZERS = {"image": "SGD", "detection": "Adam", "graph": "Adam", "language_m
 def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()) -> pd.DataFrame:
     """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
 
-    The values come from the recipes. After the main settings follow all other fields of the recipes that differ.
+    The values come from the recipes. The paper's are those of its text, corrected where a ``Differs:`` line of the
+    recipe says so; for critical periods they are those of the authors' code. After the main settings follow all other
+    fields of the recipes that differ.
 
     Args:
         topic: a key of ``SECTIONS``.
-        specs: the runs of this notebook, of one task.
+        specs: the runs of this notebook, of one task; none leaves their column out.
         drawn: the runs that the figure below shows, of the same task; none leaves their column out.
 
     Returns:
         Columns: setting, one per data set of the paper that has this task, "figure below", "this run". A mark says that
-        a value differs from the first of the paper's columns.
+        a value differs from the paper's column of the same network, or from the first one.
 
     Raises:
-        ValueError: for an unknown topic, for no specs, and for a task that the section does not have.
+        ValueError: for an unknown topic, without any runs, and for a task that the section does not have.
     """
     section = SECTIONS[choose("topic", topic, SECTIONS)]
-    if not specs:
-        raise ValueError("specs: expected at least one run, got none")
-    task = specs[0].recipe.task
-    theirs = {}
-    for dataset, model in section.settings:
-        found = recipe("paper", dataset, model)
-        if found.task == task:
-            theirs[f"paper: {DATASETS[dataset].title}"] = _settings([found], None)
-    if not theirs:
+    shown = [*drawn, *specs]
+    if not shown:
+        raise ValueError("specs: expected at least one run here or in drawn, got none")
+    task, model = shown[0].recipe.task, shown[0].recipe.model
+    theirs, reference = {}, None
+    for dataset, name in section.settings:
+        found, arms = _paper_recipe(topic, dataset, name)
+        if found.task != task:
+            continue
+        values = _settings([found], None) | arms
+        theirs[f"paper: {DATASETS[dataset].title}"] = values
+        if reference is None or found.model == model:
+            reference = values
+    if reference is None:
         raise ValueError(f"topic: {topic!r} of the paper has no experiment of task {task!r}")
 
-    first = next(iter(theirs.values()))
     ours = {"figure below": _settings([spec.recipe for spec in drawn], drawn)} if drawn else {}
-    ours["this run"] = _settings([spec.recipe for spec in specs], specs)
-    further = [name for name in first if name not in _SHOWN_FIRST]
-    names = [*_SHOWN_FIRST, *(n for n in further if any(values[n] != first[n] for values in ours.values()))]
+    if specs:
+        ours["this run"] = _settings([spec.recipe for spec in specs], specs)
+    further = [name for name in reference if name not in _SHOWN_FIRST]
+    names = [*_SHOWN_FIRST, *(n for n in further if any(values[n] != reference[n] for values in ours.values()))]
     lines = []
     for name in names:
-        theirs_printed = [values[name] for values in theirs.values()]
-        measured = [_marked(values[name], first[name]) for values in ours.values()]
-        lines.append((_SHOWN_FIRST.get(name, name.replace("_", " ")), *theirs_printed, *measured))
+        of_paper = [values[name] for values in theirs.values()]
+        measured = [_marked(values[name], reference[name]) for values in ours.values()]
+        label = _SHOWN_FIRST.get(name) or _LABELS.get(name) or name.replace("_", " ")
+        lines.append((label, *of_paper, *measured))
     return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
+
+
+def _paper_recipe(topic: str, dataset: str, model: str) -> tuple[Recipe, dict[str, str]]:
+    """Return the paper's recipe of a section, and what its runs are where they are no schedules."""
+    if topic != "critical-periods":
+        return recipe("paper", dataset, model), {}
+    found, settings = deficits("paper", dataset, model)
+    lengths = f"deficits of {', '.join(f'{n:,}' for n in settings.lengths if n)} steps"
+    windows = f", {counted(len(settings.starts), 'window')}" if settings.starts else ""
+    return found, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
 
 
 def _marked(value: str, printed: str) -> str:
@@ -179,10 +205,19 @@ def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dic
     same = all(spec.q_grad == spec.q_max for spec in specs)
     words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
     words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
-    words["seeds"] = str(len({spec.seed for spec in specs}))
+    words["seeds"] = _seeds(specs)
     deficits = [arm for arm in others if not arm.startswith("static ")]
     words["arms"] = _arms(list(schedules), static, len(deficits))
     return words
+
+
+def _seeds(specs: Sequence[RunSpec]) -> str:
+    """Return how many seeds the arms have, such as "4" or "5 to 8"."""
+    seeds: dict[tuple[str, int], set[int]] = {}
+    for spec in specs:
+        seeds.setdefault((spec.arm, spec.q_max), set()).add(spec.seed)
+    counts = sorted(map(len, seeds.values()))
+    return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
 
 
 def _arms(schedules: list[str], static: list[str], others: int) -> str:

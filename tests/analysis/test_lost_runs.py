@@ -182,7 +182,7 @@ def test_every_table_counts_them():
     assert found.diverged.sum() == 2  # a deficit of both experiments
     costs = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0, 1])
     rows = [row_of(s, 90.0, "perplexity") | {"bitops": {"paper": 7e13}} for s in costs]
-    said = paper.summary(table(lost(rows, lambda arm, seed: seed == 1)))["ours +- std"]
+    said = paper.summary(table(lost(rows, lambda arm, seed: seed == 1)))["ours (+- std, or [95 %])"]
     assert "7.00 +- 0.00 (n = 2), 1 diverged" in set(said)
 
 

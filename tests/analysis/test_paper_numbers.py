@@ -36,7 +36,7 @@ def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
     choices = {"schedules": ["CR"], "static_bits": [8], "q_max": [8], "seeds": [0, 1]}
     specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
     rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
-    found = paper.summary(table(rows)).set_index(["what", "arm"])["ours +- std"]
+    found = paper.summary(table(rows)).set_index(["what", "arm"])["ours (+- std, or [95 %])"]
     assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (n = 2)"
     assert found["figure 7: ptb, lstm", "RR"] == "not run"
     assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
@@ -51,7 +51,7 @@ def test_what_the_paper_compares_is_compared_in_our_rows():
     pairs = designs.aggregation("paper", "ogbn-arxiv")
     rows += [with_valid(row_of(s, 0.5), 0.6 + 0.004 * (s.recipe.aggregation == "fp")) for s in pairs]
     small = [row_of(s, 0.1) for s in designs.quality_cost("demo", "ogbn-arxiv", schedules=["RR", "RTH"])]
-    found = paper.summary(table([*rows, *small])).set_index(["what", "arm"])["ours +- std"]
+    found = paper.summary(table([*rows, *small])).set_index(["what", "arm"])["ours (+- std, or [95 %])"]
     assert found["figure 4: voc2012, retinanet", "ETV minus static"].startswith("made up, q_max 8: +1.02 [")
     assert "; " not in found["figure 4: voc2012, retinanet", "ETV minus static"]  # the paper's is of q_max 8
     assert found["figure 6: ogbn-products, sage", "large minus static"].startswith("made up, q_max 6: +0.50 ")
@@ -67,4 +67,7 @@ def test_the_best_epoch_stands_beside_the_last_and_is_called_what_it_is():
     row = row_of(spec, 0.67)
     row["metrics"].append({**row["metrics"][0], "when": "best_test", "value": 0.68})
     found = paper.summary(table([row])).set_index(["what", "arm"]).loc[("table 1: imagenet, resnet18", "no deficit")]
-    assert found[["ours +- std", "ours, best epoch on test"]].to_list() == ["67.00 (n = 1)", "68.00 (n = 1)"]
+    assert found[["ours (+- std, or [95 %])", "ours, best epoch on test"]].to_list() == [
+        "67.00 (n = 1)",
+        "68.00 (n = 1)",
+    ]

@@ -32,7 +32,7 @@ def test_settings_table_shows_the_paper_s_values():
     assert found.loc["optimizer steps", "paper: CIFAR-10"] == "64,000"
     assert found.loc["optimizer steps", "paper: ImageNet"] == "450,450"
     assert found.loc["optimizer steps", "this run"] == "3,900 ≠"
-    assert found.loc["decay of it", "this run"] == "a tenth at 50 and 75 %"
+    assert found.loc["learning-rate decay", "this run"] == "a tenth at 50 and 75 %"
     assert found.loc["schedules and static bits", "this run"] == "10 schedules, static 3, 4, 5, 6, 8 ≠"
 
 
@@ -55,7 +55,7 @@ def test_settings_table_takes_the_paper_of_the_task(topic, dataset, columns):
     ("topic", "specs", "message"),
     [
         ("pictures", [], "unknown topic 'pictures'"),
-        ("images", [], "specs: expected at least one run, got none"),
+        ("images", [], "specs: expected at least one run here or in drawn, got none"),
         ("images", designs.quality_cost("demo", "pydoc", schedules=["ER"]), "no experiment of task 'language_model'"),
     ],
 )
@@ -92,7 +92,7 @@ def test_printed_table_has_every_number_of_the_paper():
     assert len(whole) == 25
     parts = [reproduction.printed_table(topic) for topic in reproduction.SECTIONS if topic != "schedules"]
     assert sum(map(len, parts)) == 25
-    unmeasured = whole[whole["ours +- std"] == "not run"]
+    unmeasured = whole[whole["ours (+- std, or [95 %])"] == "not run"]
     assert unmeasured["data and scale"].str.startswith("needs ").all()
     measured = whole.drop(unmeasured.index)
     assert measured["data and scale"].str.match("paper scale|the paper's setting|stand-in: .* scale$").all()
@@ -128,3 +128,23 @@ def test_claims_table_prefers_enough_seeds_to_scale():
     line = found.loc["CIFAR: schedules of small savings improve on static q_max (section 4.2)"]
     assert "demo scale (and 1 other experiment)" in line["data and scale"]
     assert "n = 5" in line["measured"]
+
+
+def test_settings_table_of_section_5_takes_the_authors_settings():
+    found = settings("critical-periods", grid_specs("cifar10-jpeg/table_1"))
+    assert found.loc["weight decay", "paper: CIFAR-10"] == "0"
+    assert found.loc["weight decay", "this run"] == "0"
+    assert found.loc["optimizer steps", "paper: CIFAR-10"] == "256,000"
+    assert "deficits of 16,000, 32,000" in found.loc["schedules and static bits", "paper: CIFAR-10"]
+
+
+def test_settings_table_compares_with_the_same_network():
+    sage = designs.quality_cost("paper", "ogbn-products", "sage", q_max=[6, 8])
+    found = reproduction.settings_table("graphs", [], sage).set_index("setting")["figure below"]
+    assert not found.str.contains("≠").any()
+
+
+def test_settings_table_counts_seeds_of_every_arm():
+    specs = designs.quality_cost("demo", "digits", seeds=[0, 1])
+    specs += designs.quality_cost("demo", "digits", schedules=[], static_bits=[8], seeds=[2])
+    assert settings("images", specs).loc["seeds", "this run"].startswith("2 to 3")

@@ -1,0 +1,30 @@
+"""Captions name the schedules that end below q_max."""
+
+import pytest
+
+from cpt_lab.analysis import captions
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs
+from tests.helpers import row_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+
+
+def caption_of(**given):
+    specs = designs.quality_cost("demo", "digits", seeds=[0], **given)
+    return captions.caption(table([row_of(spec, 0.8) for spec in specs]))
+
+
+def test_caption_names_schedules_that_end_early():
+    words = caption_of(steps=64, n_cycles=4, q_min=2)
+    assert "RR, RTV, RTH end at 6 bits, as their cycles are short" in words
+
+
+def test_caption_is_silent_where_all_end_at_q_max():
+    assert "end at" not in caption_of()
+
+
+def test_caption_says_at_which_q_max_schedules_end_early():
+    words = caption_of(steps=64, n_cycles=4, q_min=2, q_max=[6, 8])
+    assert "end at 6 bits at q_max 8" in words
+    assert "end at 4 bits at q_max 6" in words
