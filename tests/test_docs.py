@@ -334,7 +334,8 @@ def test_what_won_h5_can_be_written_by_hand():
 
 def test_lines_of_pages_fit_a_screen():
     for path in [README, *(ROOT / "docs").rglob("*.md")]:
-        wide = [line for line in path.read_text().splitlines() if len(line) > (300 if line[:1] == "|" else 120)]
+        table = 1200 if path.parent == results.PAGES else 300  # cells of claims hold sentences, which pages wrap
+        wide = [line for line in path.read_text().splitlines() if len(line) > (table if line[:1] == "|" else 120)]
         if path.name != "preregistration.md":  # its words stay as they were written
             assert wide == [], path.name
         assert not re.search(r"^ *%", path.read_text(), re.M), f"{path.name}: the site takes that line for a comment"
