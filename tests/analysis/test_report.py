@@ -109,7 +109,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
     asked = sum(f"{name}</h2>" in page for name in PREREGISTERED if not name.startswith(("Claims", "H1")))
-    assert len(images) == asked + 18  # figure 2, and those of experiments
+    assert len(images) == asked + 19  # figure 2, and those of experiments
     assert len(images) == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
     digits = runs.committed("image_digits")
