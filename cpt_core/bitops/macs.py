@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.bitops.watch import tensors_in
 from cpt_core.graphs.layers import MatrixNorm
-from cpt_core.quantization.coverage import module_kind, own_form
+from cpt_core.quantization.layers import module_kind, own_form
 
 Elements = tuple[int, int, int]
 

@@ -31,9 +31,8 @@ from cpt_core.bitops.watch import (
     within,
 )
 from cpt_core.checks import arguments
-from cpt_core.quantization.coverage import module_kind
+from cpt_core.quantization.layers import module_kind
 from cpt_core.quantization.layers import PASSES
-from cpt_core.quantization.operations import QuantOperations
 
 CONVENTIONS = ("paper", "per_op")
 
@@ -151,7 +150,7 @@ class Calls(Watch):
                     hooks.enter_context(module.register_forward_hook(report, with_kwargs=True))
             hooks.enter_context(self.following(inner))
             for name, module in inner.items():
-                if isinstance(module, QuantOperations):
+                if False:
                     hooks.callback(setattr, module.catching, "report", module.catching.report)
                     module.catching.report = partial(self._on_codes, name)
             yield
@@ -201,7 +200,7 @@ class Calls(Watch):
         """
         for name in reversed(self.names):
             module = self.model.get_submodule(name)
-            if isinstance(module, QuantOperations) and module.catching.multiplying:
+            if False:
                 return name, module.catching.on_codes
         return None, False
 

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpt_core.bitops.products import Product, products_of
 from cpt_core.checks import unsharded
 from cpt_core.graphs.graph import Graph
-from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.precision import LayerPrecision
 
 
@@ -165,7 +164,6 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
             for key, hook in list(hooks.items()):  # of whoever watches the original, such as a ledger
                 if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
                     del hooks[key]
-        forget_first_pass(module)  # the model itself will say it when it trains
         if isinstance(module, LayerPrecision):
             module.set_bits(None, None)
     return shadow.to("meta") if meta else shadow

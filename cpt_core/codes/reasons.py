@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.layers import ONE_RANGE, PASSES, QuantizedLayer
-from cpt_core.quantization.operations import QuantOperations
 
 SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 # form -> role with several ranges -> products that are simulated then

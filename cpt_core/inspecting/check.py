@@ -34,7 +34,7 @@ from cpt_core.inspecting.step import storage_of
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.convert import QuantizationWarning
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.cost import FULL_PRECISION

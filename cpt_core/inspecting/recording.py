@@ -33,7 +33,6 @@ from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.lstm import QuantLSTM
-from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 
 if TYPE_CHECKING:

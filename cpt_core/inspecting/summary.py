@@ -26,9 +26,9 @@ from cpt_core.bitops.tally import mostly_float32
 from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
 from cpt_core.codes.reasons import products_of, simulated_products
-from cpt_core.quantization.coverage import convertible, float32_reason, form_of, module_kind, parts_of_wholes
+from cpt_core.quantization.convert import convertible, float32_reason
+from cpt_core.quantization.layers import module_kind
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
-from cpt_core.quantization.operations import QuantOperations
 
 NOT_CALLED = "converted, but its parent ran without calling it"
 IDLE = "its forward multiplied nothing"

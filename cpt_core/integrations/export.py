@@ -31,9 +31,7 @@ from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
 from cpt_core.kernels.reference import CODE_BITS
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 

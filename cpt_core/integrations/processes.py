@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
 from cpt_core.kernels.reference import Range, clips
-from cpt_core.quantization.operations import is_weight
 
 OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
 
@@ -85,7 +84,7 @@ class _Agreed:
     def fake_quantize(
         self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        low, width = self.ops.range(x.detach(), granularity) if is_weight(x) else self.range(x.detach(), granularity)
+        low, width = self.ops.range(x.detach(), granularity) if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) else self.range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 

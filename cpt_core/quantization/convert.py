@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,19 +17,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
-from cpt_core.quantization import coverage
+from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
-from cpt_core.quantization.layers import Changed, QuantizedLayer
+from cpt_core.quantization.layers import QuantizedLayer, own_form
+from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, quantizer_of
 from cpt_core.quantization.running import RUNNING_STARTS
+from cpt_core.schedules.schedule import Levels
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
@@ -105,16 +111,14 @@ PRESETS: dict[str, QuantConfig] = {
 def quantize_(
     model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Make every product of ``model`` trainable at low precision, in place.
+    """Make every matmul and convolution of ``model`` trainable at low precision, in place.
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
     ``PrecisionScheduler`` or ``precision(...)`` sets one.
 
     Args:
-        model: any module. ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM`` and graph convolutions (see ``FORMS``) have
-            quantised forms of their own. Every other module whose forward multiplies, attention or whatever it is, runs
-            that forward with its products quantised, see ``operations``.
+        model: any module. Its matmuls and convolutions are intercepted wherever they run, see ``op_interception``.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
@@ -122,65 +126,257 @@ def quantize_(
         The model itself.
 
     Raises:
-        ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised, a
-            layer with a ``forward`` of its instance, parameters that are sharded already, or when nothing would be
-            converted. After any error the model is what it was, also where a warning is made an error.
+        ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised,
+            parameters that are sharded already, or when nothing would be converted. After any error the model is what
+            it was, also where a warning is made an error.
 
     Warns:
-        QuantizationWarning: when more than a tenth of the weights, or sums over neighbours in Q-Agg, stay in float32
-            unasked, and after the first forward pass where products ran that nothing caught.
+        QuantizationWarning: when more than a tenth of the weights stay in float32 unasked.
     """
     declared(quantize_, locals())
     if not isinstance(config, QuantConfig):
         config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
     unsharded(model, "call quantize_(model)")
-    if any(isinstance(m, LayerPrecision) for m in model.modules()):
+    if any(hasattr(module, HOOK) for module in model.modules()):
         raise ValueError("the model is converted already; call restore_(model) first")
-    asked = _left_in_float32(model, config.float32)
+    excluded = _excluded(model, config.float32)
     chosen = {}
-    for name, module in coverage.convertible(model):
-        if name not in asked and (filter_fn is None or filter_fn(module, name)):
+    for name, module in convertible(model):
+        if name not in excluded and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
         else:
-            asked.add(name)
+            excluded.add(name)
     if not chosen:
-        by = "" if filter_fn is None else " by filter_fn"
-        others = "".join(f"; {count} {what}" for what, count in coverage.in_float32(model, asked)[1].items())
+        reason = "" if filter_fn is None else " by filter_fn"
+        others = "".join(f"; {count} {kind}" for kind, count in float32_weights(model, excluded)[1].items())
         raise ValueError(
-            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{by}{others}"
+            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}{others}"
         )
-    forms: dict[str, Any] = {name: coverage.form_of(module) for name, module in chosen.items()}
-    for name, module in chosen.items():  # before the first is changed
-        forms[name].check(module)
-        if "forward" in vars(module):
-            raise ValueError(
-                f"layer {name!r} has a forward of its own, put on this one object (accelerate's hooks do so), which "
-                "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
-            )
-    own = {n: m for n, m in model.named_modules() if n not in asked and not type(m).__module__.startswith("torch.nn.")}
-    unseen = [name for name, module in own.items() if coverage.names_a_product(module, coverage.UNSEEN)]
+    for name, module in chosen.items():
+        _check_module(name, module)
     try:
-        # the noise of layers with a form of their own does not depend on what else there is to convert
-        last = [name for name, form in forms.items() if form.CATCHES and not form.by_feature(chosen[name])]
-        for index, name in enumerate([*(n for n in chosen if n not in set(last)), *last]):
-            module = chosen[name]
-            forms[name].from_float(module, config, _key(config.seed, index))
-            module.precision.name = name  # type: ignore[union-attr]
-        _leave_out(model)
-        coverage.FirstPass(model, asked, unseen)
-        coverage.warn_of_float32(model, asked)
-        if config.aggregation == "quantized":
-            coverage.warn_of_sums(model, asked)
+        _convert(model, chosen, config)
+        _warn_of_float32(model, excluded)
     except BaseException:
         _undo(model)
         raise
     return model
 
 
-def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
+def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
+    """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
+    op_handlers.register_library_operators()
+    # the noise of the layers of torch does not depend on what else there is to convert
+    order = sorted(chosen, key=lambda name: (not _has_early_key(chosen[name]), not holds_weights(chosen[name])))
+    keys = {name: index for index, name in enumerate(order)}
+    mode = QuantizedOpsMode()
+    mode.root = model
+    for name, module in list(model.named_modules()):
+        precision = None
+        kind = op_handlers.module_kind(module)
+        if name in chosen:
+            form = own_form(type(module))
+            key = _key(config.seed, keys[name])
+            if form is not None and not form.why_not(module):
+                form.from_float(module, config, key)
+                precision = module.precision
+            else:
+                precision = _add_precision(module, kind, config, key)
+            precision.name = name
+        if name in chosen or module is model or _is_hooked(module):
+            per_feature = op_handlers.has_keys_per_feature(module)
+            vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
+            module.register_forward_pre_hook(enter_module)
+            module.register_forward_hook(leave_module, prepend=True, always_call=True)
+
+
+def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
+    """Return the new precision of a module: a child of it where the module holds weights."""
+    precision = LayerPrecision(_roles(kind, config), key, config.running_start, kind)
+    device = next((p.device for p in module.parameters()), None)
+    precision.to(device)
+    precision.execution, precision.splits = config.execution, True
+    precision.sums = OPERATION_SUMS
+    precision.ladders = config.ladder  # type: ignore[assignment]  # Levels since the configuration was made
+    precision.lengths = _block_lengths(module)
+    precision.has_weights = holds_weights(module)
+    precision.train(module.training)
+    if precision.has_weights:
+        module.precision = precision
+    else:  # no child: containers run their children, and this one is not to be run
+        vars(module)["precision"] = precision
+    return precision
+
+
+def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
+    """Return the quantisers of a layer: those of its kind without prefix; of other operations without running range."""
+    own = f"{kind}_"
+    roles = {role.removeprefix(own): q for role, q in config.quantizers.items() if role.startswith(own)}
+    roles["bias"] = config.quantizers["bias"]
+    granularity = {"linear_input": "per_row", "conv_input": "per_channel"}
+    for role, quantizer in config.quantizers.items():
+        if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
+            running = {"granularity": granularity.get(role), "running": False} if quantizer.running else {}
+            roles[role] = replace(quantizer, **running)  # type: ignore[arg-type]
+    return roles
+
+
+# role -> dimension over which its operation sums, where it is not the last
+OPERATION_SUMS = {
+    "key": -2, "value": -2, "attention_key": -2, "attention_value": -2,
+    "conv_input": 1, "conv_weight": 1, "conv_grad": 1,
+}  # fmt: skip
+
+
+def _block_lengths(module: Any) -> Levels:
+    """Return the lengths that blocks of each role have to divide, as far as the module tells them."""
+    if type(module) is nn.Linear:
+        inside, out = (module.in_features,), (module.out_features,)
+        return Levels(inside, inside, out, out)
+    if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return Levels(
+            (module.in_channels,),
+            (module.in_channels // module.groups,),
+            (module.out_channels,),
+            (module.out_channels,),
+        )
+    return Levels((), (), (), ())
+
+
+# --- which modules are converted --------------------------------------------------------------------------------------
+
+# modules of torch.nn whose own operations are elementwise, or none
+ELEMENTWISE_MODULES = frozenset(
+    "activation batchnorm channelshuffle container dropout flatten fold instancenorm loss normalization padding "
+    "pixelshuffle pooling sparse upsampling".split()
+)
+MIN_NOTABLE_SHARE = 0.1  # of a model's weights: less stays in float32 without a warning
+
+
+class QuantizationWarning(UserWarning):
+    """Something runs in float32 that a user of ``quantize_`` may believe to be quantised."""
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Return whether operations may run in the forward of a module itself."""
+    if isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
+        return False
+    package, _, name = type(module).__module__.rpartition(".")
+    is_elementwise = package == "torch.nn.modules" and name in ELEMENTWISE_MODULES
+    return (not is_elementwise and not isinstance(module, nn.Identity)) or isinstance(module, nn.MultiheadAttention)
+
+
+def is_convertible(module: nn.Module) -> bool:
+    """Return whether a module can be given a precision."""
+    if not _is_hooked(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
+        return False
+    form = own_form(type(module))
+    if form is not None and form.KIND == "graph":
+        return not form.why_not(module)
+    return holds_weights(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
+
+
+def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that ``quantize_`` can convert, by name."""
+    parts = parts_of_layers(model)
+    for name, module in model.named_modules():
+        if name not in parts and is_convertible(module):
+            yield name, module
+
+
+def parts_of_layers(model: nn.Module) -> dict[str, str]:
+    """Return modules -> the layer they are part of: of graph convolutions, and all inside a parametrisation."""
+    parts: dict[str, str] = {}
+    for name, module in model.named_modules():
+        form = own_form(module.FLOAT if isinstance(module, QuantizedLayer) else type(module))
+        if form is not None and form.WHOLE and not form.why_not(module):
+            parts |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+        if isinstance(module, ParametrizationList):
+            owner = name.rpartition(".parametrizations")[0]
+            parts |= {f"{name}.{part}".rstrip("."): owner for part, _ in module.named_modules()}
+    return parts
+
+
+def holds_weights(module: nn.Module) -> bool:
+    """Return whether a module holds matrices that it, or its parent, multiplies by."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _is_hooked(module):
+        return False
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):  # also where the weight is computed
+        return True
+    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
+def _has_early_key(module: nn.Module) -> bool:
+    form = own_form(type(module))
+    if form is not None and not form.why_not(module):
+        return True
+    layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+    return type(module) in layers or op_handlers.has_keys_per_feature(module)
+
+
+def _check_module(name: str, module: Any) -> None:
+    """Raise ValueError for a module that would silently stay in float32, or that uses a name of converted modules."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if attention not in (None, "eager", "sdpa"):
+        raise ValueError(
+            f"the model computes attention with {attention!r}, which cannot be quantised; load it with "
+            "attn_implementation='eager' (or 'sdpa')"
+        )
+    if hasattr(module, "precision"):
+        raise ValueError(
+            f"{type(module).__name__}.precision has a name that a quantised layer has for itself; rename it, or leave "
+            f"the module out: QuantConfig(float32=({name!r},))"
+        )
+
+
+def float32_reason(module: nn.Module, is_left_out: bool) -> str:
+    """Return why a module with parameters is not quantised; ``is_left_out``: it could have been converted."""
+    if is_left_out:
+        return "left out"
+    if isinstance(module, LazyModuleMixin):
+        return "lazy: run the model once before it is converted"
+    form = own_form(type(module))
+    return (form.why_not(module) if form is not None else "") or "it computes no matmul or convolution"
+
+
+def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float, Counter[str]]:
+    """Return the share of the weights that stay in float32 unasked, and the modules that hold them, kind -> count.
+
+    Weights are tensors of two or more dimensions that are no embedding, nor (1, T, C) as positions and tokens to add.
+    """
+    parts, modules = parts_of_layers(model), dict(model.named_modules())
+    total = quantized = 0
+    kinds: Counter[str] = Counter()
+    for name, module in modules.items():
+        layer = modules[parts.get(name, name)]
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or parts.get(name, name) in excluded:
+            continue
+        held = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+        size = sum(p.numel() for p in held if p.dim() > 1 and len(p) > 1)
+        total += size
+        if precision_of(layer) is not None:
+            quantized += size
+        elif size:
+            kinds[f"{type(module).__name__} ({float32_reason(layer, is_convertible(layer))})"] += 1
+    return (1 - quantized / total if total else 0.0), kinds
+
+
+def _warn_of_float32(model: nn.Module, excluded: Collection[str]) -> None:
+    share, kinds = float32_weights(model, excluded)
+    if share > MIN_NOTABLE_SHARE:
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        warnings.warn(
+            f"{share:.0%} of the weights stay in float32: {listed}; summary(model) lists them, "
+            "check(model, inputs) counts their operations",
+            QuantizationWarning,
+            stacklevel=3,
+        )
+
+
+def _excluded(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
-    names, parts = [name for name, _ in model.named_modules() if name], coverage.parts_of_wholes(model)
-    asked: set[str] = set()
+    names, parts = [name for name, _ in model.named_modules() if name], parts_of_layers(model)
+    excluded: set[str] = set()
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
@@ -188,64 +384,61 @@ def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
             raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
         if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
             raise ValueError(f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it")
-        asked |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
-    return asked
+        excluded |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
+    return excluded
+
+
+# --- and back ---------------------------------------------------------------------------------------------------------
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Undo ``quantize_``: the original classes again, the same parameters.
-
-    Raises:
-        ValueError: when nothing is converted, or something has changed the class of a converted layer since, as a
-            parametrisation does; the model is unchanged then.
-    """
+    """Undo ``quantize_``: no hooks and no precision, the same parameters; ValueError when nothing is converted."""
     declared(restore_, locals())
-    converted = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    if not converted:
+    if not any(hasattr(module, HOOK) for module in model.modules()):
         raise ValueError("the model has no quantised layers")
-    for name, layer in converted.items():
-        if "FLOAT" not in vars(type(layer)):  # quantize_ did not make it
-            raise ValueError(
-                f"layer {name!r} was made a {type(layer).__name__} after quantize_; undo that first "
-                "(a parametrisation with torch.nn.utils.parametrize.remove_parametrizations)"
-            )
     _undo(model)
     return model
 
 
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
-        coverage.forget_first_pass(module)
-        if isinstance(module, Changed):
+        remove_hooks(module)
+        precision = precision_of(module)
+        if precision is not None and precision.driver is not None:
+            precision.driver.release(precision)
+        if isinstance(module, QuantizedLayer):
             module.to_float()
+        elif precision is not None:
+            del module.precision
 
 
-def _leave_out(model: nn.Module) -> None:
-    """Let what stays in float32, inside a module whose products are caught, keep its own to itself."""
-    outer = [name for name, m in model.named_modules() if isinstance(m, QuantizedLayer) and m.CATCHES]
-    if not outer:
-        return
-    from cpt_core.quantization.operations import InFloat32, made
+def remove_hooks(module: nn.Module) -> None:
+    """Let operations of a module be intercepted no longer."""
+    vars(module).pop(HOOK, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
+            hooks.pop(key)
+            module._forward_hooks_always_called.pop(key, None)
 
-    for name, module in list(model.named_modules()):
-        inside = any(name.startswith(f"{o}.") or (o == "" and name) for o in outer)
-        if inside and not isinstance(module, QuantizedLayer):
-            if isinstance(module, ParametrizationList) or coverage.form_of(module) is not None:
-                module.__class__ = made(InFloat32, type(module))
+
+def precision_of(module: nn.Module) -> LayerPrecision | None:
+    """Return the precision of a converted module, None of any other."""
+    found = getattr(module, "precision", None)
+    return found if isinstance(found, LayerPrecision) else None
 
 
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every quantised layer by the layer's name; ValueError when there is none.
 
-    Without modules that turned out to multiply nothing in their own forward, see ``operations``.
+    Modules without weights are among them once they have multiplied.
     """
     return {name: p for name, p in all_precisions(model).items() if p.listed}
 
 
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
-    """Return the same of every module that was converted."""
+    """Return the precision of every converted module by its name; ValueError when there is none."""
     declared(layer_precisions, {"model": model})
-    found = {n: m.precision for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    found = {name: p for name, module in model.named_modules() if (p := precision_of(module)) is not None}
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import precision_of
 
 if TYPE_CHECKING:
     from cpt_core.quantization.scheduler import PrecisionScheduler
@@ -38,7 +38,7 @@ class ForgottenStep:
         self.step, self.version, self.updates, self.starts = -1, 0, 0, 0
         self.scheduler: Callable[[], Any] = weakref.ref(scheduler)
         self.gradient: Callable[[], Tensor | None] = lambda: None
-        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+        layers = [module for module in model.modules() if precision_of(module) is not None]
         trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
         if trained:
             weight, layer = trained[-1]

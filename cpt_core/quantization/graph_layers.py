@@ -17,8 +17,8 @@ from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels import operators, products, traced
-from cpt_core.quantization.layers import QuantizedLayer, in_float32, on_codes
-from cpt_core.quantization.precision import HALF, LayerPrecision
+from cpt_core.quantization.layers import QuantizedLayer, on_codes
+from cpt_core.quantization.precision import HALF, LayerPrecision, in_float32
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ torch.Size([3, 2])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 
 from cpt_core.checks import library
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.operators import linear
-from cpt_core.quantization.precision import HALF, LayerPrecision
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
@@ -135,129 +135,22 @@ def seen() -> bool:
     return (TRACED or not torch.compiler.is_compiling()) and torch._C._is_torch_function_mode_enabled()
 
 
-def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``products(*inputs)``, computed in float32 where a plain layer would answer ``x`` in half precision.
-
-    That is under autocast, or in a model of that type, where bfloat16 would leave 17 of the 256 values of an 8-bit grid
-    between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
-    is rounded, too. Modules around the layer do not see its products.
-    """
-    if seen():
-        with unseen():
-            return in_float32(precision, x, products, *inputs)
-    kind, half = x.device.type, x.dtype if x.dtype in HALF else None
-    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
-        half = torch.get_autocast_dtype(kind)
-    if half is None or not precision.now.active:
-        return products(*inputs)
-    with torch.autocast(kind, enabled=False):
-        found = products(*map(_float32, inputs))
-    return tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
+# classes with a quantised form of their own -> that form; none of it is loaded before a model has the class
+FORMS = {
+    "torch.nn.modules.rnn.LSTM": "quantization.lstm:QuantLSTM",
+    "cpt_core.graphs.layers.GraphConv": "quantization.graph_layers:QuantGraphConv",
+    "cpt_core.graphs.layers.SAGEConv": "quantization.graph_layers:QuantSAGEConv",
+    "dgl.nn.pytorch.conv.graphconv.GraphConv": "integrations.dgl:QuantDGLGraphConv",
+    "dgl.nn.pytorch.conv.sageconv.SAGEConv": "integrations.dgl:QuantDGLSAGEConv",
+}
 
 
-def _float32(value: Any) -> Any:
-    if isinstance(value, tuple):  # features of sources and destinations
-        return tuple(map(_float32, value))
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def own_form(kind: type[nn.Module]) -> type[QuantizedLayer] | None:
+    """Return the quantised form of a class, None where it has none of its own."""
+    place = FORMS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return None if place is None else pkgutil.resolve_name(f"cpt_core.{place}")
 
 
-class _QuantConv(QuantizedLayer):
-    """A convolution with quantised input, weight (one range per output channel), bias and output gradient.
-
-    Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
-        biases at all.
-    """
-
-    KIND = "conv"
-    SPLITS = True
-    SUMS: ClassVar = {"input": 1, "weight": 1, "grad": 1}  # over channels (and places)
-
-    @classmethod
-    def lengths(cls, module: Any) -> Levels:
-        """Channels."""
-        inside, out = module.in_channels, module.out_channels
-        return Levels((inside,), (inside // module.groups,), (out,), (out,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve; shapes as in the module this was made from."""
-        return in_float32(self.precision, x, self._convolve, x)
-
-    def _convolve(self, x: Tensor) -> Tensor:
-        alone = x.dim() == len(self.kernel_size) + 1  # type: ignore[attr-defined]
-        if alone and any(q.along_sum for q in self.precision.quantizers.values()):  # they look for channels behind it
-            return self._convolve(x.unsqueeze(0)).squeeze(0)
-        x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
-        return self.precision.multiplied(self._conv_forward, x, weight, bias)  # type: ignore[attr-defined]
-
-
-class QuantConv1d(_QuantConv, nn.Conv1d):
-    """``nn.Conv1d`` with quantised operands."""
-
-    FLOAT = nn.Conv1d
-
-
-class QuantConv2d(_QuantConv, nn.Conv2d):
-    """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
-
-    FLOAT = nn.Conv2d
-
-    def _convolve(self, x: Tensor) -> Tensor:
-        batch = x.unsqueeze(0) if self._is_image(x) else x
-        if self.precision.on_codes(x) and self._takes(batch) and not self.not_on_codes():
-            geometry = self.stride, self.padding, self.dilation
-            y = on_codes("conv2d", self.precision, batch, self.weight, self.bias, *geometry)
-            return y if batch is x else y.squeeze(0)
-        return super()._convolve(x)
-
-    def _is_image(self, x: Tensor) -> bool:
-        """Whether ``x`` is (C, H, W) with the ranges of a batch of one, which those of samples or positions are not."""
-        return x.dim() == 3 and all(self.precision.quantizers[r].grid == "per_tensor" for r in ("input", "grad"))
-
-    def _takes(self, x: Tensor) -> bool:
-        """Whether ``x`` is a batch that the layer can convolve; of another torch says what is wrong."""
-        if x.dim() != 4 or x.shape[1] != self.in_channels or isinstance(self.padding, str):
-            return False
-        sizes = zip(x.shape[2:], self.padding, self.dilation, self.kernel_size, strict=True)
-        return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
-
-    def not_on_codes(self) -> str:
-        """Return why no product of this layer has an integer form, or ""."""
-        if self.groups > 1:
-            return f"it has {self.groups} groups"
-        if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return f"its padding is {self.padding if isinstance(self.padding, str) else self.padding_mode!r}"
-        shared = self.precision.quantizers["input"].grid in ONE_RANGE
-        return "" if shared else "its inputs have several ranges"
-
-
-class QuantConv3d(_QuantConv, nn.Conv3d):
-    """``nn.Conv3d`` with quantised operands."""
-
-    FLOAT = nn.Conv3d
-
-
-class QuantLinear(QuantizedLayer, nn.Linear):
-    """``nn.Linear`` with quantised input, weight (one range per output row), bias and output gradient."""
-
-    FLOAT = nn.Linear
-    KIND = "linear"
-    SPLITS = True
-
-    @classmethod
-    def lengths(cls, module: Any) -> Levels:
-        """Features."""
-        return Levels((module.in_features,), (module.in_features,), (module.out_features,), (module.out_features,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x (..., in_features), result (..., out_features)."""
-        return in_float32(self.precision, x, self._multiply, x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        if self.precision.on_codes(x):
-            return on_codes("linear", self.precision, x, self.weight, self.bias)
-        x, weight, bias = self._operands(x, self.weight, self.bias)
-        return self.precision.multiplied(linear, x, weight, bias)
-
-    def not_on_codes(self) -> str:
-        """Some product always has one."""
-        return ""
+def module_kind(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or the one it had before it was converted."""
+    return module.FLOAT if isinstance(module, Changed) else type(module)

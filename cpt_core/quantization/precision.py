@@ -71,8 +71,7 @@ class LayerPrecision(RunningState):
             compiled once, and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is
             8, torch warns and runs the rest uncompiled, to the same numbers. They are no buffers: what copies, averages
             or broadcasts the buffers of a model would change the grid behind the bits.
-        called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
-            long as nobody can know.
+        called: whether the layer has multiplied.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -95,15 +94,18 @@ class LayerPrecision(RunningState):
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
-    called: bool | None = None
+    called = False
     unseen = True  # no gradient of a training has come yet
-    must_be_there = True  # in any checkpoint: but a module whose forward may, as it turns out, multiply nothing
+    has_weights = True  # of its module; one without is listed, and in checkpoints, once it has multiplied
     gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
-    def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
+    def __init__(
+        self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected", kind: str = ""
+    ) -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__(quantizers, key, running_start)
+        self.kind = kind
         self._roles: Roles = tuple(quantizers.items())
         self._of_weights = frozenset(role for role in quantizers if ladder_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
@@ -184,7 +186,7 @@ class LayerPrecision(RunningState):
     @property
     def listed(self) -> bool:
         """Whether the layer multiplies, as far as is known."""
-        return self.must_be_there or self.called is not False
+        return self.has_weights or self.called
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
@@ -218,6 +220,34 @@ class LayerPrecision(RunningState):
         if x.is_meta or x.dtype != torch.float32:
             return False
         return _multiplies_codes(self.execution, x.device)
+
+    def own_role(self, role: str) -> str:
+        """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
+        own = role.removeprefix(f"{self.kind}_")
+        return own if own in self.quantizers else role
+
+    def quantized(
+        self,
+        compute: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor, Tensor | None],
+        roles: tuple[str, str],
+        gradient: str,
+        along: tuple[int | None, int | None] = (None, None),
+    ) -> Tensor:
+        """Return ``compute(first, second, bias)`` of rounded operands, whose gradient is rounded.
+
+        Args:
+            compute: linear in each operand.
+            operands: first operand, second operand, and the bias or None.
+            roles: of the first and second operand, keys of ``QUANTIZERS``.
+            gradient: role of the output's gradient.
+            along: dimension of each operand over which the operation sums; None for that of the role.
+        """
+        first, second, bias = operands
+        rounded_bias = None if bias is None else self.operand("bias", bias)
+        rounded_first = self.operand(self.own_role(roles[0]), first, along[0])
+        rounded_second = self.operand(self.own_role(roles[1]), second, along[1])
+        return self.multiplied(compute, rounded_first, rounded_second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator.
@@ -398,6 +428,31 @@ class LayerPrecision(RunningState):
         if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
             return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
         return ", ".join(f"{role}={q or 'float32'}" for role, q in self.now.asked._asdict().items())
+
+
+def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """Return ``compute(*inputs)``, in float32 where a plain layer would answer ``x`` in half precision.
+
+    That is under autocast, or in a model of that type, where bfloat16 would leave 17 of the 256 values of an 8-bit grid
+    between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
+    is rounded, too.
+    """
+    if precision is None or not precision.now.active:
+        return compute(*inputs)
+    kind, half = x.device.type, x.dtype if x.dtype in HALF else None
+    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
+        half = torch.get_autocast_dtype(kind)
+    if half is None:
+        return compute(*inputs)
+    with torch.autocast(kind, enabled=False):
+        found = compute(*map(_as_float32, inputs))
+    return tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
+
+
+def _as_float32(value: Any) -> Any:
+    if isinstance(value, tuple):  # features of sources and destinations
+        return tuple(map(_as_float32, value))
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _zeros(device: torch.device | str) -> list[Tensor]:

@@ -200,7 +200,7 @@ class PrecisionScheduler:
         layers = mine["layers"]
         odd = set(theirs["layers"]) ^ {name for name, layer in layers.items() if layer.listed}
         # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
-        if odd := {name for name in odd if name not in layers or layers[name].must_be_there}:
+        if odd := {name for name in odd if name not in layers or layers[name].has_weights}:
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
         for name, running in theirs["layers"].items():
             if set(running) != (known := set(layers[name].get_running())):
@@ -264,7 +264,7 @@ def assign_schedules(
 ) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers.
 
-    Of some it is not yet known whether they multiply (``must_be_there``): they may match no pattern, and then have no
+    Of some it is not yet known whether they multiply (``has_weights``): they may match no pattern, and then have no
     precision, which is an error where they do.
     """
     declared(assign_schedules, {"schedule": schedule}, parts=True)
@@ -290,7 +290,7 @@ def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collecti
         pattern = next((p for p in patterns if fnmatchcase(layer, p)), None)
         if pattern is not None:
             found[layer] = pattern
-        elif own is None or own.must_be_there:
+        elif own is None or own.has_weights:
             raise ValueError(
                 f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
             )

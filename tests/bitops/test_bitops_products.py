@@ -21,7 +21,7 @@ from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.coverage import convertible
+from cpt_core.quantization.convert import convertible
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule

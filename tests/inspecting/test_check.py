@@ -21,7 +21,7 @@ from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.lstm import recurrence
 from cpt_core.quantization import lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.convert import QuantizationWarning
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule

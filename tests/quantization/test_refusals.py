@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from cpt_core.quantization import convert
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.convert import QuantizationWarning
 from cpt_core.quantization.layers import QuantConv2d, QuantizedLayer, QuantLinear
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.operations import QuantOperations

@@ -1,0 +1,560 @@
+"""Handlers of the functions of torch that multiply: operands, roles and MACs of each.
+
+Every handler has the form ``handler(mode, function, *args, **kwargs)``, with the arguments of the function, and hands
+its operations to ``mode.run``. What an operand is decides its role:
+
+- a weight is a parameter, a view of one, or what stands where a function of torch has its weight: a range per output;
+- what meets the weight of an ``nn.Linear`` or a convolution is that layer's input: one range, kept as a running range;
+- what meets any other weight is an input with a range per vector;
+- two operands neither of which is a weight are those of attention: each has a range per vector as it lies in memory.
+
+Add a function here: a handler, and a line of ``_table``.
+
+In float32, by name: a sum over one element of two operands that are no weights (the angles of rotary positions are such
+products, and no sums); operands that are sparse, complex or no floating numbers; and what is told where to write
+(``out=``).
+
+Differs: the paper and its code quantise the layers of their own models; nothing there says what other operations do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from string import ascii_letters
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+from cpt_core.kernels import operators, traced
+from cpt_core.quantization import recurrences
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
+from cpt_core.quantization.precision import in_float32
+
+ATTENTION_SCORES = ("attention_query", "attention_key")
+ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
+
+# Self-attention of transformers whose keys have a range per head and feature, over all tokens, as in the paper's BERT.
+PER_FEATURE_KEYS = (
+    "BertSelfAttention RobertaSelfAttention XLMRobertaSelfAttention CamembertSelfAttention ElectraSelfAttention "
+    "DistilBertSelfAttention AlbertAttention ViTAttention"
+).split()
+
+
+def has_keys_per_feature(module: nn.Module) -> bool:
+    """Return whether the keys of a module have a range per feature: an encoder's attention, as the paper's BERT has."""
+    is_causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    return type(module).__name__ in PER_FEATURE_KEYS and not is_causal
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
+    layer = mode.layer_of(weight)
+    run = partial(_run_linear, mode, layer)
+    return in_float32(layer.precision, input, run, input, weight, bias)
+
+
+def _run_linear(
+    mode: QuantizedOpsMode, layer: Interception, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    roles = _input_role(layer, "linear"), "linear_weight"
+    return mode.run(layer, "linear", operators.linear, (input, weight, bias), roles, _linear_macs, "linear_grad")
+
+
+def _linear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
+    return input.numel() * weight.shape[0]
+
+
+def _input_role(layer: Interception, kind: str) -> str:
+    """Return the role of what meets a weight: only layers of its kind keep a running range of it."""
+    if layer.kind == kind:
+        return f"{kind}_input"
+    return "conv_input" if kind == "conv" else "attention_query"
+
+
+def convolution(
+    mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any,
+    **more: Any,
+) -> Tensor:  # fmt: skip
+    """Quantise a convolution, with a range per output channel of the weight."""
+    layer = mode.layer_of(weight)
+    is_transposed = function in TRANSPOSED_CONVOLUTIONS
+
+    def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return function(x, w.transpose(0, 1) if is_transposed else w, b, *rest, **more)
+
+    def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
+        return x.numel() * weight[0].numel() if is_transposed else y.numel() * w[0].numel()
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        roles = _input_role(layer, "conv"), "conv_weight"
+        operands = x, w.transpose(0, 1) if is_transposed else w, b
+        name = function.__name__.partition(".")[0]
+        return mode.run(layer, name, compute, operands, roles, macs, "conv_grad", options=(rest, more))
+
+    is_unbatched = input.dim() < weight.dim()
+    y = in_float32(layer.precision, input, run, input.unsqueeze(0) if is_unbatched else input, weight, bias)
+    return y.squeeze(0) if is_unbatched else y
+
+
+def bilinear(
+    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Quantise ``F.bilinear``: both inputs have a range per row, the weight one per output."""
+    layer = mode.layer_of(weight)
+
+    def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        second = (
+            layer.precision.operand(layer.precision.own_role("attention_query"), y)
+            if layer.precision is not None
+            else y
+        )
+        compute = lambda x, w, b: function(x, second, w.view_as(weight), b)  # noqa: E731
+        roles = "attention_query", "linear_weight"
+        return mode.run(layer, "bilinear", compute, (x, w.flatten(1), b), roles, _bilinear_macs, "linear_grad")
+
+    return in_float32(layer.precision, first, run, first, second, weight, bias)
+
+
+def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
+    """Return those of t = x A, and of y = t z."""
+    rows = input.numel() // input.shape[-1]
+    features_of_second = weight.shape[1] // input.shape[-1]
+    return rows * weight.numel() + rows * weight.shape[0] * features_of_second
+
+
+# --- matmuls ----------------------------------------------------------------------------------------------------------
+
+
+def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
+    """Quantise a matmul of any two operands, either of them perhaps a vector."""
+    return _matmul(mode, traced.matmul, first, second)
+
+
+def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor) -> Tensor:
+    """Quantise ``Tensor.__rmatmul__``."""
+    return _matmul(mode, traced.matmul, first, second)
+
+
+def _matmul(
+    mode: QuantizedOpsMode, compute: Callable[..., Tensor], first: Tensor, second: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute ``compute(first, second[, bias])`` with quantised operands."""
+    weights = mode.is_weight(first), mode.is_weight(second)
+    if not any(weights) and first.dim() > 0 and first.shape[-1] == 1:
+        return compute(first, second) if bias is None else compute(first, second, bias)
+    if weights[1]:
+        layer = mode.layer_of(second)
+    elif weights[0]:
+        layer = mode.layer_of(first)
+    else:
+        layer = mode.running.stack[-1].interception
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        return _run_matmul(mode, layer, compute, weights, a, b, bias)
+
+    return in_float32(layer.precision, first, run, first, second, bias)
+
+
+def _run_matmul(
+    mode: QuantizedOpsMode, layer: Interception, compute: Callable[..., Tensor], weights: tuple[bool, bool],
+    a: Tensor, b: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Multiply a (..., M, K) and b (..., K, N); ``weights`` says which of them is a weight."""
+
+    def with_bias(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        return compute(a, b) if bias is None else compute(a, b, bias)
+
+    roles = _input_role(layer, "linear"), "linear_weight"
+    if weights[1] and b.dim() > 1:
+        turned = lambda a, bt, bias: with_bias(a, bt.mT, bias)  # noqa: E731
+        macs = lambda a, bt, y: _matmul_macs(a, bt.mT)  # noqa: E731
+        return mode.run(layer, "matmul", turned, (a, b.mT, bias), roles, macs, "linear_grad")
+    if weights[0] and a.dim() > 1:  # the input gradient is that of the first operand
+        turned = lambda b, a, bias: with_bias(a, b, bias)  # noqa: E731
+        macs = lambda b, a, y: _matmul_macs(a, b)  # noqa: E731
+        return mode.run(layer, "matmul", turned, (b, a, bias), roles, macs, "linear_grad")
+    is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
+    return multiply_activations(
+        mode, layer, with_bias, ATTENTION_SCORES if is_transposed else ATTENTION_CONTEXT, a, b, bias
+    )
+
+
+def multiply_activations(
+    mode: QuantizedOpsMode, layer: Interception, compute: Callable[..., Tensor], roles: tuple[str, str],
+    a: Tensor, b: Tensor, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight.
+
+    Keys have a range per token, values one per row as they lie; with keys per feature, as in the paper's BERT, keys
+    have one per row of the transposed matrix.
+    """
+    macs = lambda a, b, y: _matmul_macs(a, b)  # noqa: E731
+    is_outer = a.dim() > 1 < b.dim() and a.shape[-1] == 1
+    if is_outer:  # vectors lie across the sum
+        turned = lambda at, b, bias: compute(at.mT, b, bias)  # noqa: E731
+        macs = lambda at, b, y: _matmul_macs(at.mT, b)  # noqa: E731
+        return mode.run(layer, "matmul", turned, (a.mT, b, bias), ATTENTION_CONTEXT, macs, "attention_grad")
+    if roles == ATTENTION_SCORES and not layer.keys_per_feature:
+        turned = lambda a, bt, bias: compute(a, bt.mT, bias)  # noqa: E731
+        macs = lambda a, bt, y: _matmul_macs(a, bt.mT)  # noqa: E731
+        along = None, -1
+        return mode.run(layer, "matmul", turned, (a, b.mT, bias), roles, macs, "attention_grad", along=along)
+    return mode.run(layer, "matmul", compute, (a, b, bias), roles, macs, "attention_grad")
+
+
+def _matmul_macs(a: Tensor, b: Tensor) -> int:
+    if a.dim() == 0 or b.dim() == 0:
+        return 0
+    if b.dim() == 1:
+        return a.numel()
+    if a.dim() == 1:
+        return b.numel()
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return math.prod(batch) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def added_matmul(
+    mode: QuantizedOpsMode, function: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1,
+    alpha: Any = 1,
+) -> Tensor:  # fmt: skip
+    """Quantise ``beta input + alpha first @ second``; an ``input`` that is a parameter is a bias."""
+
+    def scaled(factor: Any, x: Tensor) -> Tensor:
+        return x if factor == 1 else factor * x
+
+    if mode.is_weight(input) and beta != 0:
+        compute = lambda a, b, bias: scaled(beta, bias) + scaled(alpha, traced.matmul(a, b))  # noqa: E731
+        return _matmul(mode, compute, first, second, input)
+    product = scaled(alpha, _matmul(mode, traced.matmul, first, second))
+    return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
+
+
+def grouped_matmul(
+    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, *rest: Any, **more: Any
+) -> Tensor:
+    """Quantise a matmul of experts: rows (M, K), each times that one of the weights (E, K, N) that is its own."""
+    layer = mode.layer_of(second)
+
+    def compute(a: Tensor, bt: Tensor, bias: Tensor | None) -> Tensor:
+        return _by_expert(a, bt.mT, *rest, **more) if a.is_cuda else function(a, bt.mT, *rest, **more)
+
+    def macs(a: Tensor, bt: Tensor, y: Tensor) -> int:
+        return a.shape[-2] * bt.numel() if a.dim() > bt.dim() else a.numel() * bt.shape[-2]
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        roles = _input_role(layer, "linear"), "linear_weight"
+        return mode.run(layer, "grouped_mm", compute, (a, b.mT, None), roles, macs, "linear_grad")
+
+    return in_float32(layer.precision, first, run, first, second)
+
+
+def _by_expert(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+    """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    parts = a[: sum(sizes)].split(sizes)
+    y = torch.cat([rows @ weight for rows, weight in zip(parts, b, strict=True)])
+    return y if bias is None else y + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+
+
+def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Tensor:
+    """Quantise a chain of matmuls, from the left to the right."""
+    first, *others = matrices[0] if isinstance(matrices[0], (list, tuple)) else matrices
+    for other in others:
+        first = matmul(mode, torch.matmul, first, other)
+    return first
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    mode: QuantizedOpsMode, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Quantise both matmuls of attention; scaling, mask, softmax and dropout stay in float32.
+
+    scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)
+    """
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("attention takes a mask or is_causal=True, not both")
+    if hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
+        attn_mask = attn_mask._materialize(query.device)
+    layer = mode.running.stack[-1].interception
+    product = lambda a, b, bias: traced.matmul(a, b)  # noqa: E731
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        scores = multiply_activations(mode, layer, product, ATTENTION_SCORES, query, key.transpose(-2, -1))
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+        probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
+        return multiply_activations(mode, layer, product, ATTENTION_CONTEXT, probabilities, value)
+
+    return in_float32(layer.precision, query, run, query, key, value, attn_mask)
+
+
+# --- sums over any dimensions -----------------------------------------------------------------------------------------
+
+
+def einsum(mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any) -> Tensor:
+    """Quantise ``torch.einsum``; of several operands those on the left are multiplied first."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) < 2:
+        return function(equation, *operands)
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, tensors = left.split(","), list(operands)
+    if not arrow:
+        single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
+        result = ("..." if "..." in left else "") + "".join(single)
+    if "..." in left and "..." not in result:  # summed over: dimensions with letters, as the others
+        free = "".join(x for x in ascii_letters if x not in left)
+        terms = [t.replace("...", free[: x.dim() + 3 - len(t)][::-1]) for t, x in zip(terms, tensors, strict=True)]
+    while len(terms) > 1:
+        wanted = set("".join([*terms[2:], result]))
+        both = terms[0] + terms[1]
+        letters = dict.fromkeys(x for x in both if x.isalpha() and x in wanted)
+        inner = ("..." if "..." in both else "") + "".join(letters)
+        outcome = inner if terms[2:] else result
+        contracted = _contract(mode, function, (terms[0], terms[1]), outcome, tensors[0], tensors[1])
+        terms, tensors = [outcome, *terms[2:]], [contracted, *tensors[2:]]
+    return tensors[0]
+
+
+def _contract(
+    mode: QuantizedOpsMode, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor
+) -> Tensor:
+    """Compute an einsum of two operands with quantised operands."""
+    equation = f"{terms[0]},{terms[1]}->{result}"
+    summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
+    weights = mode.is_weight(a), mode.is_weight(b)
+    sizes = [x.shape[i] for term, x in zip(terms, (a, b), strict=True) for i in _dims(term, x, summed)]
+    if not summed or (all(size == 1 for size in sizes) and not any(weights)):  # element by element, as a * b
+        return function(equation, a, b)
+    if weights[1]:
+        layer = mode.layer_of(b)
+    elif weights[0]:
+        layer = mode.layer_of(a)
+    else:
+        layer = mode.running.stack[-1].interception
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        first, second = (_summed_last(x, term, summed, any(weights)) for x, term in ((a, terms[0]), (b, terms[1])))
+        is_weight_first = weights == (True, False)
+        if any(weights):
+            roles = tuple("linear_weight" if weight else _input_role(layer, "linear") for weight in weights)
+            gradient = "linear_grad"
+        else:
+            roles, gradient = ("attention_query", "attention_value"), "attention_grad"
+
+        def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+            x, y = (y, x) if is_weight_first else (x, y)
+            return traced.einsum(equation, first.restore(x), second.restore(y))
+
+        def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
+            letters = {**_sizes(terms[0], a), **_sizes(terms[1], b)}
+            return math.prod(letters.values())
+
+        operands = (second.tensor, first.tensor) if is_weight_first else (first.tensor, second.tensor)
+        ordered = roles[::-1] if is_weight_first else roles
+        along = (second.along, first.along) if is_weight_first else (first.along, second.along)
+        return mode.run(layer, "einsum", compute, (*operands, None), ordered, macs, gradient, along=along)  # type: ignore[arg-type]
+
+    return in_float32(layer.precision, a, run, a, b)
+
+
+class _SummedLast:
+    """An operand of an einsum, arranged as it is rounded: with what is summed over as its last dimension.
+
+    Where a weight takes part there is one range over all that is summed, as in a linear layer.
+    """
+
+    def __init__(self, x: Tensor, dims: list[int], has_weight: bool) -> None:
+        self.order: list[int] | None = None
+        self.along = dims[-1] - x.dim() if dims else -1
+        self.tensor = x
+        if has_weight and dims:
+            self.order = [i for i in range(x.dim()) if i not in dims] + dims
+            self.shape = x.permute(self.order).shape
+            self.tensor = x.permute(self.order).flatten(x.dim() - len(dims))
+            self.along = -1
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return the rounded operand in the shape of the equation."""
+        if self.order is None:
+            return x
+        return x.view(self.shape).permute(sorted(range(len(self.shape)), key=self.order.__getitem__))
+
+
+def _summed_last(x: Tensor, term: str, summed: list[str], has_weight: bool) -> _SummedLast:
+    return _SummedLast(x, _dims(term, x, summed), has_weight)
+
+
+def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
+    """Return the dimensions of an operand of ``einsum`` that have these letters, in their order."""
+    before = term.partition(".")[0]
+    places = {letter: i if letter in before else i - len(term) + x.dim() for i, letter in enumerate(term)}
+    return [places[letter] for letter in letters if letter in term]
+
+
+def _sizes(term: str, x: Tensor) -> dict[Any, int]:
+    """Return the size of every letter of an operand, and of the dimensions behind an ellipsis, counted from the end."""
+    before, dots, after = term.partition("...")
+    sizes: dict[Any, int] = dict(zip(before, x.shape, strict=False))
+    rest = x.shape[len(before) :] if dots else ()
+    sizes |= dict(zip(after, rest[len(rest) - len(after) :], strict=True))
+    inner = rest[: len(rest) - len(after)]
+    return sizes | {i - len(inner): n for i, n in enumerate(inner)}
+
+
+def tensordot(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor, dims: Any = 2, **more: Any) -> Tensor:
+    """Quantise ``torch.tensordot`` as the einsum that it is."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    dims_a, dims_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    dims_a, dims_b = [i % a.dim() for i in dims_a], [i % b.dim() for i in dims_b]
+    left, right = list(ascii_letters[: a.dim()]), list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[j] = left[i]
+    result = [x for i, x in enumerate(left) if i not in dims_a] + [x for j, x in enumerate(right) if j not in dims_b]
+    return einsum(mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b)
+
+
+def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Quantise ``torch.inner``: sums over the last dimension of both."""
+    return tensordot(mode, torch.tensordot, a, b, ([-1], [-1]))
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+
+def _recurrence(unroll: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return the handler of a recurrent function of torch: its steps, made of linear operations."""
+
+    def handler(mode: QuantizedOpsMode, function: Any, x: Tensor, *given: Any) -> Any:
+        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _run_linear(mode, mode.layer_of(weight), x, weight, bias)
+
+        layer = mode.running.stack[-1].interception
+        listed = (tuple(g) if isinstance(g, list) else g for g in given)
+        return in_float32(layer.precision, x, partial(unroll, kind, multiply), x, *listed)
+
+    return handler
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def functions_named(*names: str) -> list[Any]:
+    """Return the functions of torch with these names, wherever it has them."""
+    places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch._C._sparse, torch.ops.aten)  # type: ignore[attr-defined]
+    found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+    overloads = "default", "padding", "input", "data"  # of the operators that graphs are made of
+    return found + [getattr(f, name) for f in found for name in overloads if hasattr(f, name)]
+
+
+TRANSPOSED_CONVOLUTIONS = frozenset(functions_named(*(f"conv_transpose{n}d" for n in (1, 2, 3))))
+
+
+def _table() -> dict[str, tuple[Callable[..., Any], str]]:
+    """Return the name of a function -> its handler, and the names of its operands in their order."""
+    like_linear, cell = "input weight bias", "input hx w_ih w_hh b_ih b_hh"
+    convolutions = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]
+    return {
+        "linear": (linear, like_linear),
+        **{name: (convolution, like_linear) for name in convolutions},
+        **dict.fromkeys(("matmul", "vdot", "__matmul__"), (matmul, "input other")),
+        **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
+        "mv": (matmul, "input vec"),
+        "dot": (matmul, "input tensor"),
+        "__rmatmul__": (right_matmul, "input other"),
+        "inner": (inner, "input other"),
+        "addmm": (added_matmul, "input mat1 mat2"),
+        "baddbmm": (added_matmul, "input batch1 batch2"),
+        "addmv": (added_matmul, "input mat vec"),
+        "scaled_dot_product_attention": (attention, "query key value attn_mask"),
+        "bilinear": (bilinear, "input1 input2 weight bias"),
+        **dict.fromkeys(("grouped_mm", "_grouped_mm"), (grouped_matmul, "mat_a mat_b")),
+        "einsum": (einsum, "equation"),
+        "tensordot": (tensordot, "a b"),
+        **dict.fromkeys(("chain_matmul", "multi_dot"), (chained_matmul, "tensors")),
+        **{kind: (_recurrence(recurrences.unrolled, kind), "input hx") for kind in recurrences.STEPS},
+        **{f"{kind}_cell": (_recurrence(recurrences.cell, kind), cell) for kind in recurrences.STEPS},
+    }
+
+
+def register_handler(functions: list[Any], handler: Callable[..., Any], names: str) -> None:
+    """Let a handler run instead of functions.
+
+    Args:
+        functions: of torch, or other callables that a function mode sees.
+        handler: ``handler(mode, function, *args, **kwargs)``.
+        names: of the operands in their order, separated by spaces: operands may be given by name.
+    """
+    bound = _with_positional_operands(handler, names.split())
+    OP_HANDLERS.update(dict.fromkeys(functions, bound))
+
+
+def _with_positional_operands(handler: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    @wraps(handler)
+    def bound(mode: QuantizedOpsMode, function: Any, *args: Any, **kwargs: Any) -> Any:
+        while kwargs and len(args) < len(names) and names[len(args)] in kwargs:
+            args = (*args, kwargs.pop(names[len(args)]))
+        return handler(mode, function, *args, **kwargs)
+
+    return bound
+
+
+def _with_inner_functions_visible(function: Any) -> Callable[..., Any]:
+    """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
+    asking = "has_torch_function", "has_torch_function_variadic"
+    own = function.__globals__ | dict.fromkeys(asking, lambda *_: False)
+    inside = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    inside.__kwdefaults__ = function.__kwdefaults__
+    takes_options = "options" in inspect.signature(function).parameters
+
+    def visible(*args: Any, **kwargs: Any) -> Any:
+        if takes_options:
+            kwargs.pop("options", None)  # those of a fused cross entropy hide its products to save memory
+        return inside(*args, **kwargs)
+
+    return visible
+
+
+def register_library_operators() -> None:
+    """Register the operators of libraries that have been imported by now."""
+    library = getattr(torch.ops, "transformers")  # noqa: B009 - made on first use
+    packet = getattr(library, "grouped_mm_fallback", None)
+    if packet is not None:
+        register_handler([packet, packet.default], grouped_matmul, "input weight")
+
+
+for _name, (_handler, _operands) in _table().items():
+    register_handler(functions_named(_name), _handler, _operands)
+for _function in functions_named("multi_head_attention_forward", "linear_cross_entropy"):
+    COMPOSITE_OPS[_function] = _with_inner_functions_visible(_function)
+
+
+def module_kind(module: nn.Module) -> str:
+    """Return the kind of a layer: "linear" and "conv" keep a running range of their input."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, _ConvNd):
+        return "conv"
+    return "attention"

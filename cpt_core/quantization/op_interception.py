@@ -1,0 +1,312 @@
+"""Interception of matmuls and convolutions: one function mode per converted model.
+
+The problem: a model computes matmuls in many places: in layers of torch, in the forward of its own classes, in
+functions of torch that compute several of them, such as attention. All of them are to be quantised, in a model that
+knows nothing of it.
+
+The design: hooks on the modules of a model switch a ``TorchFunctionMode`` on while the model runs, and keep the stack
+of running modules. The mode sees every function of torch that is called; ``OP_HANDLERS`` maps those that multiply to
+handlers, and a handler hands its operands to ``QuantizedOpsMode.run``, the one place where operands are rounded,
+work is counted and the gradient is rounded:
+
+    y = f(q(a), q(b))        dy -> q(dy)
+
+Whose bits, ranges and noise apply follows the *parameter*: a weight belongs to the layer that holds it, whichever
+module uses it. An operation of two activations belongs to the innermost running module.
+
+The trade-offs: a function costs a call of Python while the mode is on, also where nothing is intercepted; and a
+``forward`` that is called directly, past its hooks, is intercepted only inside a module that was called as usual.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cpt_core.quantization.precision import LayerPrecision
+
+TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # compilers follow function modes since then
+without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
+HOOK = "_interception"  # name of the attribute that a hooked module has
+OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(mode, function, *args, **kwargs)
+# (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
+EXECUTORS: dict[tuple[str, str], Callable[..., Tensor | None]] = {}
+COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}  # function of torch -> the same function, its inner ones visible
+
+
+class Operation(NamedTuple):
+    """An intercepted operation that has run, as it is reported to ``QuantizedOpsMode.on_operation``.
+
+    Attributes:
+        layer: name of the layer that the operation belongs to.
+        function: name of the operation, such as "linear" or "conv2d".
+        macs: multiply-accumulates of the forward pass.
+        first: first operand, before it was rounded.
+        second: second operand.
+        output: the result.
+        precision: bits in effect; None where the operation ran in float32 because the layer is not converted.
+    """
+
+    layer: str
+    function: str
+    macs: int
+    first: Tensor
+    second: Tensor
+    output: Tensor
+    precision: LayerPrecision | None
+
+
+class Interception(NamedTuple):
+    """What a hooked module knows: the mode of its model, its name, and its precision where it is converted."""
+
+    mode: QuantizedOpsMode
+    name: str
+    precision: LayerPrecision | None
+    kind: str  # "linear", "conv", "lstm", "graph", or "attention" for modules of any other class
+    keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
+
+
+class RunningModule(NamedTuple):
+    """An entry of the stack of running modules."""
+
+    module: nn.Module
+    interception: Interception
+    frame: Any  # of Python, in which the module runs; None in compiled code
+    autograd_state: Any  # of torch when the module was entered, see ``_autograd_state``
+
+
+class _RunningModules(threading.local):
+    """The stack of running modules of one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[RunningModule] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RunningModules, ()
+
+
+class QuantizedOpsMode(TorchFunctionMode):
+    """Quantises and reports the operations of one model while it runs.
+
+    Attributes:
+        on_operation: called with every ``Operation``; the ledger, the plan and ``check`` count with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = _RunningModules()
+        self.on_operation: Callable[[Operation], None] | None = None
+        self.owners: dict[int, tuple[nn.Parameter, Interception]] = {}  # id of a parameter -> its layer
+        self.root: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude the callback and the table of parameters from copies and pickles."""
+        return {**vars(self), "on_operation": None, "owners": {}}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function of torch: by its handler where it has one."""
+        handler = OP_HANDLERS.get(function)
+        if handler is None:
+            if function in COMPOSITE_OPS:
+                with self:
+                    return COMPOSITE_OPS[function](*args, **(kwargs or {}))
+            return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if kwargs.get("out", self) is None:  # functions of torch that are written in Python pass it on
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if "out" in kwargs or not is_quantizable(args, kwargs):
+            return function(*args, **kwargs)
+        frame = self.running.stack[-1].frame
+        if frame is not None and not _is_running(frame, sys._getframe()):
+            return function(*args, **kwargs)  # an interrupted forward pass has left the mode on
+        with without_modes():
+            return handler(self, function, *args, **kwargs)
+
+    # --- the stack of running modules -------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, interception: Interception, frame: Any = None) -> None:
+        """Put a module on the stack; the first one switches the mode on."""
+        stack = self.running.stack
+        if stack and module is self.root and frame is not None:
+            self._drop_interrupted(frame)
+        if not stack:
+            self.__enter__()
+        state = None if frame is None else _autograd_state()
+        stack.append(RunningModule(module, interception, frame, state))
+
+    def leave(self, module: nn.Module) -> None:
+        """Take a module off the stack; the last one switches the mode off."""
+        stack = self.running.stack
+        if not stack or stack[-1].module is not module:
+            return  # the forward pass failed before the module was entered
+        stack.pop()
+        if not stack:
+            self.__exit__(None, None, None)
+
+    def _drop_interrupted(self, frame: Any) -> None:
+        """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""
+        stack = self.running.stack
+        while stack and not _is_running(stack[-1].frame, frame):
+            stack.pop()
+        if not stack:
+            self.__exit__(None, None, None)
+
+    def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as if it ran in the forward of a module."""
+        self.enter(entry.module, entry.interception, sys._getframe())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.leave(entry.module)
+
+    # --- whose operation it is --------------------------------------------------------------------------------------
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether a tensor is a parameter, stands in for one (``functional_call``), or is a view of one."""
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+            return True
+        if torch.compiler.is_compiling():
+            return False
+        module = self.running.stack[-1].module
+        candidates = (x,) if x._base is None else (x, x._base)
+        for part in module.modules():  # also of children, whose weights a module may use
+            for parameter in part._parameters.values():
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    if any(y is parameter for y in candidates):
+                        return True
+        return False
+
+    def layer_of(self, weight: Tensor) -> Interception:
+        """Return the layer that holds a weight; the innermost running one where none is known to hold it."""
+        top = self.running.stack[-1]
+        parameters = top.module._parameters
+        if parameters.get("weight") is weight:
+            return top.interception
+        for candidate in (weight,) if weight._base is None else (weight, weight._base):
+            if any(candidate is p for p in parameters.values()):
+                return top.interception
+            if isinstance(candidate, nn.Parameter):
+                return self._owner(candidate) or top.interception
+        return top.interception
+
+    def _owner(self, parameter: nn.Parameter) -> Interception | None:
+        known = self.owners.get(id(parameter))
+        if known is None or known[0] is not parameter:
+            self.owners = _owners(self.root)
+            known = self.owners.get(id(parameter))
+        return None if known is None else known[1]
+
+    # --- the one place where operations are quantised ---------------------------------------------------------------
+
+    def run(
+        self,
+        layer: Interception,
+        name: str,
+        compute: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor, Tensor | None],
+        roles: tuple[str, str],
+        macs: Callable[[Tensor, Tensor, Tensor], int],
+        gradient: str,
+        *,
+        along: tuple[int | None, int | None] = (None, None),
+        options: Any = None,
+    ) -> Tensor:
+        """Round the operands, compute, count, and round the gradient that comes back.
+
+        Args:
+            layer: whose precision applies.
+            name: of the operation, for reports.
+            compute: ``compute(first, second, bias)``, linear in each operand.
+            operands: first operand, second operand, and the bias or None.
+            roles: of the first and second operand, keys of ``QUANTIZERS``.
+            macs: first, second, output -> multiply-accumulates of the forward pass.
+            gradient: role of the output's gradient.
+            along: dimension of the first and second operand over which the operation sums; None for that of the role.
+            options: of the operation, such as the geometry of a convolution, for ``EXECUTORS``.
+        """
+        precision = layer.precision
+        if precision is None or not self._is_active(precision):
+            output = compute(*operands)
+        else:
+            executor = EXECUTORS.get((precision.execution, name))
+            found = None if executor is None else executor(precision, operands, roles, along, options)
+            output = precision.quantized(compute, operands, roles, gradient, along) if found is None else found
+        if self.on_operation is not None and not torch.compiler.is_compiling():
+            first, second, _ = operands
+            work = macs(first, second, output)
+            self.on_operation(Operation(layer.name, name, work, first, second, output, precision))
+        return output
+
+    def _is_active(self, precision: LayerPrecision) -> bool:
+        precision.require_bits()
+        if not precision.now.active:
+            return False
+        if not torch.compiler.is_compiling():
+            entry = self.running.stack[-1]
+            state = _autograd_state()
+            if state != entry.autograd_state:  # inside a checkpoint that began in the forward of this module
+                from cpt_core.quantization.recomputation import intercept_recomputation
+
+                intercept_recomputation(self, entry, state[0])
+        return True
+
+
+def is_quantizable(args: Any, kwargs: Any) -> bool:
+    """Return whether all operands are dense real tensors, and the first one floating."""
+    first = None
+    for value in (*args, *kwargs.values()):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(x, Tensor):
+                if x.layout != torch.strided or x.is_complex():
+                    return False
+                first = x if first is None else first
+    return first is not None and first.is_floating_point()
+
+
+def _is_running(frame: Any, current: Any) -> bool:
+    """Return whether a frame is among the callers of the current one."""
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _autograd_state() -> tuple[Any, bool]:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
+
+
+def _owners(root: nn.Module | None) -> dict[int, tuple[nn.Parameter, Interception]]:
+    """Return the layer of every parameter; of several that share one, the first that is converted."""
+    owners: dict[int, tuple[nn.Parameter, Interception]] = {}
+    for module in root.modules() if root is not None else ():
+        interception = getattr(module, HOOK, None)
+        for parameter in module._parameters.values() if interception is not None else ():
+            if isinstance(parameter, nn.Parameter):
+                known = owners.get(id(parameter))
+                if known is None or (known[1].precision is None and interception.precision is not None):
+                    owners[id(parameter)] = parameter, interception
+    return owners
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def enter_module(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: note that a module runs."""
+    interception: Any = module._interception
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    precision = interception.precision
+    if precision is not None and precision.training != module.training:  # it is no child of the module
+        precision.train(module.training)
+    interception.mode.enter(module, interception, frame)
+
+
+def leave_module(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: note that a module has run, or failed."""
+    interception: Any = module._interception
+    interception.mode.leave(module)
