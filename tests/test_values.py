@@ -114,21 +114,21 @@ def recording():
 # argument -> a legal value, whatever takes it
 VALUES = {
     "aggregation": "fp", "allow_zero_in_degree": True, "backend": "csr", "base": 4, "bias": True, "bits": 4,
-    "block": 16, "budget": 0.7, "clipping": "rms", "config": None, "convention": "paper", "cost": None,
-    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "decay": 0.5, "delay": 0.25, "delay_at": "float32", "device": "cpu",
+    "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
+    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "delay_at": "float32", "device": "cpu",
     "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,
     "eval_bits": "q_max", "every": 2, "execution": "simulated", "exponent": 4, "family": "rex", "float32": ("fc",),
     "floor": 0.1, "format": None, "formats": {3: "mxfp4", 8: "e4m3"}, "gradient": None, "gradients": 8,
     "granularity": "per_tensor", "hadamard": 16, "hold": 4, "in_feats": 2, "kind": "minifloat", "ladder": None,
     "layers": 1, "level": 3, "levels": (3, 8), "mantissa": 3, "margin": 1.0, "minutes": 1.0, "mirror": "vertical",
     "mode": "reset", "n_cycles": 2, "name": "traffic", "norm": "left", "num_nodes": 3, "num_src": 2, "out_feats": 3,
-    "over": "time", "partial": True, "percentile": 99.0, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
+    "over": "time", "partial": True, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
     "progress": False, "q_grad": 8, "q_high": 8, "q_low": 3, "q_max": 8, "q_min": 3,
     "quantizer": "conv_input", "quantizers": cpt.quantization.QUANTIZERS, "rate": 4.0, "reduce": "mean", "repeats": 1,
     "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)),
-    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "share": 0.1, "specials": "nan", "stateful": (),
+    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "specials": "nan", "stateful": (),
     "step": 3, "steps": 8, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
-    "steps_per_epoch": 4, "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
+    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
 }  # fmt: skip
 # the same of what is made anew for every call
 MADE = {
@@ -250,7 +250,7 @@ TAKEN = {
     "None": "progress Quantizer.on.level Graph.set_constant.features",
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate roles",
     "-1": "seed",
-    "0": "d hold delay floor step seed hadamard mantissa share decay",
+    "0": "d hold delay floor step seed hadamard mantissa",
     "2.5": "rate power minutes margin",
     "1e300": "rate power minutes margin",
     "10**30": "rate power block every step layers minutes margin",
