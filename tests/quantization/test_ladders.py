@@ -495,11 +495,6 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
         assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
 
 
-def test_measured_costs_are_of_one_level_for_all_roles():
-    with pytest.raises(ValueError, match="one schedule for all layers and roles, or bits=; got RoleSchedules"):
-        cpt.inspecting.measure_cost(net(BY_ROLE), (inputs(),), RISING)
-
-
 def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
     model, step, optimizer, _ = problem()
     config = cpt.QuantConfig(ladder=MX)
