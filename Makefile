@@ -91,13 +91,8 @@ evidence: setup  ## what the rows say of every claim of the paper, then one row 
 	@$(CPT) claims --evidence
 	@$(CPT) verify --rows 1 --cheapest --skip-missing data/results/*.jsonl
 
-bench: setup  ## times: a quantised step to float32, rounding to formats, augmentation, what a sweep adds, a store of 100,000 rows
+bench: setup  ## time of a quantised training step relative to float32
 	$(BIN)/python -m bench.step_ratio
-	$(BIN)/python -m bench.formats
-	$(BIN)/python -m bench.record
-	$(BIN)/python -m bench.augmentation
-	$(BIN)/python -m bench.sweep
-	$(BIN)/python -m bench.stores
 
 demo-check: setup  ## run notebooks 03 to 07 at demo scale; every promised figure and table must be there: 15 minutes; ONLY=03
 	$(BIN)/python -m bench.demo_check $(if $(ONLY),--only $(ONLY))

@@ -24,7 +24,7 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
-from book import evening, zoo
+from book import zoo
 from cpt_core.public import reference
 from cpt_lessons.predictions import with_answers
 
@@ -46,7 +46,6 @@ def pages() -> dict[str, str | bytes]:
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
     shown = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCE}
     made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
-    made["evening.md"] = evening.page()
     for path in documents:
         text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
         shown |= {target for target in reached if target.is_file() and target not in documents}
@@ -86,7 +85,7 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
             raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
-        if target in map(Path, (evening.__file__, zoo.__file__)):  # the site has the page that it makes
+        if target == Path(zoo.__file__):  # the site has the page that it makes
             return f"{match[1]}{os.path.relpath(ROOT / f'{target.stem}.md', path.parent)}{match[3]}"
         reached.add(target)
         if target.is_dir():

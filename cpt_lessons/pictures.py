@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cpt_core.formats.format import Format
-from cpt_core.inspecting.measured import MeasuredCost
 from cpt_core.schedules import cost
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
 
@@ -46,18 +45,25 @@ def number_lines() -> Figure:
     return figure
 
 
-def promise_and_machine(measured: MeasuredCost) -> Figure:
-    """Draw what a step takes over its bits, relative to 8 bits: bit operations, seconds, memory kept."""
-    base, q_grad, at = 8, measured.q_grad, measured.steps
+def promise_and_machine(seconds: Mapping[int, float], saved_bytes: Mapping[int, int], q_grad: int) -> Figure:
+    """Draw bit operations, seconds and memory of a step over its bits, relative to 8 bits.
+
+    Args:
+        seconds: bits -> seconds of a training step; 8 bits must be among them.
+        saved_bytes: bits -> bytes kept for the backward pass, for the same bits.
+        q_grad: gradient bits of all steps.
+    """
+    base = 8
+    bits = list(seconds)
+    relative_bitops = [cost.relative_cost([q], base, q_grad) for q in bits]
+    relative_seconds = [seconds[q] / seconds[base] for q in bits]
+    relative_memory = [saved_bytes[q] / saved_bytes[base] for q in bits]
+
     heading = "fewer bits: fewer bit operations, the same seconds and memory"
-    of = {
-        "bit operations": ({q: cost.relative_cost([q], base, q_grad) for q in at}, "static", "--"),
-        "seconds": ({q: at[q].seconds / at[base].seconds for q in at}, "large", "o-"),
-        "memory for the backward pass": ({q: at[q].saved_bytes / at[base].saved_bytes for q in at}, "small", "^-"),
-    }
     with drawing(figsize=(7, 3.4)) as (figure, ((ax,),)):
-        for name, (values, hue, style) in of.items():
-            ax.plot(list(values), list(values.values()), style, color=COLORS[hue], markersize=5, label=name)
+        ax.plot(bits, relative_bitops, "--", color=COLORS["static"], label="bit operations")
+        ax.plot(bits, relative_seconds, "o-", color=COLORS["large"], markersize=5, label="seconds")
+        ax.plot(bits, relative_memory, "^-", color=COLORS["small"], markersize=5, label="memory for the backward pass")
         whole(ax.xaxis)
         ax.set(ylim=0, xlabel="bits", ylabel=f"relative to {base} bits", title=heading)
         ax.legend()

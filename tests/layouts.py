@@ -72,26 +72,6 @@ def class_folders(count=5):
     return {name.removeprefix("train/"): file for name, file in image_folder(val=(), counts=(count, 0)).items()}
 
 
-def coco_folder(size=(30, 40), boxes=((1, 1, 19, 19),), place="train2017/"):
-    """Two pictures to train on and one to test on in COCO's layout; a box is left, top, width and height."""
-    files = {}
-    for part, ids in (("train", (3, 5)), ("val", (4,))):
-        where = place.replace("train", part)
-        told = {
-            "images": [{"id": i, "file_name": f"{i}.jpg", "height": size[0], "width": size[1]} for i in ids],
-            "categories": [{"id": 90, "name": "cat"}, {"id": 7, "name": "never seen"}],
-            "annotations": [
-                {"image_id": i, "category_id": 90, "bbox": box, "iscrowd": 0} for i in ids for box in boxes
-            ],
-        }
-        beside = f"{where}_annotations.coco.json"
-        files["annotations/instances_train2017.json".replace("train", part) if "2017" in place else beside] = (
-            json.dumps(told).encode()
-        )
-        files |= {f"{where}{i}.jpg": picture(size, "JPEG", i) for i in ids}
-    return files
-
-
 def graph_arrays(nodes=60, edges=150):
     """A graph with features, labels of three classes and a split."""
     rng = np.random.default_rng(0)

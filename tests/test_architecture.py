@@ -54,7 +54,6 @@ WITHOUT_TORCH = (
     "cpt_core.choosing.solver",
     "cpt_core.described",
     "cpt_core.formats",
-    "cpt_core.inspecting.measured",
     "cpt_core.processor",
     "cpt_core.public",
     "cpt_core.schedules",

@@ -40,16 +40,6 @@ def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
     assert f"[`{path.name}`](../examples/{path.name}) | `{','.join(sorted(needed))}` |" in page
 
 
-def test_a_training_whose_bits_rise_resumes_bit_for_bit():
-    train = example("rising_bits")["train"]
-    accuracy, schedule, whole = train(8)
-    assert accuracy > 0.6
-    again, same, resumed = train(8, checkpoint=train(8, until=3)[-1])
-    assert (again, same) == (accuracy, schedule)
-    assert all(torch.equal(resumed["model"][name], x) for name, x in whole["model"].items())
-    assert not all(torch.equal(train(8, until=3)[-1]["model"][name], x) for name, x in whole["model"].items())
-
-
 def test_a_schedule_drives_the_kernels_of_others():
     train = example("switch_kernels")["train"]
     schedule = cpt.schedules.TableSchedule(((16, 30), (32, 10)))

@@ -5,15 +5,20 @@ import json
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from tape import TapeRecorder
 from torch import nn
 
 import cpt_core as cpt
 from bench.gpu import __main__ as hour
 from bench.gpu import models, parts, stages
+from cpt_core.kernels import operators
+from cpt_core.kernels.backend import backend
 from cpt_lab.sweeps import stores
+from cpt_lab.training import session
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +39,8 @@ def read(folder, part):
     ("part", "only", "ok", "left_out"),
     [
         ("checks", "versions,tests,quantisers,layer linear,task multilayer", 6, 0),
-        ("speed", "PTB LSTM", 3, 4),
-        ("memory", "ResNet-20", 3, 4),
+        ("speed", "PTB LSTM", 3, 5),
+        ("memory", "ResNet-20", 3, 5),
     ],
 )
 def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, folder):
@@ -48,6 +53,28 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
     if part == "speed":
         assert told["values"]["PTB LSTM, float32"]["ms"] > 0
         assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
+
+
+@pytest.mark.parametrize(("kind", "family"), [("plain torch captured", "reference"), ("quantised captured", "active")])
+def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
+    """On the CPU a tape stands in for the CUDA graph; the first steps show the backend that is recorded."""
+    monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "")
+    monkeypatch.setattr(session, "CudaRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(parts, "WARM_UP", 5)
+    backend()  # loads the kernels
+    before, step = operators.active, session.Session.step
+    families = set()
+
+    def watched_step(self, *args):
+        families.add(operators.active)
+        return step(self, *args)
+
+    monkeypatch.setattr(session.Session, "step", watched_step)
+    values = parts.speed("PTB LSTM", kind, stages.Options("speed", "cpu", True, 60.0, None, Path()))
+    assert values["ms"] > 0
+    assert not values["failed"]  # such as "no step was captured"
+    assert families == {torch.ops.cpt_reference if family == "reference" else before}
+    assert operators.active is before
 
 
 def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd):

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.inspecting.measured import Spent
 from cpt_core.public import reference
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
@@ -84,11 +83,6 @@ def delayed():
     return cpt.DelayedSchedule(cyclic(), 4, 32)
 
 
-def measured():
-    spent = {4: Spent(1.0, 2, 3.0), 8: Spent(2.0, 4, 6.0)}
-    return cpt.inspecting.MeasuredCost("a machine", 8, "paper", spent, {"fc": spent})
-
-
 def sensitivity():
     return cpt.choosing.Sensitivity(
         "a model", "loss", 4, 16, ((0, 8), (8, 16)), (("0",), ("2",)), (12, 6), (0, 1), (1.0, 1.1),
@@ -114,21 +108,21 @@ def recording():
 # argument -> a legal value, whatever takes it
 VALUES = {
     "aggregation": "fp", "allow_zero_in_degree": True, "backend": "csr", "base": 4, "bias": True, "bits": 4,
-    "block": 16, "budget": 0.7, "clipping": "rms", "config": None, "convention": "paper", "cost": None,
-    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "decay": 0.5, "delay": 0.25, "delay_at": "float32", "device": "cpu",
+    "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
+    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "delay_at": "float32", "device": "cpu",
     "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,
     "eval_bits": "q_max", "every": 2, "execution": "simulated", "exponent": 4, "family": "rex", "float32": ("fc",),
     "floor": 0.1, "format": None, "formats": {3: "mxfp4", 8: "e4m3"}, "gradient": None, "gradients": 8,
     "granularity": "per_tensor", "hadamard": 16, "hold": 4, "in_feats": 2, "kind": "minifloat", "ladder": None,
     "layers": 1, "level": 3, "levels": (3, 8), "mantissa": 3, "margin": 1.0, "minutes": 1.0, "mirror": "vertical",
     "mode": "reset", "n_cycles": 2, "name": "traffic", "norm": "left", "num_nodes": 3, "num_src": 2, "out_feats": 3,
-    "over": "time", "partial": True, "percentile": 99.0, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
+    "over": "time", "partial": True, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
     "progress": False, "q_grad": 8, "q_high": 8, "q_low": 3, "q_max": 8, "q_min": 3,
-    "quantizer": "conv_input", "quantizers": cpt.quantization.QUANTIZERS, "rate": 4.0, "reduce": "mean", "repeats": 1,
+    "quantizer": "conv_input", "quantizers": cpt.quantization.QUANTIZERS, "rate": 4.0, "reduce": "mean",
     "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)),
-    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "share": 0.1, "specials": "nan", "stateful": (),
+    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "specials": "nan", "stateful": (),
     "step": 3, "steps": 8, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
-    "steps_per_epoch": 4, "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
+    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
 }  # fmt: skip
 # the same of what is made anew for every call
 MADE = {
@@ -166,7 +160,6 @@ METHODS = {
     "FormatLadder": (cpt.FormatLadder.affine, "from_dict bits priced check cost"),
     "Graph": (graph, "from_edges aggregate set_constant to"),
     "GraphConv": (lambda: cpt.GraphConv(2, 3), "forward"),
-    "MeasuredCost": (measured, "from_dict seconds other relative_cost"),
     "PrecisionScheduler": (scheduler, "load_state_dict"),
     "QuantConfig": (cpt.QuantConfig, "with_gradient_rounding"),
     "Quantizer": (lambda: cpt.quantization.Quantizer("per_row"), "of on"),
@@ -187,9 +180,6 @@ OWN = {
     "Format": lambda: {"bits": 4, "exponent": 2, "mantissa": 1, "specials": "none"},
     "FormatLadder.from_dict": lambda: {"description": {"3": "mxfp4"}},
     "FormatLadder.check": lambda: {"levels": (3, 4)},
-    "MeasuredCost": lambda: vars(measured()),
-    "MeasuredCost.from_dict": lambda: {"d": measured().to_dict()},
-    "MeasuredCost.relative_cost": lambda: {"schedule": cpt.StaticSchedule(8, 4)},
     "PrecisionScheduler": lambda: {"schedule": {"*": cyclic()}},
     "PrecisionScheduler.load_state_dict": lambda: {"state": scheduler().state_dict()},
     "QuantConfig": lambda: {"ladder": {3: "mxfp4"}},
@@ -204,7 +194,6 @@ OWN = {
     "allocate": lambda: {"budget": 0.6, "over": "both"},
     "export": lambda: {"model": evaluating()},
     "make_schedule": lambda: {"name": "RR"},
-    "measure_cost": lambda: {"schedule": None, "bits": (8,)},
     "precision_range_test": lambda: {**trained(), "bits": (4,)},
     "quantize, a format": lambda: {
         "bits": None, "quantizer": None, "format": "e4m3:rounding=stochastic"
@@ -250,11 +239,11 @@ TAKEN = {
     "None": "progress Quantizer.on.level Graph.set_constant.features",
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate roles",
     "-1": "seed",
-    "0": "d hold delay floor step seed hadamard mantissa share decay",
+    "0": "d hold delay floor step seed hadamard mantissa",
     "2.5": "rate power minutes margin",
     "1e300": "rate power minutes margin",
     "10**30": "rate power block every step layers minutes margin",
-    "''": "name title quality convention device MeasuredCost.device",
+    "''": "name title quality convention device",
     "'abc'": "name title quality convention device store",
     "[]": "windows estimated in_roles levels float32 stateful",
     "()": "windows estimated in_roles levels float32 stateful",

@@ -1,14 +1,15 @@
 """The models of ``bench.gpu``, on random data in the sizes of the paper, and the ways to run a training step of them.
 
-"per operation" is what the fused quantisers are to be compared with: the formulas one torch operation after the other,
-with fresh noise for every gradient.
+Two kinds are baselines of the fused kernels. "plain torch captured" runs the quantisers of the library in its plain
+backend instead of Triton, captured as a CUDA graph, so that it pays for no launches either. "per operation" has the
+formulas written as one torch operation after the other, with fresh noise for every gradient, and is not captured.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from bench.gpu.stages import LeftOutError
 from cpt_core.graphs.layers import GraphConv
+from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import restore_
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
@@ -27,7 +29,7 @@ from cpt_lab.training.session import Session
 KINDS = (
     "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",
     "quantised captured TF32", "quantised integer captured", "quantised integer shared steps captured",
-    "per operation",
+    "plain torch captured", "per operation",
 )  # fmt: skip
 DRY_BERT = {"padding": "max", "hidden": 16, "layers": 1, "batch": 4, "train_pairs": 200}
 
@@ -76,6 +78,16 @@ def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     if kind == "per operation":
         take_apart(session.model)
     return session
+
+
+def is_quantised(kind: str) -> bool:
+    """Return whether steps of this kind run the quantisers of the library."""
+    return kind.startswith(("quantised", "plain torch"))
+
+
+def backend_context(kind: str) -> AbstractContextManager[None]:
+    """Return the context in which steps of this kind run: the plain backend for "plain torch", else the active one."""
+    return reference() if kind.startswith("plain torch") else nullcontext()
 
 
 @contextmanager

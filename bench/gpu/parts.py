@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.gpu import checks
-from bench.gpu.models import KINDS, MODELS, session_of
+from bench.gpu.models import KINDS, MODELS, backend_context, is_quantised, session_of
 from bench.gpu.stages import Options, Stage, ended, read
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
@@ -79,8 +79,9 @@ def _step(name: str, kind: str, options: Options) -> tuple[Session, Callable[[],
     batches, lr = session.task.batches(0), session.lr_at(0, [])
 
     def step() -> torch.Tensor:
-        loss = session.step(next(batches), 1e-3 * lr)
-        if "quantised" in kind:
+        with backend_context(kind):
+            loss = session.step(next(batches), 1e-3 * lr)
+        if is_quantised(kind):
             session.scheduler.step()
         return loss
 

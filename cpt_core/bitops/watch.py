@@ -1,7 +1,7 @@
 """One way to see what runs in a model: which module is running, and every product that torch executes meanwhile.
 
-What is priced (``trace``), checked (``inspecting.check``) and measured (``inspecting.step``) is seen like this: on a
-copy of the model, without data where shapes are enough, or on the model itself, which is left as it was.
+``trace`` prices and ``inspecting.check`` checks what is seen like this: on a copy of the model, without data where
+shapes are enough, or on the model itself, which is left as it was.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
     Raises:
         ValueError: when the model holds something that cannot be copied, or is sharded.
     """
-    unsharded(model, "count, check and measure")
+    unsharded(model, "count and check")
     # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
     memo: dict[int, Any] = {
         id(t): _bare(t, meta) for m in model.modules() for v in vars(m).values() for t in tensors_in(v) if t.grad_fn

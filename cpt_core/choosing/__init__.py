@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the list of public names
-    from cpt_core.choosing.adaptive import AdaptiveScheduler as AdaptiveScheduler
     from cpt_core.choosing.allocation import allocate as allocate
     from cpt_core.choosing.measuring import sensitivity as sensitivity
     from cpt_core.choosing.precision_range import PrecisionRange as PrecisionRange

@@ -58,7 +58,7 @@ def solve_schedule(
         delay: share of the steps that are held at ``q_max`` first. The rest is made cheaper by what that costs.
         q_grad: gradient bits; ``q_max`` when None. A cost of your own knows its gradient bits itself.
         cost: what is spent instead of BitOps: a name of ``COSTS``, or a function, bits -> cost of a step, such as
-            ``measure_cost(...).seconds``.
+            its seconds.
         ladder: on which all bits are levels, for a cost by name; the paper's when None.
 
     Returns:

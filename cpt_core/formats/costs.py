@@ -156,10 +156,10 @@ COSTS: Mapping[str, Cost] = {
 
 
 def cost_named(name: str) -> Cost:
-    """Return a cost of ``COSTS``; ValueError names them, and how seconds are measured."""
+    """Return a cost of ``COSTS``; ValueError names them."""
     if isinstance(name, str) and name == "seconds":
         raise ValueError(
-            f"unknown cost 'seconds'; choose from {', '.join(COSTS)}; seconds are measured: "
-            "cost=measure_cost(...).seconds"
+            f"unknown cost 'seconds'; choose from {', '.join(COSTS)}; for seconds give a "
+            "function from bits to the seconds of a step on your machine"
         )
     return COSTS[choose("cost", name, COSTS)]

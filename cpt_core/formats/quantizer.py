@@ -5,8 +5,8 @@ a range and how they are rounded; the level's says to which format, and may say 
 what is in force. Nothing here computes on tensors.
 
 >>> role = Quantizer("per_row")
->>> role.on(Quantizer.of("e2m1:clipping=rms")).grid
-'per_row|e2m1:clipping=rms'
+>>> role.on(Quantizer.of("e2m1")).grid
+'per_row|e2m1'
 >>> role.on(Quantizer.of("affine4")) is role  # of the paper's grids a schedule tells the bits, and nothing else changes
 True
 """
@@ -22,7 +22,6 @@ from cpt_core.formats.format import OPTIONS, Format
 
 GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
 ROUNDINGS = ("nearest", "stochastic")
-CLIPPINGS = ("none", "rms", "percentile")
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,8 @@ class Quantizer:
         rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range); None: the role's, or "nearest".
         running: keep a running range during training and use it in evaluation.
         format: which numbers there are; None for the paper's grids, whose bits a schedule tells.
-        clipping: where a range ends. "none": at its extremes; "rms": where the error is least, root mean square;
-            "percentile": at the ``percentile`` of the magnitudes (of both ends, for an affine grid).
-        percentile: of the elements inside the range, for that clipping.
         hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
-        grid: what kernels are told: the granularity, and where there is a format, "|", its name and the clipping.
+        grid: what kernels are told: the granularity, and where there is a format, "|" and its name.
         along_sum: whether it works along the dimension over which a product sums, as blocks and rotations do.
     """
 
@@ -48,8 +44,6 @@ class Quantizer:
     rounding: str | None = None
     running: bool = False
     format: Format | None = None
-    clipping: str = "none"
-    percentile: float = 99.9
     hadamard: int = 0
     grid: str = field(init=False, repr=False, compare=False)  # made once: compilers do not follow its making
     along_sum: bool = field(init=False, repr=False, compare=False)
@@ -61,16 +55,13 @@ class Quantizer:
             choose("granularity", self.granularity, GRANULARITIES)
         if self.rounding is not None:
             choose("rounding", self.rounding, ROUNDINGS)
-        choose("clipping", self.clipping, CLIPPINGS)
         if self.running and self.granularity != "per_tensor":
             raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
-        if not 50 < self.percentile <= 100:
-            raise ValueError(f"percentile must lie above 50 and at most at 100, got {self.percentile!r}")
         size = whole("hadamard", self.hadamard, 0)
         if size & (size - 1):
             raise ValueError(f"a Hadamard rotation has a power of two as its size, got {size}")
-        if self.format is None and (size or self.clipping != "none"):
-            raise ValueError("clipping and rotation belong to a format; name one, such as Format.affine(4)")
+        if self.format is None and size:
+            raise ValueError("a Hadamard rotation belongs to a format; name one, such as Format.affine(4)")
         object.__setattr__(self, "hadamard", size)
         object.__setattr__(self, "grid", grid_of(self.granularity or "", self))
         object.__setattr__(self, "along_sum", self.format is not None and bool(self.format.block or size))
@@ -87,7 +78,7 @@ class Quantizer:
     @property
     def plain(self) -> bool:
         """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
-        return self.format is None or (self.format.plain_affine and not self.running and not _said(self, tuple(_READ)))
+        return self.format is None or (self.format.plain_affine and not self.running and not _options_text(self))
 
     def on(self, level: Quantizer | None) -> Quantizer:
         """Return what is in force at a level of a ladder; the paper's grids, and None, leave it as it is."""
@@ -100,23 +91,24 @@ class Quantizer:
 
     def __str__(self) -> str:
         """Return the name of its format with options; ``Quantizer.of`` reads it."""
-        return f"{self.format or 'paper'}" + _said(self, tuple(_READ))
+        return f"{self.format or 'paper'}" + _options_text(self)
 
 
 def grid_of(granularity: str, quantizer: Quantizer) -> str:
     """Return the grid of a quantiser with this granularity: the granularity alone for the paper's."""
     format = quantizer.format
-    if format is None or (format.plain_affine and quantizer.clipping == "none"):
+    if format is None or format.plain_affine:
         return granularity
-    return f"{granularity}|{format}" + _said(quantizer, ("clipping", "percentile"))
+    return f"{granularity}|{format}"
 
 
-def _said(quantizer: Quantizer, options: tuple[str, ...]) -> str:
-    found = {name: getattr(quantizer, name) for name in options}
-    return "".join(f":{name}={value}" for name, value in found.items() if value != getattr(Quantizer, name))
+def _options_text(quantizer: Quantizer) -> str:
+    """Return the options of a level that are not the default, ":name=value" each."""
+    values = {name: getattr(quantizer, name) for name in _READ}
+    return "".join(f":{name}={value}" for name, value in values.items() if value != getattr(Quantizer, name))
 
 
-_READ: dict[str, Any] = {"granularity": str, "rounding": str, "clipping": str, "percentile": float, "hadamard": int}
+_READ: dict[str, Any] = {"granularity": str, "rounding": str, "hadamard": int}
 
 
 @lru_cache(maxsize=1024)

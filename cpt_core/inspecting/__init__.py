@@ -1,10 +1,8 @@
-"""Look at a model and its training: which products ran quantised, what rounding did, what a step took."""
+"""Look at a model and its training: which products ran quantised, and what rounding did."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the list of public names
-    from cpt_core.inspecting.measure import measure_cost as measure_cost
-    from cpt_core.inspecting.measured import MeasuredCost as MeasuredCost
     from cpt_core.inspecting.recording import Recording as Recording
     from cpt_core.inspecting.recording import record as record
 else:

@@ -30,7 +30,6 @@ from cpt_core.bitops.products import ADDS, Product, name_of
 from cpt_core.bitops.watch import Watch, as_it_was, floating_in, tensors_in, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
-from cpt_core.inspecting.step import storage_of
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
@@ -320,3 +319,11 @@ _MOVES = frozenset(
     "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d im2col".split()
 )
 _SCALES = frozenset(("mul", "div", "add", "sub"))  # ... and what takes a grid to a grid, in place
+
+
+def storage_of(x: Tensor) -> StorageWeakRef | None:
+    """Return a key of the memory of a tensor; None for a sparse tensor, which has no memory of its own."""
+    try:
+        return StorageWeakRef(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -61,8 +61,8 @@ class Observer:
 def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format) -> Tensor:
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
     rounded, low, width = fake_quantize(x, levels, grid, key)
-    high, to = low + width, parts_of(grid)[1]
-    if to is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
+    high = low + width
+    if parts_of(grid)[1] is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
         codes = operators.active.encode(x, low, width, levels, key, clips(grid, key is not None))
         used = _distinct(codes, low)
     elif format.block:  # of every block
@@ -75,7 +75,7 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
         x.new_tensor(x.numel(), dtype=torch.float64),
         torch.linalg.vector_norm(x, dtype=torch.float64).square(),
         torch.linalg.vector_norm(rounded - x, dtype=torch.float64).square(),
-        x.new_tensor(math.nan) if to and to.clipping != "none" else _clipped(x, low, high, format),
+        _clipped(x, low, high, format),
         torch.count_nonzero(x),
         torch.count_nonzero((rounded == 0) & (x != 0)),
         used.sum(),

@@ -186,7 +186,7 @@ class Recording:
         low, high          ends of the range, the least and the greatest of several
         relative_error     ||q(x) - x|| / ||x||
         snr_db             signal-to-noise ratio 20 log10(||x|| / ||q(x) - x||), in dB
-        clipped            share of the elements outside their range; NaN where a format finds its ends by itself
+        clipped            share of the elements outside their range; NaN of blocks, which have ends of their own
         underflow          share of the elements other than 0 that became 0
         levels_used        distinct values of q(x) / values of an element, mean over the ranges (or blocks)
         gradient_to_noise  of gradients: ||x|| / ||q(x) - x||, see below

@@ -18,15 +18,12 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
 from cpt_core.kernels.grids import UNSCALED, check_blocks
 from cpt_core.kernels.reference import into, traced_noise
@@ -38,25 +35,20 @@ SCALE = FORMATS["e4m3"]  # of a block of nvfp4
 
 
 def round_to_format(
-    x: Tensor, low: Tensor, width: Tensor, granularity: str, to: Quantizer, key: Tensor | None
+    x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None
 ) -> Tensor:
     """Round to a format on a given range; as ``grids.round_in_range``."""
-    format = to.format
-    assert format is not None
     if format.is_identity:
         return x.clone()
     y = x.float()
     if format.block:
-        rounded = _in_blocks(y, low, width, to, format, key)
+        rounded = _in_blocks(y, low, width, format, key)
     elif format.kind == "affine":
-        low, width = ends(y, low, width, to, format)
         rounded = affine(y, low, width, format, key)
     elif granularity == UNSCALED or (format.kind == "minifloat" and format.bits >= WIDE):
-        if to.clipping != "none":
-            raise ValueError(f"{to} has no scale here, so there is no range to clip: give it a granularity")
         rounded = round_elements(y, None, format, key)
     else:
-        scale = chosen(y, _largest(low, width), lambda m: (m / format.largest).clamp_min(LEAST_SCALE), to, format)
+        scale = (_largest(low, width) / format.largest).clamp_min(LEAST_SCALE)
         rounded = round_elements(y, scale, format, key)
     return rounded.to(x.dtype)
 
@@ -66,7 +58,7 @@ def _largest(low: Tensor, width: Tensor) -> Tensor:
     return torch.maximum(-low, low + width)
 
 
-def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format, key: Tensor | None) -> Tensor:
+def _in_blocks(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None) -> Tensor:
     check_blocks(x.shape, format)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
@@ -74,13 +66,13 @@ def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: For
     rows = rows.reshape(-1, format.block)
     largest = torch.maximum(-rows.amin(-1, True), rows.amax(-1, True))
     if format.scale == "e8m0":
-        scaled = partial(_power_of_two, format=format)
+        scale = _power_of_two(largest, format)
     else:
         whole = (_largest(low, width) / (format.largest * SCALE.largest)).clamp_min(LEAST_SCALE)
         if whole.dim():
             whole = whole.expand((*x.shape[:-1], 1)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
-        scaled = partial(_two_scales, whole=whole, format=format)
-    y = round_elements(rows, chosen(rows, largest, scaled, to, format), format, key)
+        scale = _two_scales(largest, whole, format)
+    y = round_elements(rows, scale, format, key)
     return y.reshape(shape)[..., :size]
 
 
@@ -100,51 +92,6 @@ def _two_scales(largest: Tensor, whole: Tensor, format: Format) -> Tensor:
     return round_elements(largest / format.largest / whole, None, SCALE, None) * whole
 
 
-# --- where a range ends: at its extremes, at a percentile, or where the error is least --------------------------------
-
-# The least squared error is searched among ends that are moved in by multiples of 1/32 (power-of-two scales: to the
-# powers beside), for every range or block by itself, in rounding half to even.
-FACTORS = tuple(k / 32 for k in range(32, 7, -1))
-MOVES = tuple(k / 32 for k in range(1, 17))  # of one end of an affine range, in widths
-POWERS = (1.0, 2.0, 0.5)
-
-
-def chosen(x: Tensor, largest: Tensor, scale_of: Callable[[Tensor], Tensor], to: Quantizer, format: Format) -> Tensor:
-    """Return the scales of ranges with these largest magnitudes, float32, after clipping."""
-    if to.clipping == "percentile":
-        return scale_of(torch.minimum(at_percentile(x.abs(), largest, to.percentile), largest))
-    scale = scale_of(largest)
-    if to.clipping == "none":
-        return scale
-    factors = POWERS if format.scale == "e8m0" else FACTORS
-    least = _error(round_elements(x, scale, format), x, largest)
-    for factor in factors[1:]:
-        other = scale_of(largest * factor)
-        error = _error(round_elements(x, other, format), x, largest)
-        better = error < least
-        scale, least = torch.where(better, other, scale), torch.where(better, error, least)
-    return scale
-
-
-def ends(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format) -> tuple[Tensor, Tensor]:
-    """Return minimum and width of the ranges of an affine format after clipping."""
-    if to.clipping == "none":
-        return low, width
-    high = low + width
-    if to.clipping == "percentile":
-        least = torch.maximum(at_percentile(x, low, 100 - to.percentile), low)
-        return least, torch.minimum(at_percentile(x, low, to.percentile), high) - least
-    a, b = torch.zeros_like(low), torch.zeros_like(low)  # what the two ends are moved in by
-    error = _error(affine(x, low, width, format), x, low)
-    for upper in (True, False, True):
-        for move in MOVES:
-            c, d = (a, torch.full_like(b, move)) if upper else (torch.full_like(a, move), b)
-            now = _error(affine(x, low + c * width, width * (1 - c - d), format), x, low)
-            better = now < error
-            a, b, error = (torch.where(better, new, old) for new, old in ((c, a), (d, b), (now, error)))
-    return low + a * width, width * (1 - a - b)
-
-
 def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None) -> Tensor:
     """Round to the affine grid of a range, as ``reference.round_to_grid``; infinity is NaN."""
     n = 2.0**format.bits - 1
@@ -156,26 +103,6 @@ def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | 
     y = torch.mul(k, scale, out=into(k))
     y = torch.add(y, low, out=into(y))
     return torch.add(y, x * 0, out=into(y))
-
-
-def at_percentile(x: Tensor, like: Tensor, percentile: float) -> Tensor:
-    """Return a percentile of the elements of every range, between two of them on a straight line.
-
-    Sorted, because ``torch.quantile`` takes 2**24 elements at most. NaN counts as the largest.
-    """
-    shape = [1] * (x.dim() - like.dim()) + list(like.shape)
-    kept = [d for d, size in enumerate(shape) if size != 1]
-    others = [d for d in range(x.dim()) if d not in kept]
-    count = math.prod(x.shape[d] for d in others)
-    sorted_ = x.permute(kept + others).reshape(-1, count).sort(-1).values
-    place = percentile / 100 * (count - 1)
-    below = math.floor(place)
-    above = min(below + 1, count - 1)
-    return torch.lerp(sorted_[:, below], sorted_[:, above], place - below).reshape(like.shape)
-
-
-def _error(y: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    return (y - x).square().sum_to_size(like.shape)
 
 
 # --- the values of an element: minifloats, powers of two and whole numbers, exactly -----------------------------------

@@ -1,7 +1,7 @@
 """Grids: what kernels are told to round to.
 
 What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
-else granularity, "|" and the format's name, with clipping; see ``Quantizer.grid``.
+else granularity, "|" and the format's name; see ``Quantizer.grid``.
 
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
 >>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
 
 UNSCALED = "unscaled"  # instead of a granularity: an element's values as they are
 
 
-def parts_of(grid: str) -> tuple[str, Quantizer | None]:
-    """Return the granularity of a grid, and its format and clipping; None for the affine grid that levels tell of."""
+def parts_of(grid: str) -> tuple[str, Format | None]:
+    """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity, Quantizer.of(name) if name else None
+        _parts[grid] = granularity, Format.of(name) if name else None
     return _parts[grid]
 
 
-_parts: dict[str, tuple[str, Quantizer | None]] = {}
+_parts: dict[str, tuple[str, Format | None]] = {}
 
 
 def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,14 +48,14 @@ def round_in_range(
     part for mx and for what is not scaled.
 
     Raises:
-        ValueError: for a row that blocks do not divide, and a format that clips but has no scale.
+        ValueError: for a row that blocks do not divide.
     """
-    granularity, to = parts_of(grid)
-    if to is None:
+    granularity, format = parts_of(grid)
+    if format is None:
         return reference.round_to_grid(x, low, width, levels, key, clip)
     from cpt_core.kernels.formats import round_to_format
 
-    return round_to_format(x, low, width, granularity, to, key)
+    return round_to_format(x, low, width, granularity, format, key)
 
 
 def check_blocks(shape: torch.Size, format: Format) -> None:

@@ -100,7 +100,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
     a = Forward(*given)
     weight, levels, granularity = a.weight, a.levels, a.granularity
     tables = None if a.column_codes is None else a[-2:]
-    whole, to = parts_of(granularity)
+    whole, format = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
@@ -125,7 +125,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
             elif found:
                 operand = (
                     ops.round_to_grid(operand, *found, levels, None, True)
-                    if to is None
+                    if format is None
                     else ops.round_in_range(operand, *found, levels, granularity, None, True)
                 )
             else:

@@ -118,8 +118,8 @@ def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: 
 
 
 def _check(x: Tensor, grid: str) -> None:
-    if (to := grids.parts_of(grid)[1]) is not None and to.format is not None:
-        grids.check_blocks(x.shape, to.format)
+    if (format := grids.parts_of(grid)[1]) is not None:
+        grids.check_blocks(x.shape, format)
 
 
 def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

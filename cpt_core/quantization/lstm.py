@@ -22,7 +22,6 @@ torch.Size([7, 2, 3])
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,12 +200,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             y, low, width = fake_quantize(steps_apart, p.levels, grid_of("per_channel", quantizer))
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
-        given = (x, *self.ranges(cell, x.detach(), steps))
-        rounded = partial(round_in_range, levels=p.levels, grid=quantizer.grid, clip=p.clips(role))
-        if quantizer.clipping == "none" or quantizer.granularity != "per_tensor":
-            return rounded(*given)
-        apart = zip(*(t.split(sizes or len(x) // count) for t in given), strict=True)  # a step clips by its own numbers
-        return torch.cat([rounded(part, low[0, 0], width[0, 0]) for part, low, width in apart])
+        low, width = self.ranges(cell, x.detach(), steps)
+        return round_in_range(x, low, width, p.levels, quantizer.grid, clip=p.clips(role))
 
     def ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
         """Return the ranges of x (N, I), every step its own, as those of its rows."""

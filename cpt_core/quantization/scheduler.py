@@ -142,16 +142,16 @@ class PrecisionScheduler:
 
     def _apply(self, only: Collection[LayerPrecision] | None = None) -> None:
         for pattern, layers in self._groups.items():
-            of_step = self._of_step(pattern)
+            schedule = self.schedules[pattern][0]
+            step = min(self.last_step, self.total_steps - 1)
+            of_step = schedule.levels_at(step, self.q_grad)
+
             for layer in layers if only is None else [x for x in layers if x in only]:
-                layer.highest, levels = self.schedules[pattern][0].highest, of_step
+                layer.highest, levels = schedule.highest, of_step
                 if not layer.training and self.eval_bits != "current":
                     levels = merged(resolve("eval_bits", self.eval_bits, layer, pattern), levels)
                 if not layer.fixed:
                     layer.set_levels(levels, self)
-
-    def _of_step(self, pattern: str) -> Levels:
-        return self.schedules[pattern][0].levels_at(min(self.last_step, self.total_steps - 1), self.q_grad)
 
     def hear(self, layer: LayerPrecision) -> None:
         """Give a layer that changed between training and evaluation the bits of its mode."""

@@ -24,7 +24,7 @@ from cpt_core.formats.ladder import FormatLadder, ladder_of
 
 FULL_PRECISION = 32  # bits of an unquantised operand
 Ladders = FormatLadder | tuple[FormatLadder, ...]  # one, or that of every role, in the order of ``Levels``
-StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as ``MeasuredCost.seconds``
+StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as seconds
 
 
 def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
@@ -133,8 +133,7 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None
         return cache(lambda level: _price([level, level, q_grad, q_grad], cost, of_roles))
     if cost is not None and not callable(cost):
         raise ValueError(
-            "cost must be a function, bits -> cost of a step, such as measured.seconds, or a name of COSTS; "
-            f"got {cost!r}"
+            f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"
         )
     if ladder is not None:
         raise ValueError("a cost that is a function knows its formats; give a ladder with the name of a cost")

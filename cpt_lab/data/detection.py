@@ -1,13 +1,12 @@
 """Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own, as ``data/cards/own-pictures.md`` has them.
 
-Pixels are counted from 1 in VOC's form, and both corners belong to a box. COCO's boxes are turned into that form.
+Pixels are counted from 1 in VOC's form, and both corners belong to a box.
 
 Shapes: n boxes of an image.
 """
 
 import hashlib
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -113,7 +112,7 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     return DetectionData(titled(title, r, train, valid), classes, train, valid, test, _checksum(train + valid + test))
 
 
-File = tuple[Path, Path | ElementTree.Element]  # a picture, and its annotation in VOC's form
+File = tuple[Path, Path]  # a picture, and its annotation in VOC's form
 
 
 def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
@@ -128,12 +127,8 @@ def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
             raise not_here(dataset) from error
         files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
         return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
-    folder = own_path(dataset)
-    if _coco_file(folder, "train"):
-        files = [_of_coco(folder, "train"), _of_coco(folder, "test" if _coco_file(folder, "test") else "val")]
-    else:
-        folder = voc_folder(folder)
-        files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
+    folder = voc_folder(own_path(dataset))
+    files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
     for part in files:
         image, count = Counter(image for image, _ in part).most_common(1)[0]
         if count > 1:
@@ -250,66 +245,12 @@ def _listed(folder: Path, part: str) -> list[File]:
     return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
 
 
-COCO = (
-    "COCO's form is {categories: [{id, name}], images: [{id, file_name, height, width}], annotations: [{image_id, "
-    "category_id, bbox: [left, top, width, height]}]}"
-)
-
-
-def _coco_file(folder: Path, part: str) -> Path | None:
-    places = (f"annotations/instances_{part}*.json", f"{part}*/_annotations.coco.json")
-    return next((path for place in places for path in sorted(folder.glob(place))), None)
-
-
-def _of_coco(folder: Path, part: str) -> list[File]:
-    """Return pictures and annotations of a split in COCO's form; a box there is left, top, width and height, from 0."""
-    path = _coco_file(folder, part)
-    if path is None:
-        raise DataNotFoundError(f"{folder} has COCO's annotations to train on, and none of val or test")
-    split = path.stem.removeprefix("instances_")
-    places = (path.parent, folder / split, folder / "images", folder / "images" / split)
-    files: list[File] = []
-    roots = {}
-    with reading(path, COCO):
-        told = json.loads(path.read_text(encoding="utf-8-sig"))
-        names = {category["id"]: category["name"] for category in told["categories"]}
-        if len(names) < (count := len(told["categories"])):
-            raise ValueError(f"{count} categories have {len(names)} ids; every category needs one of its own")
-        for picture in told["images"]:
-            root = roots[picture["id"]] = ElementTree.Element("annotation")
-            _add(root, "size", height=picture["height"], width=picture["width"])
-            found = [place / picture["file_name"] for place in places]
-            files.append((next(filter(Path.is_file, found), found[path.parent.name == "annotations"]), root))
-        if not files or len(roots) < len(files):
-            raise ValueError(f"{len(files)} images have {len(roots)} ids; every image needs one of its own")
-        for field, known in (("category_id", names), ("image_id", roots)):
-            if wrong := [a[field] for a in told["annotations"] if a[field] not in known]:
-                raise ValueError(f"an annotation has the {field} {wrong[0]}, which nothing in the file has")
-        if told["annotations"] and all(max(a["bbox"]) <= 1 for a in told["annotations"]):
-            raise ValueError("boxes are to be counted in pixels, these are shares of a picture")
-        for a in told["annotations"]:
-            name, crowd = names[a["category_id"]], int(a.get("iscrowd", 0))
-            thing = _add(roots[a["image_id"]], "object", name=name, difficult=crowd)
-            x, y, w, h = (float(number) for number in a["bbox"])
-            _add(thing, "bndbox", xmin=x + 1, ymin=y + 1, xmax=round(x + w, 3), ymax=round(y + h, 3))
-    return files
-
-
-def _add(to: ElementTree.Element, tag: str, **fields: object) -> ElementTree.Element:
-    added = ElementTree.SubElement(to, tag)
-    for name, value in fields.items():
-        ElementTree.SubElement(added, name).text = str(value)
-    return added
-
-
-def _root(xml: Path | ElementTree.Element) -> ElementTree.Element:
-    if isinstance(xml, ElementTree.Element):
-        return xml
+def _root(xml: Path) -> ElementTree.Element:
     with reading(xml):
         return ElementTree.parse(xml).getroot()
 
 
-def annotated(image: Path, xml: Path | ElementTree.Element, classes: Sequence[str]) -> Annotated:
+def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
     """Read and check one annotation, and that its picture is there, whole and of the size it says.
 
     Raises:
@@ -317,13 +258,13 @@ def annotated(image: Path, xml: Path | ElementTree.Element, classes: Sequence[st
         ValueError: naming the file and what is wrong with it.
     """
     height, width = picture_size(image)
-    root, file = _root(xml), xml if isinstance(xml, Path) else f"the annotation of {image}"
-    said = tuple(_number(root, f"size/{side}", file) for side in ("height", "width"))
+    root = _root(xml)
+    said = tuple(_number(root, f"size/{side}", xml) for side in ("height", "width"))
     if said != (height, width):
-        raise ValueError(f"{file} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
+        raise ValueError(f"{xml} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
     boxes, labels, difficult = [], [], []
     for number, obj in enumerate(root.findall("object"), start=1):
-        what = f"{file}, object {number}"
+        what = f"{xml}, object {number}"
         name = obj.findtext("name", "").strip()
         if name not in classes:
             raise ValueError(f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}")

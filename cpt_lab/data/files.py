@@ -30,8 +30,8 @@ def own_path(path: str) -> Path:
 
 
 @contextmanager
-def reading(path: Path, needs: str = "") -> Iterator[None]:
-    """Turn whatever a library raises over a file into one ValueError that names the file, the reason, what it needs.
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever a library raises over a file into one ValueError that names the file and the reason.
 
     A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
     is Ctrl-D to click. Errors that name the file already pass, and so do missing files and libraries.
@@ -50,8 +50,9 @@ def reading(path: Path, needs: str = "") -> Iterator[None]:
         reason = kind + (next(iter(str(error).splitlines()), "") or "no reason is given").replace(f" {str(path)!r}", "")
         if path.is_file() and not path.stat().st_size:
             reason = "it is empty"
-        needs = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else needs
-        raise ValueError(f"{path} cannot be read: {reason}{needs and f'; {needs}'}") from error
+        if isinstance(error, UnicodeDecodeError):
+            reason += "; save it as UTF-8"
+        raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
 def sources(recipe: Recipe) -> list[Path]:
@@ -125,11 +126,12 @@ def task_of_data(dataset: str) -> str:
     return found
 
 
+VOC_BOXES = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
 WAYS_OUT = {  # what else people have, and what to do with it
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
-    "labels/*.txt|*/labels/*.txt|labels/*/*.txt": "export boxes of YOLO's form in COCO's or VOC's",
+    "labels/*.txt|*/labels/*.txt|labels/*/*.txt": VOC_BOXES,
     "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
-    "*.json|*/*.json": "put boxes of COCO's form into annotations/instances_train.json and instances_val.json",
+    "*.json|*/*.json": VOC_BOXES,
     "T[rR][aA][iI][nN]/*/*": "call the folders train/ and test/, in small letters",
     "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
 }

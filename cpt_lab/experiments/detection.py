@@ -84,13 +84,11 @@ EXPERIMENT = Experiment(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
-    own="own-pictures", card="own-pictures.md", needs="boxes in VOC's or COCO's form",
-    layouts=(
-        *(
-            f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
-            for place in ("", "VOC*/", "VOCdevkit/VOC*/")
-        ),
-        "annotations/instances_train*.json|train/_annotations.coco.json",
+    own="own-pictures", card="own-pictures.md",
+    needs="boxes in Pascal VOC's layout: Annotations/, JPEGImages/, ImageSets/Main/train.txt",
+    layouts=tuple(
+        f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
+        for place in ("", "VOC*/", "VOCdevkit/VOC*/")
     ),
     extra="vision", download="cpt_lab.data.detection:download", weights=("resnet18",),
     datasets=(

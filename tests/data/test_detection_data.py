@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 from helpers import identical
-from layouts import annotated_picture, boxes, coco_folder, write
+from layouts import annotated_picture, boxes, write
 from PIL import Image
 
 from cpt_lab import data as data_sets
@@ -99,49 +99,6 @@ def test_splits_subsets_and_checksum(own):
         assert (len(found.test), found.title) == (len(listed), title)
 
 
-@pytest.mark.parametrize("place", ["train2017/", "train/", "images/"])
-def test_coco_s_boxes_are_those_of_voc(data_folder, place):
-    files = coco_folder(boxes=((0, 0, 40, 30), (9.5, 19, 21, 1.25)), place=place.replace("images", "train2017"))
-    if place == "images/":
-        files = {name.replace("train2017/", place).replace("val2017/", place): file for name, file in files.items()}
-    write(data_folder / "pets", files)
-    data = load_detection(small("pets/"))
-    assert (data.classes, data.title) == (("cat",), "own pictures (pets)")
-    with_bom = {name: b"\xef\xbb\xbf" + file for name, file in files.items() if name.endswith(".json")}
-    write(data_folder / "pets", with_bom)
-    assert load_detection(small("pets/")).checksum == data.checksum
-    assert [p.picture.name for p in data.train] == ["3.jpg", "5.jpg"]
-    for part in (*data.train, *data.test):
-        assert part.boxes.tolist() == [[0, 0, 40, 30], [9.5, 19, 30.5, 20.25]]
-        assert not part.difficult.any()
-    assert data.test[0].read().shape == (3, 30, 40)
-
-
-def test_wrong_annotations_of_coco_and_a_crowd(data_folder):
-    folder = write(data_folder / "pets", coco_folder())
-    path = folder / "annotations/instances_train2017.json"
-    good = path.read_text()
-    for old, new, said in (
-        ('"category_id": 90', '"category_id": 9', r"has the category_id 9, which nothing in the file has"),
-        ('"bbox"', '"box"', r"cannot be read: it lacks 'bbox'; COCO's form is .*bbox: \[left, top, width, height\]"),
-        ('"image_id": 5', '"image_id": 6', "has the image_id 6, which nothing in the file has"),
-        ('{"id": 90', '{"id": 7', "2 categories have 1 ids; every category needs one of its own"),
-        ('{"id": 5', '{"id": 3', "2 images have 1 ids; every image needs one of its own"),
-        ("5.jpg", "3.jpg", r"pets: 3\.jpg is listed 2 times"),
-        ('"name": "cat"', '"name": " "', "there is no object in any training annotation"),
-        ("[1, 1, 19, 19]", "[0, 0, 41, 5]", r"3\.jpg, object 1 \(cat\): the box .* is not inside the 40 x 30 picture"),
-        ("[1, 1, 19, 19]", "[4, 4, 0, 5]", r"3\.jpg, object 1 \(cat\): the box .* has no area"),
-        ("[1, 1, 19, 19]", "[0.1, 0.2, 0.5, 0.5]", r"2017\.json cannot .* in pixels, these are shares of a picture"),
-        ("[1, 1, 19, 19]", "[4, 4, 5]", r"instances_train2017\.json cannot be read: not enough values"),
-    ):
-        path.write_text(good.replace(old, new))
-        refused(said)
-    path.write_text(good.replace('"iscrowd": 0', '"iscrowd": true', 1))
-    assert [p.difficult.tolist() for p in load_detection(small("pets/")).train] == [[True], [False]]
-    (folder / "annotations/instances_val2017.json").unlink()
-    refused("pets has COCO's annotations to train on, and none of val or test", DataNotFoundError)
-
-
 @pytest.mark.parametrize("where", ["", "VOCdevkit/VOC2012", "VOC2007"])
 def test_the_folder_may_be_given_at_each_level(data_folder, where):
     folder = data_folder / "mine" / where
@@ -217,6 +174,9 @@ def test_wrong_lists_and_folders(own, tmp_path):
     write(own, boxes(train=[]))
     refused(r"train\.txt is empty")
     write(own, boxes(train=["c"]))
+    refused("no object in any training annotation")
+    write_picture(own, "e", (60, 90), [("", (3, 4, 50, 44))])
+    write(own, boxes(train=["e"]))
     refused("no object in any training annotation")
     write(own, boxes(train=["b"]))  # persons only
     refused("unknown class 'cat'; the classes are person")

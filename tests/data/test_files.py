@@ -17,7 +17,6 @@ from layouts import (
     archive,
     boxes,
     class_folders,
-    coco_folder,
     image_archives,
     image_folder,
     ogb_folder,
@@ -76,8 +75,7 @@ def voc_folder():
 LAYOUTS = {  # name -> task, its files
     "images in archives": ("image", image_archives), "packed images": ("image", lambda: image_archives(packed=True)),
     "folders of images": ("image", image_folder), "boxes": ("detection", voc_folder),
-    "classes without a split": ("image", class_folders), "COCO's boxes": ("detection", coco_folder),
-    "COCO's boxes beside pictures": ("detection", partial(coco_folder, place="train/")),
+    "classes without a split": ("image", class_folders),
     "graph in an archive": ("graph", lambda: {"g.npz": archive(**GRAPH)}),
     "OGB's layout": ("graph", lambda: ogb_folder(GRAPH)), "Planetoid": ("graph", planetoid),
     "a graph without a split": ("graph", lambda: {"g.npz": archive(**without_split())}),
@@ -325,12 +323,17 @@ def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
         refused(rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md", check_data, own(task, dataset))
 
 
+VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
+
+
 @pytest.mark.parametrize(
     ("file", "way"),
     [
-        ("a.JPG", "the pictures of every class a folder"), ("labels/train/a.txt", "of YOLO's form in COCO's or VOC's"),
-        ("labels/a.txt images/a.jpg", "of YOLO's"), ("train/labels/a.txt train/images/a.jpg", "of YOLO's"),
-        ("train.json train/a.jpg", "boxes of COCO's form into annotations/instances_train.json"),
+        ("a.JPG", "the pictures of every class a folder"),
+        ("labels/train/a.txt", VOC), ("labels/a.txt images/a.jpg", VOC), ("train/labels/a.txt train/images/a.jpg", VOC),
+        ("train.json train/a.jpg", VOC),
+        ("annotations/instances_train2017.json train2017/a.jpg", VOC),
+        ("train/_annotations.coco.json train/a.jpg valid/a.jpg", VOC),
         ("Train/cat/a.jpg Test/cat/a.jpg", "call the folders train/ and test/, in small letters"),
         ("processed/data.pt", "PyTorch Geometric with numpy.savez"),
         ("train/data-0.arrow train/dataset_info.json", "Hugging Face's datasets"),
@@ -348,7 +351,7 @@ def test_what_is_misnamed_is_said(data_folder):
     np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
     refused(r"mine\.npz is not .*; found the array x, the array y\. .*edge_index", task_of_data, "mine.npz")
     write(data_folder / "voc", {"JPEGImages/a.jpg": b"", "annotation/a.xml": b"", "ImageSets/Main/train.txt": b"a"})
-    refused(r"found ImageSets/, JPEGImages/, annotation/\. .*detection: boxes in VOC's", task_of_data, "voc/")
+    refused(r"found ImageSets/, JPEGImages/, annotation/\. .*detection: boxes in Pascal VOC's", task_of_data, "voc/")
 
 
 def test_all_wrong_files_are_named_at_once(data_folder):

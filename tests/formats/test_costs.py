@@ -177,7 +177,7 @@ def test_bad_names_say_what_there_is():
     ):
         refused(f"^unknown cost 'flops'; choose from {listed}$", call)
     for call in (lambda: schedule.relative_cost(cost="seconds"), lambda: solve_schedule(1, 3, 8, 9, cost="seconds")):
-        refused(rf"choose from {listed}; seconds are measured: cost=measure_cost\(...\)", call)
+        refused(rf"choose from {listed}; for seconds give a function from bits to", call)
     refused("cost must be a function, .*, or a name of COSTS; got 2", schedule.relative_cost, cost=2)
     refused("unknown format 'e9'", LADDER.cost, "ace", gradients="e9")
 

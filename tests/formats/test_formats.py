@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
-from cpt_core.formats.quantizer import CLIPPINGS, GRANULARITIES, ROUNDINGS, Quantizer
+from cpt_core.formats.quantizer import GRANULARITIES, ROUNDINGS, Quantizer
 from cpt_core.quantization.quantizers import quantizer_of
 
 THEIRS = {
@@ -66,8 +66,6 @@ def options():
         optional={
             "granularity": st.sampled_from(GRANULARITIES),
             "rounding": st.sampled_from(ROUNDINGS),
-            "clipping": st.sampled_from(CLIPPINGS),
-            "percentile": st.floats(50, 100, exclude_min=True),
             "hadamard": st.sampled_from([0, 2, 16, 32]),
         },
     )
@@ -117,7 +115,7 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
     assert found.granularity == chosen.get("granularity", "per_tensor")
     assert found.rounding == chosen.get("rounding", "stochastic")
     assert found.running == (found.granularity == "per_tensor")
-    assert (found.clipping, found.hadamard) == (level.clipping, level.hadamard)
+    assert found.hadamard == level.hadamard
     assert Quantizer("per_row").on(level).granularity == chosen.get(
         "granularity", "per_tensor" if format.scale == "e4m3" else "per_row"
     )
@@ -141,10 +139,9 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
         (lambda: Format.mx("affine4"), "blocks of minifloats or whole numbers"),
         (lambda: Format.mx("e2m1", block=0), "block must be a whole number of at least 1, got 0"),
         (lambda: Quantizer("per_row", format=Format.affine(4), hadamard=12), "power of two as its size, got 12"),
-        (lambda: Quantizer.of("affine4:percentile=50"), "percentile must lie above 50"),
-        (lambda: Quantizer.of("affine4:clipping=mse"), "unknown clipping 'mse'"),
+        (lambda: Quantizer.of("affine4:clipping=rms"), "unknown option of a format 'clipping'"),
         (lambda: Quantizer("per_cow"), "unknown granularity 'per_cow'"),
-        (lambda: Quantizer("per_row", clipping="rms"), "clipping and rotation belong to a format"),
+        (lambda: Quantizer("per_row", hadamard=16), "a Hadamard rotation belongs to a format"),
         (
             lambda: Quantizer.of(Quantizer("per_tensor", running=True, format=FORMATS["e4m3"])),
             "one, not running; got",

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import Does, pictures, refused, small
+from helpers import Does, identical, make, pictures, refused, small
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -347,6 +347,48 @@ def test_what_another_thread_left_behind_prices_nothing():
     before = count_bitops(model, (torch.randn(3, 4),), StaticSchedule(4, 1)).total
     model.catching.multiplying = model.catching.on_codes = True
     assert count_bitops(model, (torch.randn(3, 4),), StaticSchedule(4, 1)).total == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_check_leaves_the_model_as_it_was(training):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8)]
+    model = quantize_(nn.Sequential(*layers), QuantConfig(execution="integer"))
+    schedule = make("CR", total_steps=40, n_cycles=2)
+    twins = model, copy.deepcopy(model)
+    drivers = [(PrecisionScheduler(m, schedule), torch.optim.SGD(m.parameters(), lr=0.1)) for m in twins]
+
+    def train(model, scheduler, optimizer):
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(6, 2, 4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    for twin, driver in zip(twins, drivers, strict=True):
+        train(twin, *driver)
+        twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
+        twin.train(training)
+        twin[1].eval()  # frozen statistics
+    before = [m.training for m in model.modules()]
+    inputs, random_state = (torch.randn(6, 2, 4, 4),), torch.get_rng_state()
+    check(model, inputs)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [m.training for m in model.modules()] == before
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
+    assert identical(*([*m.parameters(), *m.buffers()] for m in twins))
+    assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
+    for twin, driver in zip(twins, drivers, strict=True):
+        train(twin, *driver)
+    assert identical(*(m.parameters() for m in twins))
+
+
+@pytest.mark.parametrize("function", [check, count_bitops, summary])
+def test_inputs_must_be_a_tuple(function):
+    model = quantize_(nn.Sequential(nn.Linear(4, 3)))
+    refused("inputs must be a tuple of the arguments of forward, got a Tensor", function, model, torch.randn(1, 4))
 
 
 def test_the_model_is_left_as_it_was_when_it_fails():

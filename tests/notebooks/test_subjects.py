@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import schedules
@@ -50,9 +49,9 @@ def test_the_data_of_the_plain_loops():
     assert int(max(learn.max(), test.max())) < signs
 
 
-def test_a_step_over_its_bits_relative_to_one():
-    steps = {q: Spent(took, kept, 1.0) for q, took, kept in ((3, 2.0, 10), (8, 4.0, 10), (16, 5.0, 40))}
-    (ax,) = pictures.promise_and_machine(MeasuredCost("a machine", 8, "paper", steps, {})).axes
+def test_promise_and_machine_is_relative_to_8_bits():
+    seconds, saved_bytes = {3: 2.0, 8: 4.0, 16: 5.0}, {3: 10, 8: 10, 16: 40}
+    (ax,) = pictures.promise_and_machine(seconds, saved_bytes, q_grad=8).axes
     drawn = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert drawn["bit operations"] == pytest.approx([57 / 192, 1, 512 / 192])
     assert drawn["seconds"] == [0.5, 1, 1.25]

@@ -393,9 +393,7 @@ def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
     assert torch.equal(of_y, of_batched)
 
 
-@pytest.mark.parametrize(
-    "name", ["e4m3", "affine4:clipping=rms", "affine4:clipping=percentile:percentile=90", "nvfp4:partial=1"]
-)
+@pytest.mark.parametrize("name", ["e4m3", "affine4:saturate=0", "nvfp4:partial=1"])
 def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
@@ -495,11 +493,6 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
         assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
         roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
         assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
-
-
-def test_measured_costs_are_of_one_level_for_all_roles():
-    with pytest.raises(ValueError, match="one schedule for all layers and roles, or bits=; got RoleSchedules"):
-        cpt.inspecting.measure_cost(net(BY_ROLE), (inputs(),), RISING)
 
 
 def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():

@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
-from cpt_core.inspecting.measure import measure_cost
 from cpt_core.quantization.precision import LayerPrecision
 
 
@@ -48,8 +47,7 @@ def in_parallel(model, mesh):
 X = torch.randn(3, 8)
 ASKED = {
     "check": (lambda m: cpt.check(m, (X,)), "check it before fully_shard"),
-    "count": (lambda m: cpt.count_bitops(m, (X,)), "count, check and measure before fully_shard"),
-    "measure": (lambda m: measure_cost(m, (X,), bits=(3,), repeats=1), "count, check and measure before fully_shard"),
+    "count": (lambda m: cpt.count_bitops(m, (X,)), "count and check before fully_shard"),
 }
 
 
@@ -66,7 +64,7 @@ def test_a_sharded_model_is_converted_before(mesh, shard):
     model = shard(net(), mesh)
     refused(r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)", cpt.quantize_, model)
     assert not any(isinstance(m, LayerPrecision) for m in model.modules())
-    refused(r"count, check and measure before .* tensor parallelism .* cannot be used", cpt.count_bitops, model, (X,))
+    refused(r"count and check before .* tensor parallelism .* cannot be used", cpt.count_bitops, model, (X,))
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])

@@ -1,0 +1,87 @@
+"""Style debt: the violations of ruff's rules that are older than the rules, listed per file at the end of ruff.toml.
+
+    python -m bench.style_debt          remove what is paid from the list
+    python -m bench.style_debt --add    list new violations too: after files moved, or when a rule is turned on
+
+The list is the last part of `[lint.per-file-ignores]`, below the comment DEBT_COMMENT. Ruff ignores the listed rules in
+the listed files, so that only new violations fail `make lint`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "ruff.toml"
+DEBT_COMMENT = "# Style debt: "
+
+Debt = set[tuple[str, str]]  # (file, rule), such as ("bench/sizes.py", "D417")
+
+
+def split_config() -> tuple[str, str]:
+    """Return the settings and the debt list of ruff.toml, both as text.
+
+    Raises:
+        ValueError: if ruff.toml has no comment that starts the list.
+    """
+    lines = CONFIG.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if line.startswith(DEBT_COMMENT):
+            return "".join(lines[: number + 1]), "".join(lines[number + 1 :])
+    raise ValueError(f"ruff.toml: expected a line that starts with {DEBT_COMMENT!r}")
+
+
+def listed_debt() -> Debt:
+    """Return the (file, rule) pairs of the debt list."""
+    files = tomllib.loads(split_config()[1])
+    return {(file, rule) for file, rules in files.items() for rule in rules}
+
+
+def find_violations() -> Debt:
+    """Return the (file, rule) pairs that ruff finds without the debt list.
+
+    Raises:
+        RuntimeError: if ruff does not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "ruff.toml")
+        config.write_text(split_config()[0], encoding="utf-8")
+        command = [sys.executable, "-m", "ruff", "check", "--exit-zero", "--no-cache", "--output-format", "json"]
+        # Ruff resolves the patterns of a config that is given by name in the working directory.
+        process = subprocess.run(
+            [*command, "--config", str(config), "."], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+    if process.returncode:
+        raise RuntimeError(f"ruff check failed: {process.stderr}")
+    violations = json.loads(process.stdout)
+    return {(Path(v["filename"]).relative_to(ROOT).as_posix(), v["code"]) for v in violations}
+
+
+def format_debt(debt: Debt) -> str:
+    """Return the lines of a debt list: one per file, files and rules sorted."""
+    files: dict[str, list[str]] = {}
+    for file, rule in sorted(debt):
+        files.setdefault(file, []).append(rule)
+    return "".join(f"{json.dumps(file)} = {json.dumps(rules)}\n" for file, rules in files.items())
+
+
+def main() -> int:
+    """Write the debt list again, and print how many (file, rule) pairs it has."""
+    parser = argparse.ArgumentParser(description="Update the list of style debt in ruff.toml.")
+    parser.add_argument("--add", action="store_true", help="List new violations too.")
+    allow_new = parser.parse_args().add
+    before, found = listed_debt(), find_violations()
+    after = found if allow_new else found & before
+    CONFIG.write_text(split_config()[0] + format_debt(after), encoding="utf-8")
+    print(f"style debt: {len(before)} before, {len(after)} now")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
