@@ -1,0 +1,32 @@
+"""Where optional parts register: the only file of ``cpt_core`` that names what stands beside it.
+
+An optional part is a module that fills extension points when it is imported: it replaces the rounding functions of
+``quantization.fake_quantize``, adds handlers of functions (``register_handler``), executors (``EXECUTORS``), kinds of
+schedules, or prices. The core loads one when a model or a configuration asks for it, and works without any.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+EXTENSIONS = {
+    "kernels": "cpt_core.kernels.backend",  # C++ and Triton: the same bits, faster
+    "formats": "cpt_core.formats.ladder_rounding",  # number formats other than the paper's grids
+    "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
+    "int8": "cpt_core.codes.register",  # execution on 8-bit integers
+    "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL
+}
+
+
+def load(name: str) -> Any:
+    """Import an optional part, which registers itself, and return its module; RuntimeError where it is not there."""
+    if not is_installed(name):
+        raise RuntimeError(f"{name!r} needs the package {EXTENSIONS[name].partition('.')[0]}, which is not installed")
+    return importlib.import_module(EXTENSIONS[name])
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the package of an optional part is installed."""
+    return importlib.util.find_spec(EXTENSIONS[name].partition(".")[0]) is not None
