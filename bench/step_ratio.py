@@ -32,7 +32,7 @@ from cpt_core.kernels.backend import backend, reference
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.models.retinanet import retinanet
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.convert import QuantConfig, all_precisions, quantize_
 from cpt_lab.data.graphs import bidirected
 
 
@@ -162,7 +162,7 @@ def stepper(
     if how in TORCHAO:
         with_torchao(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    layers = list(layer_precisions(quantize_(model, config)).values()) if config else []
+    layers = list(all_precisions(quantize_(model, config)).values()) if config else []
     called = torch.compile(model) if how == "compiled" else model
     bits = cycle(range(3, 9))
 

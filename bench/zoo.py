@@ -42,7 +42,7 @@ from cpt_core.bitops.watch import floating_in
 from cpt_core.checks import write_text
 from cpt_core.inspecting.check import BITS as CHECKED
 from cpt_core.kernels.operators import LOOPS as OPENED
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.convert import is_converted
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 
@@ -166,8 +166,7 @@ def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool
 
 def at_four_bits(model: nn.Module) -> AbstractContextManager[Any]:
     """Return where a model runs at 4 bits; a float32 one is left as it is."""
-    converted = any(isinstance(m, LayerPrecision) for m in model.modules())
-    return cpt.precision(model, 4, 8) if converted else nullcontext()
+    return cpt.precision(model, 4, 8) if is_converted(model) else nullcontext()
 
 
 def deepcopied(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:

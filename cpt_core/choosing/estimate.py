@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.kernels.operators import range_of
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import precision_of
 
 
 @contextmanager
 def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]) -> Iterator[None]:
     """Add the estimate of every quantised layer to ``found`` for the steps inside a ``with`` block."""
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if precision_of(m) is not None}
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     hooks = ExitStack()
 
@@ -51,7 +51,7 @@ def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found
 
     with hooks:
         for name, layer in layers.items():
-            own = "weight" in layer.precision.quantizers  # else its products are caught
+            own = "weight" in layer.precision.quantizers  # else it is of no kind that has a role for its weights
             held = layer.named_parameters(recurse=False)
             weights = [p for key, p in held if (key.startswith("weight") if own else "weight" in key and p.dim() > 1)]
             for weight in weights:

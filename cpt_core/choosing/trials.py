@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from cpt_core.checks import number
-from cpt_core.quantization.convert import QuantConfig, all_precisions, layer_precisions, quantize_, restore_
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import QuantConfig, all_precisions, is_converted, quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import Levels, StaticSchedule
 
@@ -42,17 +41,19 @@ class Trial:
         self.judge, self.stateful = judge, tuple(stateful)
         self.rates: list[list[float]] = []  # after every step, which all trainings have in common
         self.modes = [(module, module.training) for module in model.modules()]
-        self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
+        self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))
+        self.precisions = all_precisions(model)  # also of layers that have not run yet
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # also those of no state_dict
         random = (torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None)
         random_python = (python_random.getstate(), np.random.get_state())  # noqa: NPY002
         others = [s.state_dict() for s in self.stateful]
-        states = (model.state_dict(), optimizer.state_dict(), self.scheduler.state_dict(), others)
+        running = {name: p.get_running() for name, p in self.precisions.items()}  # ranges and keys of the noise
+        states = (model.state_dict(), optimizer.state_dict(), running, others)
         self.before = copy.deepcopy((*states, *random, *random_python))
 
     def put_back(self) -> None:
         """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""
-        model, optimizer, scheduler, others, random, random_cuda, pythons, numpys = copy.deepcopy(self.before)
+        model, optimizer, running, others, random, random_cuda, pythons, numpys = copy.deepcopy(self.before)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         for parameter in self.model.parameters():
@@ -61,7 +62,8 @@ class Trial:
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        self.scheduler.load_state_dict(scheduler)
+        for name, precision_state in running.items():
+            self.precisions[name].set_running(precision_state)
         for other, state in zip(self.stateful, others, strict=True):
             other.load_state_dict(state)
         for module, training in self.modes:
@@ -84,7 +86,7 @@ class Trial:
         for i, q in enumerate(bits):
             with precision(self.model, q_grad if isinstance(q, Levels) else q, q_grad):
                 if isinstance(q, Levels):
-                    for layer in all_precisions(self.model).values():
+                    for layer in self.precisions.values():
                         layer.set_levels(q)
                 loss = self.train_step(first + i)
             out.append(number("train_step must return the loss", loss))
@@ -124,12 +126,12 @@ def of_model(
     others = tuple(stateful) if listed else (None,)
     if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
         raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
-    convert = not any(isinstance(m, QuantizedLayer) for m in model.modules())
+    convert = not is_converted(model)
     if convert:
         quantize_(model, config)
     elif config is not None:
         raise ValueError("the model is quantised already, so that config= would change nothing")
-    layers, trial = layer_precisions(model).values(), None
+    layers, trial = all_precisions(model).values(), None
     former = [(layer, layer.in_force, layer.highest, layer.driver) for layer in layers]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:

@@ -32,8 +32,7 @@ from torch import nn
 from cpt_core.checks import nulled, number, whole
 from cpt_core.choosing.trials import TrainStep, of_model
 from cpt_core.choosing.tried import WIDTHS, Arm, Result, Tried, tried
-from cpt_core.quantization.convert import QuantConfig
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import QuantConfig, is_converted
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS
 from cpt_core.waiting import waiting
@@ -93,7 +92,7 @@ def try_precision(
     quiet = waiting("", progress=False)
     with closing(trials):
         conversion = "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
-        if isinstance(model, nn.Module) and any(isinstance(m, QuantizedLayer) for m in model.modules()):
+        if isinstance(model, nn.Module) and is_converted(model):
             conversion = "# the model is quantised already"
         trial, _ = next(trials)
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())

@@ -29,10 +29,8 @@ from cpt_core.bitops.watch import within
 from cpt_core.checks import declared, library, whole
 from cpt_core.inspecting.ledger import compiled_parts
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
-from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.in_force import ladder_role
-from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class Recording:
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
         if "" in compiled_parts(model):
             raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
-        self._layers = layer_precisions(model)
+        self._layers = all_precisions(model)
         self._model, self._modules = model, dict(model.named_modules())
         self._first = self.step
         self._own = {id(p) for p in model.parameters()}
@@ -166,14 +164,16 @@ class Recording:
         reasons: dict[str, str] = {}
         compiled = compiled_parts(self._model)
         for name, precision in self._layers.items():
-            layer = self._modules[name]
-            roles = _roles(layer, precision)
-            if isinstance(layer, QuantOperations):  # what it multiplies is known when it has run
-                roles = [] if any(place.startswith(f"{name}/") for place in self._seen) else ["its products"]
+            if not precision.listed:
+                continue
+            roles = _own_roles(self._modules[name], precision)
+            if precision.kind == "attention":  # what such a module multiplies is known when it has run
+                has_run = any(place.startswith(f"{name}/") for place in self._seen)
+                roles = [] if has_run else ["its products"]
             for role in roles:
                 if f"{name}/{role}" not in self._seen:
                     reasons[f"{name}/{role}"] = COMPILED if within(name, compiled) else NOT_SEEN
-            if isinstance(layer, QuantLSTM):
+            if "hidden_l0" in precision.quantizers:
                 reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
         return reasons
 
@@ -244,11 +244,11 @@ class Recording:
             }
 
 
-def _roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
-    """Return the roles of a layer; that of a bias only where it has one."""
-    whole_layer = isinstance(layer, QuantizedLayer) and layer.WHOLE
-    biased = any("bias" in name.split(".")[-1] for name, _ in layer.named_parameters(recurse=whole_layer))
-    return [role for role in precision.quantizers if biased or role != "bias"]
+def _own_roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
+    """Return the roles of a layer's own kind; that of a bias only where the layer, or a part of it, has one."""
+    has_bias = any("bias" in name.split(".")[-1] for name, _ in layer.named_parameters())
+    own = [role for role in precision.quantizers if not role.startswith(("linear_", "conv_", "attention_"))]
+    return [role for role in own if has_bias or role != "bias"]
 
 
 _RECORDED: weakref.WeakSet[LayerPrecision] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from torch import nn
 
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.inspecting.recording import Recording
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.convert import is_converted
 from cpt_core.quantization.scheduler import EvalBits, PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
 
@@ -27,7 +27,7 @@ class TrainerPrecision(PrecisionScheduler):
         self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None,
         eval_bits: EvalBits = "current",
     ) -> None:  # fmt: skip
-        if not any(isinstance(m, LayerPrecision) for m in model.modules()):
+        if not is_converted(model):
             raise ValueError("the model has no quantised layers; call quantize_(model) before the Trainer is made")
         super().__init__(model, schedule, q_grad, eval_bits=eval_bits)
         if total_steps not in (None, self.total_steps):

@@ -22,7 +22,7 @@ from torch import nn
 
 from cpt_core.checks import extra_named, whole, write_atomically
 from cpt_core.integrations._common import TrainerPrecision
-from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
 
 with extra_named("text"):
@@ -130,8 +130,9 @@ class PrecisionCallback(TrainerCallback):
         self.precision.stop_recording()
         if args.load_best_model_at_end and state.best_model_checkpoint and not state.is_hyper_param_search:
             ranges = _read(Path(state.best_model_checkpoint) / FILE)["layers"]
-            for name, layer in layer_precisions(self.precision.model).items():
-                layer.set_running(ranges[name])
+            layers = all_precisions(self.precision.model)
+            for name, layer_ranges in ranges.items():
+                layers[name].set_running(layer_ranges)
 
     def on_log(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Add bits and cost to what is printed and to the history, which already holds a copy of it."""

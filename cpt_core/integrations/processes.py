@@ -84,7 +84,9 @@ class _Agreed:
     def fake_quantize(
         self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        low, width = self.ops.range(x.detach(), granularity) if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) else self.range(x.detach(), granularity)
+        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)  # the same in all processes
+        find_range = self.ops.range if is_weight else self.range
+        low, width = find_range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 

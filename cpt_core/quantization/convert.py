@@ -137,7 +137,7 @@ def quantize_(
     if not isinstance(config, QuantConfig):
         config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
     unsharded(model, "call quantize_(model)")
-    if any(hasattr(module, HOOK) for module in model.modules()):
+    if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
     excluded = _excluded(model, config.float32)
     chosen = {}
@@ -394,7 +394,7 @@ def _excluded(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
 def restore_(model: nn.Module) -> nn.Module:
     """Undo ``quantize_``: no hooks and no precision, the same parameters; ValueError when nothing is converted."""
     declared(restore_, locals())
-    if not any(hasattr(module, HOOK) for module in model.modules()):
+    if not is_converted(model):
         raise ValueError("the model has no quantised layers")
     _undo(model)
     return model
@@ -419,6 +419,11 @@ def remove_hooks(module: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
             hooks.pop(key)
             module._forward_hooks_always_called.pop(key, None)
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Return whether ``quantize_`` has converted a model, or a part of it."""
+    return any(hasattr(module, HOOK) for module in model.modules())
 
 
 def precision_of(module: nn.Module) -> LayerPrecision | None:

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from cpt_core.checks import check_bits, declared, nulled, whole
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.in_force import NOTHING
+from cpt_core.quantization.missing_step_warning import MissingStepWarning
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 
@@ -66,7 +66,8 @@ class PrecisionScheduler:
             the optimizer.
 
     Warns:
-        UserWarning: once, when nobody seems to step, see ``ForgottenStep``; for a copy that should follow, and where
+        UserWarning: once, when ``step()`` seems not to be called, see ``MissingStepWarning``; for a copy that should
+            follow, and where
             the optimizer to follow has taken steps before, as one that was loaded too early.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
@@ -94,7 +95,7 @@ class PrecisionScheduler:
             follow(optimizer, self)
         self._apply()
         if changes:
-            ForgottenStep(self, model)
+            MissingStepWarning(self, model)
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -111,10 +112,15 @@ class PrecisionScheduler:
         """Whether the steps of an optimizer are those of the scheduler."""
         return any(s is self for s in _followers.values())
 
+    @property
+    def drives(self) -> bool:
+        """Whether the bits of some layer are those of this scheduler now."""
+        return any(layer.driver is self for layer in self._layers.values())
+
     def release(self, layer: LayerPrecision) -> None:
         """Drive a layer no longer, as another scheduler or nobody does; who drives none follows no optimizer."""
         layer.driver = None
-        if all(p.driver is not self for p in self._layers.values()):
+        if not self.drives:
             _followers.update({o: None for o, s in _followers.items() if s is self})
 
     def step(self) -> None:

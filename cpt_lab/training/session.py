@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.convert import PRESETS, QuantConfig, all_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
@@ -57,7 +57,7 @@ class Session:
         # at the bits of step 0; whoever trains through the schedule steps it
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._layers = list(layer_precisions(self.model).values())
+        self._layers = list(all_precisions(self.model).values())
         for layer in self._layers:
             layer.unseen = False  # gradients are as small as the authors', on their grid: nobody can multiply this loss
         self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
