@@ -133,17 +133,22 @@ class _Conv2d(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
-    """Return the products (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role."""
-    return _Product.apply(a, b, precision, roles)
+def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], gradient: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return the matmuls (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role.
+
+    ``gradient``: role of the result's gradient.
+    """
+    return _Product.apply(a, b, precision, roles, gradient)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str]) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str], gradient: str
+    ) -> Tensor:
         a_, b_ = (encoded(precision, role, x) for role, x in zip(roles, (a, b), strict=True))
         ctx.save_for_backward(*a_, *b_)
-        ctx.gradient = GradientRounding(precision)
+        ctx.gradient = GradientRounding(precision, role=gradient)
         return product(a_, b_)
 
     @staticmethod
@@ -152,7 +157,7 @@ class _Product(torch.autograd.Function):
         a, b = saved_operands(ctx)
         g = ctx.gradient(gradient)
         of_a, of_b = ctx.needs_input_grad[:2]
-        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, None, None
+        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, *[None] * 3
 
 
 # --- what all layers share --------------------------------------------------------------------------------------------
@@ -203,10 +208,12 @@ def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
 class GradientRounding:
     """Quantises a gradient in the backward pass; whether, is decided in the forward pass, as in the simulation."""
 
-    def __init__(self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False) -> None:
+    def __init__(
+        self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False, role: str = "grad"
+    ) -> None:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
         self.precision, self.quantizes, self.parts = precision, precision.now.gradient, parts
-        self.channels_last = channels_last
+        self.channels_last, self.role = channels_last, role
 
     @property
     def encodes(self) -> bool:
@@ -221,7 +228,7 @@ class GradientRounding:
         parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
             rounded = partial(p.rounded_gradient, p.grad_levels)
-            found = [p.along_sum("grad", g, rounded) for g in parts]
+            found = [p.along_sum(self.role, g, rounded) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [self._encoded(g) for g in parts][::-1]
         return in_rows(codes) if self.parts else codes[0]
@@ -229,8 +236,9 @@ class GradientRounding:
     def _encoded(self, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
         p = self.precision
-        p.observe("grad", gradient)
-        grid, key = p.quantizers["grad"].grid, p.noise_key if p.quantizers["grad"].rounding == "stochastic" else None
+        p.observe(self.role, gradient)
+        quantizer = p.quantizers[self.role]
+        grid, key = quantizer.grid, p.noise_key if quantizer.rounding == "stochastic" else None
         clip = clips(grid, key is not None)
         ranges = range_of(gradient, grid)
         codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, key, clip, self.channels_last)

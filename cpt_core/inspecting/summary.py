@@ -26,9 +26,10 @@ from cpt_core.bitops.tally import mostly_float32
 from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
 from cpt_core.codes.reasons import products_of, simulated_products
-from cpt_core.quantization.convert import convertible, float32_reason
-from cpt_core.quantization.layers import module_kind
-from cpt_core.quantization.layers import PASSES, QuantizedLayer
+from cpt_core.quantization.convert import (
+    convertible, float32_reason, parts_of_layers, precision_of,
+)  # fmt: skip
+from cpt_core.quantization.layers import PASSES, module_kind
 
 NOT_CALLED = "converted, but its parent ran without calling it"
 IDLE = "its forward multiplied nothing"
@@ -114,36 +115,34 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     declared(summary, {"model": model})
     shares, plain = _shares(model, inputs) if inputs is not None else ({}, None)
     rows = []
-    modules, parts = dict(model.named_modules()), parts_of_wholes(model)
-    left_out = {id(m): form for _, m in convertible(model) if (form := form_of(m))}
+    modules, parts = dict(model.named_modules()), parts_of_layers(model)
+    left_out = {id(m) for _, m in convertible(model) if precision_of(m) is None}
     for name, module in modules.items():
         own = [p for p in module._parameters.values() if p is not None]
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        multiplies = isinstance(module, QuantOperations) and module.precision.called is not False
-        multiplies = multiplies or issubclass(left_out.get(id(module), object), QuantOperations)
+        multiplies = (p := precision_of(module)) is not None and p.listed
         if own or multiplies or name in shares:
             layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
-            quantized = isinstance(layer, QuantizedLayer)
+            precision = precision_of(layer)
+            quantized = precision is not None
             kind = module_kind(module).__name__
             if not own and not multiplies and not quantized:  # what is around it may catch its products
                 quantized = plain is not None and part_of(name, PRODUCTS) not in plain
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
-            if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
-                quantized, reason = False, IDLE if isinstance(layer, QuantOperations) else NOT_CALLED
             simulated: dict[str, str] | None = None
             products: tuple[str, ...] = PASSES
-            if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":
+            if precision is not None and precision.execution != "simulated":
                 products, simulated = products_of(layer), simulated_products(layer)
             share = shares.get(name, 0.0) if inputs is not None else None
             rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products, share))
-    layers = (m.precision.extra_repr() for m in modules.values() if isinstance(m, QuantizedLayer))
+    layers = (p.extra_repr() for m in modules.values() if (p := precision_of(m)) is not None and p.listed)
     return Summary(tuple(rows), plain, dict(Counter(layers)))
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
     """Return module -> its share of the MACs of a forward pass, and layer -> the share that is in float32 there."""
     calls = [call for call in trace(model, inputs)[0] if call.passes("per_op")]
-    converted = {name for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
     every: Counter[str] = Counter()
     plain: Counter[str] = Counter()
     for call in calls:

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core.checks import choose, declared, unsharded, whole
+from cpt_core.extensions import load
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
@@ -166,6 +167,8 @@ def quantize_(
 def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
     op_handlers.register_library_operators()
+    if config.execution != "simulated":
+        load("int8")
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: (not _has_early_key(chosen[name]), not holds_weights(chosen[name])))
     keys = {name: index for index, name in enumerate(order)}

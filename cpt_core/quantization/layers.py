@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 ONE_RANGE = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
 ON_CODES = {  # products on codes -> their place in a room of their own, opened when a layer is asked for them
-    "linear": "layers:linear_on_codes",
-    "conv2d": "layers:conv2d_on_codes",
-    "matmul": "layers:product_on_codes",
     "lstm": "lstm:cell_on_codes",
     "graph": "graph_layers:product_on_codes",
     "aggregation": "graph_layers:sum_on_codes",

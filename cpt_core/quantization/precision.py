@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import check_bits
+from cpt_core.extensions import load
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
 from cpt_core.kernels.reference import MIN_SCALE
-from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
 from cpt_core.quantization.running import RunningState
@@ -25,23 +25,6 @@ from cpt_core.schedules.schedule import Levels
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
-
-
-@torch.compiler.assume_constant_result
-def _multiplies_codes(execution: str, device: torch.device) -> bool:
-    """Whether products are to be computed on codes on a device; warns once of one where that is slow."""
-    fast = multiplies_codes(device)
-    if execution == "integer" and not fast and device not in _warned:
-        _warned.add(device)
-        warnings.warn(
-            f"products of 8-bit integers are slower than float32 on this device ({device}): execution='integer' "
-            "computes them all the same; execution='auto' would simulate them",
-            stacklevel=2,
-        )
-    return fast or execution == "integer"
-
-
-_warned: set[torch.device] = set()
 
 
 def _check_transforms(training: bool) -> None:
@@ -214,12 +197,12 @@ class LayerPrecision(RunningState):
         return False
 
     def on_codes(self, x: Tensor) -> bool:
-        """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
-        if self.execution == "simulated" or not self.now.on_codes or x.numel() == 0:
+        """Return whether operations with ``x`` run on 8-bit integers now; for layers without an executor."""
+        if self.execution == "simulated":
             return False
-        if x.is_meta or x.dtype != torch.float32:
-            return False
-        return _multiplies_codes(self.execution, x.device)
+        from cpt_core.codes.register import multiplies_integers
+
+        return multiplies_integers(self, x)
 
     def own_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
@@ -402,6 +385,8 @@ class LayerPrecision(RunningState):
                 "this model was stored whole, by an older release; load its state_dict into a model converted now"
             )
         super().__setstate__(state)
+        if self.execution != "simulated":
+            load("int8")
         driven, self.driver = self.driver, None
         if driven:
             self.in_force = None
@@ -412,16 +397,10 @@ class LayerPrecision(RunningState):
         """Show what is in force: bits or formats, how products are executed, which kernels round."""
         if not self.now.is_set:
             return f"bits=not set, execution={self.execution}"
-        return f"{self._described()}, execution={self._executed()}, kernels={kernels_on(self.levels.device)}"
-
-    def _executed(self) -> str:
-        """Return the execution, and where it is another than was asked for."""
-        if self.execution == "simulated" or not self.now.active:
-            return self.execution
-        if not self.now.on_codes:
-            return f"{self.execution} (simulated at these bits)"
-        slow = self.execution == "auto" and not multiplies_codes(self.levels.device)
-        return f"{self.execution} (simulated on this device)" if slow else self.execution
+        execution = self.execution
+        if execution != "simulated" and self.now.active:
+            execution = load("int8").describe_execution(self)
+        return f"{self._described()}, execution={execution}, kernels={kernels_on(self.levels.device)}"
 
     def _described(self) -> str:
         """Return the bits or formats in force."""

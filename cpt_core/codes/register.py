@@ -1,0 +1,133 @@
+"""Integer execution: layers that multiply 8-bit integers where that is exact, and the conditions for it.
+
+``quantize_`` loads this module, by ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
+``EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
+integer form at the bits in effect; it is simulated then.
+
+- "linear" and "conv2d": of an ``nn.Linear`` or ``nn.Conv2d`` by its own weight;
+- "matmul": of two activations, as attention has them; for "integer" alone, as these are no faster than in float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.codes.convolution import Geometry
+from cpt_core.codes.layers import conv2d_on_codes, linear_on_codes, product_on_codes
+from cpt_core.processor import multiplies_codes
+from cpt_core.quantization.layers import ONE_RANGE
+from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.precision import LayerPrecision
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+Roles = tuple[str, str]
+Along = tuple[int | None, int | None]
+OWN_WEIGHT = ("input", "weight")  # roles of an operation of a layer by its own weight
+_warned_devices: set[torch.device] = set()
+
+
+# --- conditions -------------------------------------------------------------------------------------------------------
+
+
+def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
+    """Return whether operations with the operand ``x`` run on 8-bit integers: the layer is asked to, the bits fit."""
+    if precision.execution == "simulated" or not precision.now.on_codes or x.numel() == 0:
+        return False
+    if x.is_meta or x.dtype != torch.float32:
+        return False
+    return _runs_on(precision.execution, x.device)
+
+
+@torch.compiler.assume_constant_result
+def _runs_on(execution: str, device: torch.device) -> bool:
+    """Return whether integers are to be multiplied on a device; warn once of one where that is slow."""
+    is_fast = multiplies_codes(device)
+    if execution == "integer" and not is_fast and device not in _warned_devices:
+        _warned_devices.add(device)
+        warnings.warn(
+            f"products of 8-bit integers are slower than float32 on this device ({device}): execution='integer' "
+            "computes them all the same; execution='auto' would simulate them",
+            stacklevel=2,
+        )
+    return is_fast or execution == "integer"
+
+
+def describe_execution(precision: LayerPrecision) -> str:
+    """Return the execution of a layer, and where it is another than was asked for."""
+    if not precision.now.on_codes:
+        return f"{precision.execution} (simulated at these bits)"
+    is_slow = precision.execution == "auto" and not multiplies_codes(precision.levels.device)
+    return f"{precision.execution} (simulated on this device)" if is_slow else precision.execution
+
+
+def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
+    return precision.own_role(roles[0]), precision.own_role(roles[1])
+
+
+# --- executors --------------------------------------------------------------------------------------------------------
+
+
+def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``F.linear`` of a linear layer on 8-bit integers."""
+    is_own = precision.kind == "linear" and _own_roles(precision, roles) == OWN_WEIGHT
+    if not is_own or not multiplies_integers(precision, operands[0]):
+        return None
+    return linear_on_codes(precision, *operands)
+
+
+def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
+    x, weight, _ = operands
+    is_own = precision.kind == "conv" and _own_roles(precision, roles) == OWN_WEIGHT
+    if not is_own or not multiplies_integers(precision, x):
+        return None
+    rest, more = options
+    geometry = convolution_geometry(*rest, **more)
+    if geometry is None or not _has_windows(x, weight, geometry) or precision.quantizers["input"].grid not in ONE_RANGE:
+        return None
+    return conv2d_on_codes(precision, *operands, *geometry)
+
+
+def convolution_geometry(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Geometry | None:
+    """Return the geometry of a convolution that has an integer form: no groups, and padding in numbers."""
+    if groups != 1 or isinstance(padding, str):
+        return None
+    return Geometry(_pair(stride), _pair(padding), _pair(dilation))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    return (sizes[0], sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def _has_windows(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """Return whether the shapes fit; of others torch says what is wrong."""
+    if x.dim() != 4 or x.shape[1] != weight.shape[1]:
+        return False
+    sizes = zip(x.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True)
+    return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
+
+
+def matmul(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``first @ second`` of two activations on 8-bit integers."""
+    first, second, bias = operands
+    is_plain = options is None and along == (None, None) and bias is None and roles[1] != "linear_weight"
+    if not is_plain or not first.dim() > 1 < second.dim() or not multiplies_integers(precision, first):
+        return None
+    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:
+        return None
+    return product_on_codes(
+        precision, _own_roles(precision, roles), precision.own_role("attention_grad"), *operands[:2]
+    )
+
+
+Executor = Callable[[LayerPrecision, Operands, Roles, Along, Any], Tensor | None]
+_executors: dict[str, Executor] = {"linear": linear, "conv2d": conv2d}
+for _execution in ("integer", "auto"):
+    EXECUTORS.update({(_execution, _name): _executor for _name, _executor in _executors.items()})
+EXECUTORS["integer", "matmul"] = matmul
