@@ -150,9 +150,10 @@ def _matmul(
 ) -> Tensor:
     """Compute ``compute(first, second[, bias])`` with quantised operands."""
     weights = mode.is_weight(first), mode.is_weight(second)
-    if not any(weights) and first.dim() > 0 and first.shape[-1] == 1:
-        return compute(first, second) if bias is None else compute(first, second, bias)
-    if weights[1]:
+    is_scaling = not any(weights) and first.dim() > 0 and first.shape[-1] == 1
+    if is_scaling:
+        layer = mode.running.stack[-1].interception._replace(precision=None)
+    elif weights[1]:
         layer = mode.layer_of(second)
     elif weights[0]:
         layer = mode.layer_of(first)

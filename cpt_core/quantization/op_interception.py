@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(
 # (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
 EXECUTORS: dict[tuple[str, str], Callable[..., Tensor | None]] = {}
 COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}  # function of torch -> the same function, its inner ones visible
+# function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
+# reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
+COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
 
 
 class Operation(NamedTuple):
@@ -49,8 +52,13 @@ class Operation(NamedTuple):
         macs: multiply-accumulates of the forward pass.
         first: first operand, before it was rounded.
         second: second operand.
-        output: the result.
-        precision: bits in effect; None where the operation ran in float32 because the layer is not converted.
+        output: the result, or the results.
+        precision: bits in effect; None where the operation ran in float32, whatever the bits of the layer.
+        elements: how many of the first operand, the second and the output are moved; None for those they have.
+        error: whether the input gradient is computed if a gradient comes back; None: if the first operand needs one.
+        weight: whether the weight gradient is; None: if the second operand needs one.
+        part: "" for a matmul or convolution; else what a layer does besides, such as "aggregation", see ``bitops``.
+        once: computed once per bit width in a whole run, as the sum of constant features over neighbours.
     """
 
     layer: str
@@ -58,8 +66,13 @@ class Operation(NamedTuple):
     macs: int
     first: Tensor
     second: Tensor
-    output: Tensor
+    output: Any
     precision: LayerPrecision | None
+    elements: tuple[int, int, int] | None = None
+    error: bool | None = None
+    weight: bool | None = None
+    part: str = ""
+    once: bool = False
 
 
 class Interception(NamedTuple):
@@ -111,6 +124,8 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch: by its handler where it has one."""
+        if self.on_operation is not None and function in COUNTED_FUNCTIONS:
+            return self._count_whole(function, types, args, kwargs or {})
         handler = OP_HANDLERS.get(function)
         if handler is None:
             if function in COMPOSITE_OPS:
@@ -126,7 +141,23 @@ class QuantizedOpsMode(TorchFunctionMode):
         if frame is not None and not _is_running(frame, sys._getframe()):
             return function(*args, **kwargs)  # an interrupted forward pass has left the mode on
         with without_modes():
-            return handler(self, function, *args, **kwargs)
+            return self.call_handler(handler, function, args, kwargs)
+
+    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Let a handler compute a function."""
+        return handler(self, function, *args, **kwargs)
+
+    def _count_whole(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
+        report, self.on_operation = self.on_operation, None
+        try:
+            output = self.__torch_function__(function, types, args, kwargs)
+        finally:
+            self.on_operation = report
+        if report is not None and self.running.stack and not torch.compiler.is_compiling():
+            for operation in COUNTED_FUNCTIONS[function](self, output, *args, **kwargs):
+                report(operation)
+        return output
 
     # --- the stack of running modules -------------------------------------------------------------------------------
 
@@ -198,9 +229,13 @@ class QuantizedOpsMode(TorchFunctionMode):
     def _owner(self, parameter: nn.Parameter) -> Interception | None:
         known = self.owners.get(id(parameter))
         if known is None or known[0] is not parameter:
-            self.owners = _owners(self.root)
+            self.owners = self.find_owners()
             known = self.owners.get(id(parameter))
         return None if known is None else known[1]
+
+    def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
+        """Return the layer of every parameter by the parameter's id."""
+        return _owners(self.root)
 
     # --- the one place where operations are quantised ---------------------------------------------------------------
 
