@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.integrations.export import export as export
     from cpt_core.kernels.backend import backend as backend
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
+    from cpt_core.quantization.convert import QuantizationWarning as QuantizationWarning
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
-    from cpt_core.quantization.convert import QuantizationWarning as QuantizationWarning
     from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision

@@ -14,6 +14,7 @@ from typing import Any
 EXTENSIONS = {
     "kernels": "cpt_core.kernels.backend",  # C++ and Triton: the same bits, faster
     "formats": "cpt_core.formats.ladder_rounding",  # number formats other than the paper's grids
+    "prices": "cpt_core.formats.prices",  # costs of a training step other than BitOps
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
     "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL

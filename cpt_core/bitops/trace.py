@@ -31,8 +31,7 @@ from cpt_core.bitops.watch import (
     within,
 )
 from cpt_core.checks import arguments
-from cpt_core.quantization.layers import module_kind
-from cpt_core.quantization.layers import PASSES
+from cpt_core.quantization.layers import PASSES, module_kind
 
 CONVENTIONS = ("paper", "per_op")
 

@@ -75,14 +75,14 @@ def multiply(ops: Any, a: QuantizedTensor, codes: Tensor, columns: Sequence[Any]
 
 
 def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return what ``reference.affine`` takes of the rows of a product."""
+    """Return what ``integer_reference.affine`` takes of the rows of a product."""
     zero, rest, scale = _along(a, (*a.codes.shape[:-1], 1))
     sums = sum_codes(a.codes, -1).flatten()
     return torch.stack([sums, zero]), torch.stack([scale, scale * (sums - a.codes.shape[-1] * zero), rest])
 
 
 def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what ``reference.affine`` takes of the columns of a product, with a bias (N,)."""
+    """Return what ``integer_reference.affine`` takes of the columns of a product, with a bias (N,)."""
     *outer, K, N = b.codes.shape
     zero, rest, scale = _along(b, (*outer, 1, N))
     shifted = sum_codes(b.codes, -2).flatten() - K * zero

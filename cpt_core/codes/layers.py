@@ -20,11 +20,13 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
+from cpt_core.codes.execution import has_int8_gradient
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
 from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.kernels.operators import check_floating, range_of
-from cpt_core.kernels.reference import clips
+from cpt_core.kernels.operators import range_of
+from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.rounding import clips
 
 Operand = Tensor | QuantizedTensor
 
@@ -218,7 +220,7 @@ class GradientRounding:
     @property
     def encodes(self) -> bool:
         """Whether a gradient gets codes; asked when it comes, as the levels are: bits may have changed by then."""
-        return self.quantizes and self.precision.gradient_on_codes
+        return self.quantizes and has_int8_gradient(self.precision)
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""
@@ -228,7 +230,7 @@ class GradientRounding:
         parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
             rounded = partial(p.rounded_gradient, p.grad_levels)
-            found = [p.along_sum(self.role, g, rounded) for g in parts]
+            found = [p.grids.apply(p, self.role, g, None, rounded) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [self._encoded(g) for g in parts][::-1]
         return in_rows(codes) if self.parts else codes[0]

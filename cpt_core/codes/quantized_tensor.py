@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.kernels import operators
-from cpt_core.kernels.reference import MIN_SCALE
+from cpt_core.quantization.rounding import MIN_SCALE
 
 
 class QuantizedTensor(NamedTuple):
@@ -33,7 +33,7 @@ class QuantizedTensor(NamedTuple):
         cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False,
         channels_last: bool = False,
     ) -> QuantizedTensor:  # fmt: skip
-        """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
+        """Round to a given grid of at most 8 bits; arguments as those of ``integer_reference.encode``."""
         codes = operators.active.encode(x, low, width, levels, key, clip, channels_last)
         return cls.with_codes(codes, low, width, levels)
 

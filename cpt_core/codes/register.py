@@ -10,16 +10,15 @@ integer form at the bits in effect; it is simulated then.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cpt_core.codes.convolution import Geometry
+from cpt_core.codes.execution import describe_execution as describe_execution
+from cpt_core.codes.execution import multiplies_integers
 from cpt_core.codes.layers import conv2d_on_codes, linear_on_codes, product_on_codes
-from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.layers import ONE_RANGE
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
@@ -28,41 +27,9 @@ Operands = tuple[Tensor, Tensor, Tensor | None]
 Roles = tuple[str, str]
 Along = tuple[int | None, int | None]
 OWN_WEIGHT = ("input", "weight")  # roles of an operation of a layer by its own weight
-_warned_devices: set[torch.device] = set()
 
 
 # --- conditions -------------------------------------------------------------------------------------------------------
-
-
-def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
-    """Return whether operations with the operand ``x`` run on 8-bit integers: the layer is asked to, the bits fit."""
-    if precision.execution == "simulated" or not precision.now.on_codes or x.numel() == 0:
-        return False
-    if x.is_meta or x.dtype != torch.float32:
-        return False
-    return _runs_on(precision.execution, x.device)
-
-
-@torch.compiler.assume_constant_result
-def _runs_on(execution: str, device: torch.device) -> bool:
-    """Return whether integers are to be multiplied on a device; warn once of one where that is slow."""
-    is_fast = multiplies_codes(device)
-    if execution == "integer" and not is_fast and device not in _warned_devices:
-        _warned_devices.add(device)
-        warnings.warn(
-            f"products of 8-bit integers are slower than float32 on this device ({device}): execution='integer' "
-            "computes them all the same; execution='auto' would simulate them",
-            stacklevel=2,
-        )
-    return is_fast or execution == "integer"
-
-
-def describe_execution(precision: LayerPrecision) -> str:
-    """Return the execution of a layer, and where it is another than was asked for."""
-    if not precision.now.on_codes:
-        return f"{precision.execution} (simulated at these bits)"
-    is_slow = precision.execution == "auto" and not multiplies_codes(precision.levels.device)
-    return f"{precision.execution} (simulated on this device)" if is_slow else precision.execution
 
 
 def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:

@@ -3,7 +3,7 @@
 The paper's grid is ``Format.affine(q)``; the others are those of today's hardware. A ``FormatLadder`` puts any of them
 on a precision schedule. Nothing here computes on tensors: ``cpt_core.kernels.formats`` does.
 
-How a tensor is brought onto one, such as its ranges and its rounding, is the ``Quantizer``'s.
+How a tensor is brought onto one, such as its ranges and its rounding, is that of ``FormatQuantizer``.
 
 >>> FORMATS["e2m1"].values().tolist()[8:]
 [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -20,7 +20,7 @@ from typing import Any
 from cpt_core.checks import declared, shown, whole
 from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.format import FORMATS, MOST_AFFINE, Format
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.formats.quantizer import FormatQuantizer
 
 MOST_LEVEL = 32
 
@@ -30,19 +30,21 @@ class FormatLadder:
 
     Args:
         formats: level, 1 to 32 -> format or its name, also with options of rounding ("mxfp4:rounding=stochastic"), or
-            a ``Quantizer`` that has a format. Levels need not follow each other, but a schedule that stands on one that
-            is missing is refused: see ``filled``.
+            a ``FormatQuantizer``. Levels need not follow each other, but a schedule that stands on one that is missing
+            is refused: see ``filled``.
 
     Raises:
         ValueError: for no levels, levels that are no whole numbers from 1 to 32, and what is no format.
     """
 
-    def __init__(self, formats: Mapping[int, Format | Quantizer | str]) -> None:
+    def __init__(self, formats: Mapping[int, Format | FormatQuantizer | str]) -> None:
         """Read the formats."""
         if not isinstance(formats, Mapping) or not formats:
             raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
         try:
-            found = {whole("level", level, 1, MOST_LEVEL): Quantizer.of(value) for level, value in formats.items()}
+            found = {
+                whole("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value) for level, value in formats.items()
+            }
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
         self._levels = dict(sorted(found.items()))
@@ -68,11 +70,11 @@ class FormatLadder:
         assert format is not None
         return format
 
-    def quantizer(self, level: int) -> Quantizer:
+    def quantizer(self, level: int) -> FormatQuantizer:
         """Return the format of a level with how a tensor is brought onto it; errors as above."""
         level = whole("level", level, 1, MOST_LEVEL)
         if level == MOST_LEVEL and level not in self._levels:
-            return Quantizer(format=FORMATS["float32"])
+            return FormatQuantizer(format=FORMATS["float32"])
         if level not in self._levels:
             raise ValueError(
                 f"the ladder has a hole at level {level}: its levels are {', '.join(map(str, self._levels))}; "
@@ -136,7 +138,7 @@ class FormatLadder:
 
     def filled(self) -> FormatLadder:
         """Return the ladder without holes: between two levels the format of the lower one."""
-        found: dict[int, Quantizer] = {}
+        found: dict[int, FormatQuantizer] = {}
         for level in range(self.levels[0], self.levels[-1] + 1):
             found[level] = self._levels.get(level) or found[level - 1]
         return FormatLadder(found)
@@ -173,7 +175,7 @@ class FormatLadder:
         return f"FormatLadder({ {level: str(value) for level, value in self._levels.items()} })"
 
 
-def ladder_of(value: FormatLadder | Mapping[int, Format | Quantizer | str] | None) -> FormatLadder:
+def ladder_of(value: FormatLadder | Mapping[int, Format | FormatQuantizer | str] | None) -> FormatLadder:
     """Return a ladder given as one, as a mapping, or None for the paper's."""
     if value is None:
         return AFFINE

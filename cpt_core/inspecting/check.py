@@ -32,8 +32,7 @@ from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
-from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.convert import QuantizationWarning
+from cpt_core.quantization.convert import QuantizationWarning, layer_precisions
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.cost import FULL_PRECISION

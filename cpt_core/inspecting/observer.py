@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from cpt_core.codes.execution import CODE_BITS
 from cpt_core.formats.format import Format
 from cpt_core.formats.quantizer import grid_of
 from cpt_core.kernels import operators
 from cpt_core.kernels.grids import parts_of
 from cpt_core.kernels.operators import fake_quantize
-from cpt_core.kernels.reference import CODE_BITS, clips
-from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.roles import level_role
+from cpt_core.quantization.rounding import clips
 
 GRADIENTS = ("error", "weight_gradient")  # what is rounded in the backward pass
 # what is summed of a tensor; of the last two the least is kept
@@ -34,7 +35,7 @@ class Observer:
         """Round ``x`` as its role wants; ``rows``: of parts with ranges of their own, the steps of an LSTM."""
         if x.numel() == 0 or not _has_numbers(x):
             return
-        p, place = self.precision, ladder_role(role)
+        p, place = self.precision, level_role(role)
         quantizer, gradient = p.quantizers[role], place in GRADIENTS
         format = getattr(p.now.formats, place)
         if format is None:  # also behind the block that set the precision of a gradient
@@ -63,7 +64,7 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high = low + width
     if parts_of(grid)[1] is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
-        codes = operators.active.encode(x, low, width, levels, key, clips(grid, key is not None))
+        codes = operators.active.encode(x, low, width, levels, key, clips(grid.partition("|")[0], key is not None))
         used = _distinct(codes, low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block

@@ -30,8 +30,8 @@ from cpt_core.checks import declared, library, whole
 from cpt_core.inspecting.ledger import compiled_parts
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.roles import level_role
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -240,7 +240,7 @@ class Recording:
                 "clipped": None if math.isnan(s["clipped"]) else s["clipped"] / s["elements"],
                 "underflow": s["underflow"] / max(s["nonzero"], 1),
                 "levels_used": s["used"] / s["available"],
-                "gradient_to_noise": ratio if ladder_role(role) in GRADIENTS else None,
+                "gradient_to_noise": ratio if level_role(role) in GRADIENTS else None,
             }
 
 

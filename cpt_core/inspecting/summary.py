@@ -27,7 +27,10 @@ from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
 from cpt_core.codes.reasons import products_of, simulated_products
 from cpt_core.quantization.convert import (
-    convertible, float32_reason, parts_of_layers, precision_of,
+    convertible,
+    float32_reason,
+    parts_of_layers,
+    precision_of,
 )  # fmt: skip
 from cpt_core.quantization.layers import PASSES, module_kind
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cpt_core.checks import arguments, whole
+from cpt_core.codes.execution import CODE_BITS
 from cpt_core.codes.layers import encoded
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
-from cpt_core.kernels.reference import CODE_BITS
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision

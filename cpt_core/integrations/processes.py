@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
-from cpt_core.kernels.reference import Range, clips
+from cpt_core.quantization.rounding import Range, clips
 
 OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
 
@@ -87,7 +87,7 @@ class _Agreed:
         is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)  # the same in all processes
         find_range = self.ops.range if is_weight else self.range
         low, width = find_range(x.detach(), granularity)
-        clip = clips(granularity, key is not None)
+        clip = clips(granularity.partition("|")[0], key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

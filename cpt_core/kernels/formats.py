@@ -24,14 +24,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels import reference
 from cpt_core.kernels.grids import UNSCALED, check_blocks
-from cpt_core.kernels.reference import into, traced_noise
-from cpt_core.kernels.traced import matmul
+from cpt_core.quantization.autocast_matmul import matmul
+from cpt_core.quantization.rounding import MIN_SCALE, hash_noise, noise
 
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: of a range of zeros too
 WIDE = 16  # bits of a minifloat from which on it is not scaled
 SCALE = FORMATS["e4m3"]  # of a block of nvfp4
+
+
+def into(own: Tensor) -> Tensor | None:
+    """Return a tensor that may be written over; None for compilers, whose graphs hold no such thing and need none."""
+    return None if torch.compiler.is_compiling() else own
 
 
 def round_to_format(
@@ -93,10 +97,13 @@ def _two_scales(largest: Tensor, whole: Tensor, format: Format) -> Tensor:
 
 
 def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None) -> Tensor:
-    """Round to the affine grid of a range, as ``reference.round_to_grid``; infinity is NaN."""
+    """Round to the affine grid of a range, as ``rounding.round_to_grid``; infinity is NaN."""
     n = 2.0**format.bits - 1
-    scale = (width / n).clamp_min(reference.MIN_SCALE)
-    k = reference.nearest(x - low, scale, None if key is None else reference.noise_of(key, x))
+    scale = (width / n).clamp_min(MIN_SCALE)
+    k = (x - low) / scale
+    if key is not None:
+        k = torch.add(k, noise(key, k), out=into(k))
+    k = torch.round(k, out=into(k))
     if not format.saturate:
         k = torch.where((k < 0) | (k > n), math.nan, k)
     k = torch.clamp(k, 0, n, out=into(k))
@@ -124,12 +131,7 @@ def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor 
         format: not affine.
         key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
     """
-    if not reference.in_parts(x):
-        return _rounded(x, scale, format, None if key is None else reference.noise_of(key, x))
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for part, noise, s in reference.parts_of(x, key, scale):
-        out[part] = _rounded(x[part], s, format, noise)
-    return out
+    return _rounded(x, scale, format, None if key is None else noise(key, x))
 
 
 def _rounded(x: Tensor, scale: Tensor | None, format: Format, noise: Tensor | None) -> Tensor:
@@ -212,7 +214,7 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < size:
         matrix = torch.kron(matrix, step)
-    noise = traced_noise(torch.tensor(seed, device=x.device), size)
-    matrix = torch.where(noise[:, None] < 0, -matrix, matrix) * size**-0.5
+    signs = hash_noise(torch.tensor(seed, device=x.device), size)
+    matrix = torch.where(signs[:, None] < 0, -matrix, matrix) * size**-0.5
     blocks = x.unflatten(-1, (-1, size))
     return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)

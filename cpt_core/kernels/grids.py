@@ -1,7 +1,7 @@
 """Grids: what kernels are told to round to.
 
 What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
-else granularity, "|" and the format's name; see ``Quantizer.grid``.
+else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
 
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
 >>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
-from cpt_core.kernels import reference
+from cpt_core.quantization import rounding
 
 UNSCALED = "unscaled"  # instead of a granularity: an element's values as they are
 
@@ -35,8 +35,10 @@ def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> t
 
     Arguments as those of ``round_in_range``.
     """
-    low, width = reference.range_of(x, grid)
-    return round_in_range(x, low, width, levels, grid, key, reference.clips(grid, key is not None)), low, width
+    granularity = grid.partition("|")[0]
+    low, width = rounding.range_of(x, granularity)
+    clip = rounding.clips(granularity, key is not None)
+    return round_in_range(x, low, width, levels, grid, key, clip), low, width
 
 
 def round_in_range(
@@ -44,7 +46,7 @@ def round_in_range(
 ) -> Tensor:
     """Round to a grid, see the module, of a given range, such as a stored one.
 
-    Arguments as those of ``reference.round_to_grid``. A format has its own levels and always clips; the range plays no
+    Arguments as those of ``rounding.round_to_grid``. A format has its own levels and always clips; the range plays no
     part for mx and for what is not scaled.
 
     Raises:
@@ -52,7 +54,7 @@ def round_in_range(
     """
     granularity, format = parts_of(grid)
     if format is None:
-        return reference.round_to_grid(x, low, width, levels, key, clip)
+        return rounding.round_to_grid(x, low, width, levels, key, clip)
     from cpt_core.kernels.formats import round_to_format
 
     return round_to_format(x, low, width, granularity, format, key)

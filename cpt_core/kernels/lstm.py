@@ -8,8 +8,8 @@ All steps of one layer in one direction, from the input part of the gates on:
 The gradient is written out, so that a step takes a dozen operations, and the weight gradient is one product at the end.
 The gradient behind the product with h is quantised per step, as a step-by-step program does.
 
-Given the weight's codes, and the tables that ``reference.affine`` takes of the columns of a product, the products with
-it are those of codes, and what is kept of the hidden states are codes.
+Given the weight's codes, and the tables that ``integer_reference.affine`` takes of the columns of a product, the
+products with it are those of codes, and what is kept of the hidden states are codes.
 
 Shapes: T steps, B sequences, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a ``PackedSequence``. The
 sequences of a step never grow in number: a ``PackedSequence`` is sorted by length.
@@ -27,7 +27,7 @@ from torch import Tensor
 from cpt_core.checks import library
 from cpt_core.kernels import operators, products
 from cpt_core.kernels.grids import parts_of
-from cpt_core.kernels.reference import clips
+from cpt_core.quantization.rounding import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"

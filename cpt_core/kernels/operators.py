@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.checks import shown
-from cpt_core.kernels import grids, products, reference, traced
+from cpt_core.kernels import grids, integer_reference, products
+from cpt_core.quantization import autocast_matmul, rounding
+from cpt_core.quantization import fake_quantize as core
 
 
-def check_floating(x: Tensor) -> None:
-    """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, got {shown(x)}")
-    if not x.is_floating_point():
-        raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
+def _plain_range(x: Tensor, grid: str) -> rounding.Range:
+    """Return the ranges of a tensor that is not empty; of a grid (``grids``) those of its granularity."""
+    return rounding.range_of(x, grid.partition("|")[0])
 
 
 SCHEMAS = {
@@ -44,13 +42,13 @@ SCHEMAS = {
     "linear": products.SCHEMA,
 }
 PLAIN = {
-    "range": reference.range_of,
-    "round_to_grid": reference.round_to_grid,
+    "range": _plain_range,
+    "round_to_grid": rounding.round_to_grid,
     "fake_quantize": grids.fake_quantize,
     "round_in_range": grids.round_in_range,
-    "encode": reference.encode,
-    "affine_": reference.affine,
-    "track_": reference.track,
+    "encode": integer_reference.encode,
+    "affine_": integer_reference.affine,
+    "track_": rounding.track,
     "linear": products.execute,
 }
 FAMILIES = ("cpt", "cpt_reference")
@@ -58,8 +56,8 @@ FAMILIES = ("cpt", "cpt_reference")
 LOOPS: dict[str, Any] = {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}
 
 
-def range_of(x: Tensor, granularity: str) -> reference.Range:
-    """Return the ranges of a tensor that is not empty, see ``reference.GRANULARITIES``."""
+def range_of(x: Tensor, granularity: str) -> rounding.Range:
+    """Return the ranges of a tensor that is not empty, see ``rounding.GRANULARITIES``."""
     return active.range(x, granularity)
 
 
@@ -85,7 +83,7 @@ def round_in_range(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
     if torch.compiler.is_compiling() and not products.in_onednn(x, weight):
-        return traced.linear(x, weight, bias)
+        return autocast_matmul.linear(x, weight, bias)
     return products.linear(active, x, weight, bias)
 
 
@@ -94,10 +92,43 @@ def has_gradient_node(y: Tensor) -> bool:
     return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
 
 
+class KernelOperators:
+    """The rounding functions of this package, in the place of ``fake_quantize.PlainOperators``."""
+
+    range = staticmethod(range_of)
+    fake_quantize = staticmethod(fake_quantize)
+    linear = staticmethod(linear)
+
+    @staticmethod
+    def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+        """Round to the grid of a given range."""
+        return active.round_to_grid(x, low, width, levels, key, clip)
+
+    round_in_range = staticmethod(round_in_range)
+
+    @staticmethod
+    def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
+        """Update a running range in place."""
+        active.track_(running, low, width)
+
+    @staticmethod
+    def gradient_node(y: Tensor, levels: Tensor, key: Tensor | None, grid: str) -> Tensor | None:
+        """Return ``y`` behind a node of C++ that rounds its gradient; None where there is none."""
+        return torch.ops.cpt.quantize_gradient(y, levels, key, grid) if has_gradient_node(y) else None
+
+    @staticmethod
+    def name_on(device: torch.device) -> str:
+        """Return what rounds on a device, in a word."""
+        from cpt_core.kernels.backend import kernels_on
+
+        return kernels_on(device)
+
+
 def use(family: str) -> None:
-    """Choose the operators that the functions above call: "cpt" or "cpt_reference"."""
+    """Choose the operators that the functions above call, "cpt" or "cpt_reference", and let the core round by them."""
     global active
     active = getattr(torch.ops, family)
+    core.use_operators(KernelOperators)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -109,7 +140,7 @@ def _fake_round(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_encode(x: Tensor, *rest: Any) -> Tensor:
-    return reference.empty_codes(x, channels_last=len(rest) > 5 and rest[5])
+    return integer_reference.empty_codes(x, channels_last=len(rest) > 5 and rest[5])
 
 
 def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any) -> Tensor:
@@ -125,7 +156,7 @@ def _check(x: Tensor, grid: str) -> None:
 def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     _teach_inductor()
     _check(x, granularity)
-    return torch.empty_like(x), *reference.range_of(x, granularity)
+    return torch.empty_like(x), *_plain_range(x, granularity)
 
 
 def _gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -154,7 +185,7 @@ def define(
 
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
-    fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
+    fakes = {"range": _plain_range, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
     fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range, "linear": products.fake}
     gradients = dict.fromkeys(("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup))
     gradients["linear"] = partial(products.gradient, getattr(torch.ops, family)), products.setup

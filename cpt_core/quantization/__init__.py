@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the list of public names
-    from cpt_core.formats.quantizer import Quantizer as Quantizer
-    from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
+    from cpt_core.quantization.roles import QUANTIZERS as QUANTIZERS
+    from cpt_core.quantization.roles import Quantizer as Quantizer
 else:
     from cpt_core.public import lazily
 

@@ -21,25 +21,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from cpt_core import extensions
 from cpt_core.checks import choose, declared, unsharded, whole
-from cpt_core.extensions import load
-from cpt_core.formats.format import Format
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
-from cpt_core.quantization.in_force import ladders_of
 from cpt_core.quantization.layers import QuantizedLayer, own_form
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
-from cpt_core.quantization.quantizers import QUANTIZERS, quantizer_of
-from cpt_core.quantization.running import RUNNING_STARTS
-from cpt_core.schedules.schedule import Levels
+from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
+from cpt_core.quantization.running_ranges import RUNNING_STARTS
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
-Ladder_ = FormatLadder | Mapping[int, Format | Quantizer | str]
-Ladder = Ladder_ | Mapping[str, Ladder_] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class QuantConfig:
     seed: int = 0
     aggregation: str = "fp"
     execution: str = "simulated"
-    ladder: Ladder = field(default=None, hash=False)
+    ladder: Any = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         declared(type(self), {**vars(self), "ladder": None}, parts=True)
@@ -83,7 +76,8 @@ class QuantConfig:
             )
         for quantizer in self.quantizers.values():
             quantizer_of(quantizer)
-        object.__setattr__(self, "ladder", ladders_of(self.ladder))
+        if self.ladder is not None:
+            object.__setattr__(self, "ladder", extensions.load("formats").ladders_of(self.ladder))
 
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
@@ -168,9 +162,9 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
     op_handlers.register_library_operators()
     if config.execution != "simulated":
-        load("int8")
+        extensions.load("int8")
     # the noise of the layers of torch does not depend on what else there is to convert
-    order = sorted(chosen, key=lambda name: (not _has_early_key(chosen[name]), not holds_weights(chosen[name])))
+    order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     keys = {name: index for index, name in enumerate(order)}
     mode = QuantizedOpsMode()
     mode.root = model
@@ -199,9 +193,8 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     device = next((p.device for p in module.parameters()), None)
     precision.to(device)
     precision.execution, precision.splits = config.execution, True
-    precision.sums = OPERATION_SUMS
-    precision.ladders = config.ladder  # type: ignore[assignment]  # Levels since the configuration was made
-    precision.lengths = _block_lengths(module)
+    if config.ladder is not None:
+        precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
     precision.has_weights = holds_weights(module)
     precision.train(module.training)
     if precision.has_weights:
@@ -222,28 +215,6 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
             running = {"granularity": granularity.get(role), "running": False} if quantizer.running else {}
             roles[role] = replace(quantizer, **running)  # type: ignore[arg-type]
     return roles
-
-
-# role -> dimension over which its operation sums, where it is not the last
-OPERATION_SUMS = {
-    "key": -2, "value": -2, "attention_key": -2, "attention_value": -2,
-    "conv_input": 1, "conv_weight": 1, "conv_grad": 1,
-}  # fmt: skip
-
-
-def _block_lengths(module: Any) -> Levels:
-    """Return the lengths that blocks of each role have to divide, as far as the module tells them."""
-    if type(module) is nn.Linear:
-        inside, out = (module.in_features,), (module.out_features,)
-        return Levels(inside, inside, out, out)
-    if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        return Levels(
-            (module.in_channels,),
-            (module.in_channels // module.groups,),
-            (module.out_channels,),
-            (module.out_channels,),
-        )
-    return Levels((), (), (), ())
 
 
 # --- which modules are converted --------------------------------------------------------------------------------------
@@ -309,12 +280,15 @@ def holds_weights(module: nn.Module) -> bool:
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 
-def _has_early_key(module: nn.Module) -> bool:
+def _key_group(module: nn.Module) -> int:
+    """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
     form = own_form(type(module))
     if form is not None and not form.why_not(module):
-        return True
+        return 0
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    return type(module) in layers or op_handlers.has_keys_per_feature(module)
+    if type(module) in layers or op_handlers.has_keys_per_feature(module):
+        return 0
+    return 1 if holds_weights(module) else 2
 
 
 def _check_module(name: str, module: Any) -> None:

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import cpt_core.kernels.graph  # noqa: F401 - brings operators
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.codes.execution import has_int8_operands, multiplies_integers
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
-from cpt_core.kernels import operators, products, traced
+from cpt_core.kernels import operators, products
+from cpt_core.quantization import autocast_matmul
 from cpt_core.quantization.layers import QuantizedLayer, on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision, in_float32
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):  # type: ignore[override
     @property
     def keeps_by_bits(self) -> bool:
         """Whether the layer keeps sums of quantised features, or their codes, see ``Graph.set_constant``."""
-        return "aggregation" in self.quantizers or self.now.on_codes
+        return "aggregation" in self.quantizers or (self.execution != "simulated" and has_int8_operands(self))
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """Return the operand made of ``x * scale``, in one pass over them."""
@@ -88,7 +90,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):  # type: ignore[override
         tail: Tail | None = None,
     ) -> Tensor:  # fmt: skip
         """Return ``(x * scale) @ weight`` and what follows it, on codes if asked to."""
-        if self.on_codes(x):
+        if multiplies_integers(self, x):
             return on_codes("graph", self, x, scale, weight, keep, linear, tail)
         return super().product(x, scale, weight, keep, linear, tail)
 
@@ -96,13 +98,13 @@ class GraphPrecision(LayerPrecision, layers.Precision):  # type: ignore[override
         """Likewise, by the library that is faster on this processor."""
         if linear or products.in_onednn(x, weight.t()):
             return operators.linear(x, weight if linear else weight.t())
-        return traced.matmul(x, weight)
+        return autocast_matmul.matmul(x, weight)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
     ) -> Tensor:
         """Return the sum over neighbours and what follows it, likewise."""
-        if self.on_codes(x):
+        if multiplies_integers(self, x):
             return on_codes("aggregation", self, graph, x, scale, reduce, tail)
         return super().neighbour_sum(graph, x, scale, reduce, tail)
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from cpt_core import extensions
 from cpt_core.checks import library
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ class QuantizedLayer(Changed):
         """Turn ``module``, whose form this class is, into it, in place; ``key``: of its rounding noise."""
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(cls.roles(module, config), key, config.running_start).to(device)
-        precision.execution, precision.splits, precision.sums = config.execution, cls.SPLITS, cls.SUMS
-        precision.lengths = cls.lengths(module)
-        precision.ladders = config.ladder  # type: ignore[assignment]  # Levels since the configuration was made
+        precision.execution, precision.splits = config.execution, cls.SPLITS
+        if config.ladder is not None:
+            precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, cls.KIND)
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision

@@ -22,18 +22,21 @@ torch.Size([7, 2, 3])
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.formats.quantizer import Quantizer, grid_of
+from cpt_core.codes.execution import multiplies_integers
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.kernels.operators import check_floating, fake_quantize, linear, range_of, round_in_range
+from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
 from cpt_core.kernels.products import LONGEST
-from cpt_core.kernels.reference import Range
+from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.layers import QuantizedLayer, on_codes, seen, unseen
+from cpt_core.quantization.roles import Quantizer
+from cpt_core.quantization.rounding import Range
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
@@ -157,7 +160,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _cell(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
         p, role = self.precision, f"hidden_{cell}"
-        if p.on_codes(x) and not self.not_on_codes():
+        if multiplies_integers(p, x) and not self.not_on_codes():
             return on_codes("lstm", self, cell, x, steps, h, c)
         (w, b), (u, d) = (self.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         w, u = p.operand("weight", w), p.operand("weight", u)
@@ -197,7 +200,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         count, sizes = steps
         if not sizes and quantizer.granularity == "per_tensor" and (self.training or not quantizer.running):
             steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            y, low, width = fake_quantize(steps_apart, p.levels, grid_of("per_channel", quantizer))
+            y, low, width = fake_quantize(
+                steps_apart, p.levels, replace(quantizer, granularity="per_channel", running=False).grid
+            )
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
         low, width = self.ranges(cell, x.detach(), steps)

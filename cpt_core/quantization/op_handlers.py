@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from cpt_core.kernels import operators, traced
-from cpt_core.quantization import recurrences
+from cpt_core.quantization import autocast_matmul, fake_quantize, recurrences
 from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
@@ -67,7 +66,9 @@ def _run_linear(
     mode: QuantizedOpsMode, layer: Interception, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     roles = _input_role(layer, "linear"), "linear_weight"
-    return mode.run(layer, "linear", operators.linear, (input, weight, bias), roles, _linear_macs, "linear_grad")
+    return mode.run(
+        layer, "linear", fake_quantize.operators.linear, (input, weight, bias), roles, _linear_macs, "linear_grad"
+    )
 
 
 def _linear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
@@ -137,12 +138,12 @@ def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
 
 def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
     """Quantise a matmul of any two operands, either of them perhaps a vector."""
-    return _matmul(mode, traced.matmul, first, second)
+    return _matmul(mode, autocast_matmul.matmul, first, second)
 
 
 def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor) -> Tensor:
     """Quantise ``Tensor.__rmatmul__``."""
-    return _matmul(mode, traced.matmul, first, second)
+    return _matmul(mode, autocast_matmul.matmul, first, second)
 
 
 def _matmul(
@@ -235,9 +236,9 @@ def added_matmul(
         return x if factor == 1 else factor * x
 
     if mode.is_weight(input) and beta != 0:
-        compute = lambda a, b, bias: scaled(beta, bias) + scaled(alpha, traced.matmul(a, b))  # noqa: E731
+        compute = lambda a, b, bias: scaled(beta, bias) + scaled(alpha, autocast_matmul.matmul(a, b))  # noqa: E731
         return _matmul(mode, compute, first, second, input)
-    product = scaled(alpha, _matmul(mode, traced.matmul, first, second))
+    product = scaled(alpha, _matmul(mode, autocast_matmul.matmul, first, second))
     return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
 
 
@@ -292,7 +293,7 @@ def attention(
     if hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
         attn_mask = attn_mask._materialize(query.device)
     layer = mode.running.stack[-1].interception
-    product = lambda a, b, bias: traced.matmul(a, b)  # noqa: E731
+    product = lambda a, b, bias: autocast_matmul.matmul(a, b)  # noqa: E731
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
@@ -367,7 +368,7 @@ def _contract(
 
         def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
             x, y = (y, x) if is_weight_first else (x, y)
-            return traced.einsum(equation, first.restore(x), second.restore(y))
+            return autocast_matmul.einsum(equation, first.restore(x), second.restore(y))
 
         def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
             letters = {**_sizes(terms[0], a), **_sizes(terms[1], b)}

@@ -5,22 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from cpt_core import extensions
 from cpt_core.checks import check_bits
-from cpt_core.extensions import load
-from cpt_core.formats.ladder import AFFINE
-from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.backend import backend, kernels_on
-from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
-from cpt_core.kernels.reference import MIN_SCALE
-from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
-from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
-from cpt_core.quantization.running import RunningState
+from cpt_core.quantization import fake_quantize as rounding
+from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
+from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient, round_gradient
+from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
+from cpt_core.quantization.rounding import MIN_SCALE
+from cpt_core.quantization.running_ranges import RunningState
 from cpt_core.schedules.schedule import Levels
 
 EXECUTIONS = ("simulated", "integer", "auto")
@@ -71,16 +68,15 @@ class LayerPrecision(RunningState):
     observer: Callable[..., None] | None = None  # of the roundings of a recorded step, see ``record``
     name = ""  # of the layer in the model that was converted, for messages
     execution = "simulated"  # see ``QuantConfig``
-    ladders = Levels(AFFINE, AFFINE, AFFINE, AFFINE)  # what a level is, for every role
-    lengths, splits = Levels((), (), (), ()), False  # what formats have to fit, see ``check_formats``
-    sums: Mapping[str, int] = MappingProxyType({})  # role -> dimension over which its product sums, if not the last
+    grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
+    splits = False  # whether an output's gradient may be quantised for each of its two uses by itself
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called = False
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of its module; one without is listed, and in checkpoints, once it has multiplied
-    gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
+    last_gradient_format: Any = None  # of the last bits that had one: a backward pass may still come
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
     def __init__(
@@ -89,10 +85,10 @@ class LayerPrecision(RunningState):
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__(quantizers, key, running_start)
         self.kind = kind
-        self._roles: Roles = tuple(quantizers.items())
-        self._of_weights = frozenset(role for role in quantizers if ladder_role(role) == "weight")
+        self._roles = tuple(quantizers.items())
+        self._weight_roles = frozenset(role for role in quantizers if level_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
-        self.now = meaning(None, self.ladders, self._roles, False)
+        self.now: ActiveBits = self.grids.resolve(None, self._roles)
 
     # --- what is in force ---------------------------------------------------------------------------------------------
 
@@ -103,9 +99,9 @@ class LayerPrecision(RunningState):
 
     @in_force.setter
     def in_force(self, value: Levels | None) -> None:
-        self.now = meaning(value, self.ladders, self._roles, self.execution != "simulated")
+        self.now = self.grids.resolve(value, self._roles)
         if value is not None and value.error is not None:
-            self.gradient_on_codes = self.now.gradient_on_codes
+            self.last_gradient_format = self.now.formats.error
         self._fill()
 
     def _fill(self) -> None:
@@ -144,7 +140,7 @@ class LayerPrecision(RunningState):
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
             if not self.now.is_set:
-                backend()  # here, before anything is traced
+                rounding.load_kernels()  # here, before anything is traced
             self.check_levels(Levels(*checked))
             self.in_force = Levels(*checked)
         if driver is not self.driver:  # modules are slow to assign to
@@ -158,13 +154,20 @@ class LayerPrecision(RunningState):
         return self
 
     def check_levels(self, levels: Levels) -> None:
-        """Raise ValueError for levels that are holes of a ladder, or whose formats this layer cannot take."""
+        """Raise ValueError for levels that this layer cannot take."""
         where = f"layer {self.name!r}" if self.name else "this layer"
-        check_formats(asked_of(levels, self.ladders), self.lengths, self.splits, where)
+        self.grids.check(levels, where)
+        active = self.grids.resolve(levels, self._roles)
+        if active.splits_gradient and not self.splits:
+            error, weight_gradient = (format or "float32" for format in active.formats[2:])
+            raise ValueError(
+                f"{where} quantises its output's gradient once for both backward products; it cannot have one format "
+                f"for the error ({error}) and another for the weight gradient ({weight_gradient})"
+            )
 
     def levels_for(self, role: str) -> Tensor:
         """Return the number of steps of the affine grid of an operand's role."""
-        return self.weight_levels if role in self._of_weights else self.levels
+        return self.weight_levels if role in self._weight_roles else self.levels
 
     @property
     def listed(self) -> bool:
@@ -243,31 +246,19 @@ class LayerPrecision(RunningState):
         self.require_bits()
         if x.dtype in HALF and self.now.active:
             x = x.float()
-        if not (self.now.weight if role in self._of_weights else self.now.activation) or x.numel() == 0:
+        is_quantized = self.now.weight if role in self._weight_roles else self.now.activation
+        if not is_quantized or x.numel() == 0:
             return x
         check_floating(x)
         self.follow(x)
-        return self.along_sum(role, x, self._rounded, along)
-
-    def along_sum(
-        self, role: str, x: Tensor, rounded: Callable[[str, Tensor], Tensor], along: int | None = None
-    ) -> Tensor:
-        """Return ``rounded(role, x)``, where blocks lie along the product's sum with that dimension put last."""
-        dim = self.sums.get(role, -1) if along is None else along
-        if dim == -1 or not self.quantizers[role].along_sum:
-            return rounded(role, x)
-        return rounded(role, x.transpose(dim, -1)).transpose(dim, -1)
+        return self.grids.apply(self, role, x, along, self._rounded)
 
     def _rounded(self, role: str, x: Tensor) -> Tensor:
         quantizer, levels = self.quantizers[role], self.levels_for(role)
-        if quantizer.hadamard and role != "bias":
-            from cpt_core.kernels.formats import rotate
-
-            x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
-            return round_in_range(x, *self.evaluated(role, x), levels, quantizer.grid, None, True)
+            return rounding.round_in_range(x, *self.evaluated(role, x), levels, quantizer.grid, None, True)
         self.observe(role, x)
-        y, low, width = fake_quantize(x, levels, quantizer.grid)
+        y, low, width = rounding.fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
             self.track(role, low, width)
         return y
@@ -280,17 +271,17 @@ class LayerPrecision(RunningState):
             operands: what ``operand`` returned.
             role: of the gradient.
         """
-        if self.now.apart and torch.is_grad_enabled():
-            from cpt_core.quantization.two_gradients import two_gradients
+        if self.now.splits_gradient and torch.is_grad_enabled():
+            from cpt_core.quantization.split_gradient import with_split_gradient
 
-            return two_gradients(partial(self.rounded_gradients, role=role), multiply, *operands)
+            return with_split_gradient(partial(self.rounded_gradients, role=role), multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
         if not self.now.gradient or not y.requires_grad:
             return y
-        return self.along_sum(role, y, self._with_rounded_gradient)
+        return self.grids.apply(self, role, y, None, self._with_rounded_gradient)
 
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
         key = self.gradient_noise(role, 1)[2]
@@ -304,7 +295,7 @@ class LayerPrecision(RunningState):
     def _look(self, role: str, gradient: Tensor) -> None:
         """Tensor hook of the first gradient: warn where it is so small that its grid has fewer steps than its bits."""
         self.unseen = False
-        if self.quantizers[role].format is None and gradient.numel():
+        if isinstance(self.now.formats.error, int) and gradient.numel():
             width, fewest = gradient.max() - gradient.min(), MIN_SCALE * self.grad_levels.clamp(max=2**8 - 1)
             if bool((width > 0) & (width < fewest)):
                 warnings.warn(  # one text for all layers: it is shown once
@@ -317,11 +308,12 @@ class LayerPrecision(RunningState):
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
         error = weight = gradient
-        if self.now.asked.error is not None:
-            error = self.along_sum(role, gradient, partial(self.rounded_gradient, self.grad_levels))
-        if self.now.asked.weight_gradient is not None:
-            of_weight, along = partial(self.rounded_gradient, self.weight_grad_levels), self.sums.get(role, -1)
-            weight = self.along_sum(weight_role(role), gradient, of_weight, along)
+        if self.now.formats.error is not None:
+            round_error = partial(self.rounded_gradient, self.grad_levels)
+            error = self.grids.apply(self, role, gradient, None, round_error)
+        if self.now.formats.weight_gradient is not None:
+            round_weight = partial(self.rounded_gradient, self.weight_grad_levels)
+            weight = self.grids.apply(self, weight_gradient_role(role), gradient, None, round_weight)
         return error, weight
 
     def rounded_gradient(self, levels: Tensor, role: str, gradient: Tensor) -> Tensor:
@@ -386,27 +378,22 @@ class LayerPrecision(RunningState):
             )
         super().__setstate__(state)
         if self.execution != "simulated":
-            load("int8")
+            extensions.load("int8")
         driven, self.driver = self.driver, None
         if driven:
             self.in_force = None
         if self.now.is_set:
-            backend()
+            rounding.load_kernels()
 
     def extra_repr(self) -> str:
-        """Show what is in force: bits or formats, how products are executed, which kernels round."""
+        """Show the active bits, how operations are executed, and what rounds."""
         if not self.now.is_set:
             return f"bits=not set, execution={self.execution}"
         execution = self.execution
         if execution != "simulated" and self.now.active:
-            execution = load("int8").describe_execution(self)
-        return f"{self._described()}, execution={execution}, kernels={kernels_on(self.levels.device)}"
-
-    def _described(self) -> str:
-        """Return the bits or formats in force."""
-        if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
-            return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
-        return ", ".join(f"{role}={q or 'float32'}" for role, q in self.now.asked._asdict().items())
+            execution = extensions.load("int8").describe_execution(self)
+        kernels = rounding.kernels_on(self.levels.device)
+        return f"{self.grids.describe(self.now)}, execution={execution}, kernels={kernels}"
 
 
 def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..., Any], *inputs: Any) -> Any:

@@ -25,9 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cpt_core.checks import check_bits, declared, nulled, whole
-from cpt_core.formats.ladder import AFFINE
+from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.in_force import NOTHING
 from cpt_core.quantization.missing_step_warning import MissingStepWarning
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
@@ -185,7 +184,7 @@ class PrecisionScheduler:
             "last_step": self.last_step,
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
-            "ladders": {name: _described(p.ladders) for name, p in self._layers.items() if set(p.ladders) != {AFFINE}},
+            "ladders": {name: d for name, p in self._layers.items() if (d := p.grids.to_dict())},
             "layers": {name: layer.get_running() for name, layer in self._layers.items() if layer.listed},
         }
 
@@ -358,7 +357,7 @@ def check_eval_bits(value: Any) -> EvalBits:
 def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
     if isinstance(value, str) and value == "float":
-        return NOTHING
+        return ALL_FLOAT32
     if isinstance(value, str) and value == "q_max":
         if layer.highest is None:
             raise ValueError(f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number")
@@ -379,11 +378,6 @@ def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
 
     found = {key: bare(state.get(key, {})) for key in ("layers", "schedules", "ladders")}  # no ladders: the paper's
     return {**state, **found}
-
-
-def _described(ladders: Levels) -> dict[str, dict[str, str]]:
-    """Return the ladders of a layer's roles as plain values, {} for the paper's."""
-    return {role: {} if x == AFFINE else x.to_dict() for role, x in ladders._asdict().items()}
 
 
 def _short(value: Any) -> str:

@@ -11,19 +11,18 @@ True
 0.648
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cpt_core import extensions
 from cpt_core.checks import MOST_BITS, check_bits, number, shown
-from cpt_core.formats.costs import Operands, cost_named
-from cpt_core.formats.ladder import FormatLadder, ladder_of
 
 FULL_PRECISION = 32  # bits of an unquantised operand
-Ladders = FormatLadder | tuple[FormatLadder, ...]  # one, or that of every role, in the order of ``Levels``
+Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``
 StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as seconds
 
 
@@ -100,25 +99,12 @@ def role_prices(
         return a * w + e * w + g * a, int(step_cost(q_max, q_max))
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
-    own = len(set(_by_role(ladder))) > 1
+    prices_of_formats = extensions.load("prices")
+    own = len(set(prices_of_formats.ladder_by_role(ladder))) > 1
     baseline = found.max(1).tolist() if own else [q_max] * 4
     combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)
-    prices = np.array([_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
+    prices = np.array([prices_of_formats.step_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
     return prices[:-1], float(prices[-1])
-
-
-def _by_role(ladder: Ladders | None) -> tuple[FormatLadder, ...]:
-    if not isinstance(ladder, tuple):
-        return (ladder_of(ladder),) * 4
-    if len(ladder) != 4:
-        raise ValueError(f"ladder must be one, or a tuple of four, in the order of Levels; got {ladder!r}")
-    return tuple(map(ladder_of, ladder))
-
-
-def _price(levels: Sequence[int], cost: str | None, ladder: Ladders | None) -> float:
-    """Return the price of a step whose roles are at these levels, by the name of a cost."""
-    formats = (on.priced(level) for on, level in zip(_by_role(ladder), levels, strict=True))
-    return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
 
 
 def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
@@ -129,8 +115,9 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None
             are no level of it.
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
-        of_roles = _by_role(ladder)
-        return cache(lambda level: _price([level, level, q_grad, q_grad], cost, of_roles))
+        prices = extensions.load("prices")
+        by_role = prices.ladder_by_role(ladder)
+        return cache(lambda level: prices.step_price([level, level, q_grad, q_grad], cost, by_role))
     if cost is not None and not callable(cost):
         raise ValueError(
             f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"

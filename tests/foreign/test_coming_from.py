@@ -11,7 +11,7 @@ import torch
 
 import cpt_core as cpt
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.schedules.schedule import StaticSchedule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")

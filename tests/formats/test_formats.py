@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
 from cpt_core.formats.quantizer import GRANULARITIES, ROUNDINGS, Quantizer
-from cpt_core.quantization.quantizers import quantizer_of
+from cpt_core.quantization.roles import quantizer_of
 
 THEIRS = {
     "e4m3": ml_dtypes.float8_e4m3fn,

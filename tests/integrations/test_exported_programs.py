@@ -10,7 +10,7 @@ from helpers import Standardised, identical, pictures, refused, said_by, small
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.kernels.reference import BLOCK
+from cpt_core.quantization.rounding import BLOCK
 from cpt_core.quantization.convert import layer_precisions
 
 pytestmark = pytest.mark.slow

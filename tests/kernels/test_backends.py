@@ -5,10 +5,11 @@ import torch
 from helpers import EDGES, INF, NAN, identical, normal
 
 from cpt_core.formats.format import Format
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels import backend as backend_module
-from cpt_core.kernels import grids, operators, reference
-from cpt_core.kernels.reference import GRANULARITIES
+from cpt_core.kernels import grids, operators
+from cpt_core.quantization import rounding as reference
+from cpt_core.quantization.rounding import GRANULARITIES
 
 
 def layouts(n):

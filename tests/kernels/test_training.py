@@ -7,7 +7,7 @@ import torch
 from helpers import losses_of, make, pictures, refused
 from torch import nn
 
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels.backend import reference
 from cpt_core.kernels.operators import has_gradient_node
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_

@@ -11,9 +11,10 @@ from helpers import INF, NAN, WITH_CUDA, identical, normal
 from kernels.test_backends import layouts, numbers
 from quantization.test_quantizers import splitmix_and_finaliser
 
-from cpt_core.kernels import grids, operators, reference
+from cpt_core.kernels import grids, operators
+from cpt_core.quantization import rounding as reference
 from cpt_core.kernels.backend import backend
-from cpt_core.kernels.reference import GRANULARITIES
+from cpt_core.quantization.rounding import GRANULARITIES
 from cpt_core.kernels.triton import tiles
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")

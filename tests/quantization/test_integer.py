@@ -19,7 +19,7 @@ import cpt_core as cpt
 from cpt_core.codes import integer
 from cpt_core.codes.integer import matmul
 from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
 from cpt_core.kernels.products import LONGEST

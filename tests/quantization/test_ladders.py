@@ -8,7 +8,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import AFFINE, LADDERS
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.kernels.formats import rotate
 from cpt_core.kernels.operators import fake_quantize

@@ -14,7 +14,7 @@ from torch import nn
 from cpt_core.integrations.processes import agreed_ranges
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.precision import EXECUTIONS
-from cpt_core.quantization.running import KEY_BITS, _wrapped
+from cpt_core.quantization.running_ranges import KEY_BITS, _wrapped
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 

@@ -5,11 +5,11 @@ import torch
 from helpers import INF, NAN, normal, refused
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels import grids
 from cpt_core.kernels.formats import rotate, round_elements
 from cpt_core.quantization.fake_quantize import quantize
-from cpt_core.quantization.quantizers import QUANTIZERS
+from cpt_core.quantization.roles import QUANTIZERS
 
 N = torch.tensor(15.0)
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
-from cpt_core.formats.quantizer import Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels import backend

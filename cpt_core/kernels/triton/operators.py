@@ -23,12 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from cpt_core.kernels import grids, reference
+from cpt_core.kernels import grids, integer_reference
 from cpt_core.kernels.triton.tiles import KEPT, Plan, plan_of, power_of_2, range_shape
+from cpt_core.quantization import rounding
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 ALL = tl.constexpr(tl.PropagateNan.ALL)
-MIN_SCALE, DECAY = tl.constexpr(reference.MIN_SCALE), tl.constexpr(reference.RUNNING_DECAY)
+MIN_SCALE, DECAY = tl.constexpr(rounding.MIN_SCALE), tl.constexpr(rounding.RUNNING_DECAY)
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _rint(v):
 
 @triton.jit
 def _uniform(key, index, WIDE: tl.constexpr):
-    """Return the noise of elements, as ``reference.hash_noise``: half a hash of the key and of the pair of places."""
+    """Return the noise of elements, as ``rounding.hash_noise``: half a hash of the key and of the pair of places."""
     z = tl.load(key).to(tl.uint64) + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -248,10 +249,10 @@ def _track(running, low, width):
     tl.store(running + i, after, mask=(i < 3) & finite)
 
 
-def range_of(x: Tensor, granularity: str) -> reference.Range:
-    """Return the ranges of a tensor that is not empty, as ``reference.range_of``."""
+def range_of(x: Tensor, granularity: str) -> rounding.Range:
+    """Return the ranges of a tensor that is not empty, as ``rounding.range_of``."""
     if granularity not in KEPT:
-        return reference.range_of(x, granularity)
+        return rounding.range_of(x, granularity.partition("|")[0])
     x = x.float()
     strides, low, width = _new_range(x, granularity)
     plan = plan_of(x.shape, x.stride(), x.stride(), strides, False)
@@ -264,7 +265,7 @@ def range_of(x: Tensor, granularity: str) -> reference.Range:
 
 
 def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
-    """Round ``x`` to the grid of a given range, as ``reference.round_to_grid``."""
+    """Round ``x`` to the grid of a given range, as ``rounding.round_to_grid``."""
     if x.dtype != torch.float32:
         return round_to_grid(x.float(), low, width, levels, key, clip).to(x.dtype)
     return _on_given_grid(x, torch.empty_like(x), low, width, levels, key, clip)
@@ -273,8 +274,8 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
 def encode(
     x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
 ) -> Tensor:
-    """Return the codes of ``round_to_grid``, as ``reference.encode``."""
-    return _on_given_grid(x.float(), reference.empty_codes(x, channels_last), low, width, levels, key, clip)
+    """Return the codes of ``round_to_grid``, as ``integer_reference.encode``."""
+    return _on_given_grid(x.float(), integer_reference.empty_codes(x, channels_last), low, width, levels, key, clip)
 
 
 def _on_given_grid(
@@ -291,11 +292,11 @@ def _on_given_grid(
 
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
-    noisy, clip = key is not None, reference.clips(granularity, key is not None)
+    noisy, clip = key is not None, rounding.clips(granularity.partition("|")[0], key is not None)
     if grids.parts_of(granularity)[1] is not None:
         return grids.fake_quantize(x, levels, granularity, key)
     if granularity not in KEPT:
-        low, width = reference.range_of(x, granularity)
+        low, width = rounding.range_of(x, granularity.partition("|")[0])
         return round_to_grid(x, low, width, levels, key, clip), low, width
     if x.dtype != torch.float32:
         y, low, width = fake_quantize(x.float(), levels, granularity, key)
@@ -314,7 +315,7 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
 
 
 def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
-    """Turn sums of products of codes into those of values, in place, as ``reference.affine``."""
+    """Turn sums of products of codes into those of values, in place, as ``integer_reference.affine``."""
     rows, columns = product.shape
     C = min(power_of_2(columns), 256)
     R = max(1, 1024 // C)
@@ -325,7 +326,7 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
-    """Let a running range (3,) follow the range of one call, in place, as ``reference.track``."""
+    """Let a running range (3,) follow the range of one call, in place, as ``rounding.track``."""
     _launch(_track, 1, running, running, low, width)
 
 

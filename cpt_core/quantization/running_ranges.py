@@ -8,10 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor, distributed, nn
 
-from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels import operators
-from cpt_core.kernels.operators import range_of
-from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
+from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.roles import Quantizer
+from cpt_core.quantization.rounding import RUNNING_DECAY, Range, clips
 
 RUNNING_STARTS = ("corrected", "zero")
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
@@ -67,7 +66,9 @@ class RunningState(nn.Module):
 
     def evaluated(self, role: str, x: Tensor) -> Range:
         """Return the range on which evaluation rounds an operand whose running range is kept."""
-        return self.running_range(role) or self.or_running(role, *range_of(x.detach(), self.quantizers[role].grid))
+        return self.running_range(role) or self.or_running(
+            role, *fake_quantize.range_of(x.detach(), self.quantizers[role].grid)
+        )
 
     def running_range(self, role: str) -> Range | None:
         """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
@@ -96,7 +97,7 @@ class RunningState(nn.Module):
     def clips(self, role: str) -> bool:
         """Whether values can lie outside the range of their role."""
         quantizer = self.quantizers[role]
-        return clips(quantizer.grid, quantizer.rounding == "stochastic") or self._uses_stored(role)
+        return clips(quantizer.granularity, quantizer.rounding == "stochastic") or self._uses_stored(role)
 
     def _uses_stored(self, role: str) -> bool:
         return self.quantizers[role].running and not self.training
@@ -108,7 +109,7 @@ class RunningState(nn.Module):
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
         """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
 
-        running = 0.9 running + 0.1 current, see ``kernels.reference.track``; a call that is not finite leaves it alone,
+        running = 0.9 running + 0.1 current, see ``rounding.track``; a call that is not finite leaves it alone,
         and so does a forward pass inside a backward pass: activation checkpointing runs it a second time. (Not seen
         where a module is compiled by itself and then checkpointed; a compiled model may checkpoint its parts.)
         """
@@ -116,7 +117,7 @@ class RunningState(nn.Module):
             return
         running = self.get_buffer(f"running_{role}")
         if minimum.dim() == 0:
-            operators.active.track_(running, minimum, width)
+            fake_quantize.operators.track_(running, minimum, width)
             return
         now = torch.stack([minimum, width, torch.ones_like(width)])
         counts = now.isfinite().all(0)

@@ -1,0 +1,109 @@
+"""The active bits of a quantised layer, and what follows from them: cached, and shared by all layers alike.
+
+``AffineGrids`` says what a level of a schedule is: on the paper's grids, level q is the uniform grid of q bits. Number
+formats come in here: an object with the same methods takes its place, see ``QuantConfig(ladder=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
+from cpt_core.quantization.rounding import num_steps
+from cpt_core.schedules.schedule import Levels
+
+ALL_FLOAT32 = Levels(None, None, None, None)
+MAX_GRID_BITS = 23  # float32 has 24 significant bits: from there on a grid changes nothing
+Roles = tuple[tuple[str, Quantizer], ...]  # of a layer, each with its quantiser
+
+
+class ActiveBits:
+    """What follows from the levels of a layer; never changed. ``active_bits`` makes and caches it.
+
+    No dataclass: compiled code would be specialised to all of its fields, and it is to serve every level.
+
+    Attributes:
+        levels: of every role, as they were set; None before any was.
+        formats: what every role is rounded to: the bits of a uniform grid, or a number format; None for float32.
+        activation: whether activations are quantised; ``weight`` likewise.
+        gradient: whether the output's gradient is quantised, for one of its two uses at least.
+        splits_gradient: whether both uses of the gradient are quantised by themselves.
+        active: whether anything is quantised.
+        steps: n = 2**q - 1 of the grid of every role; None where nothing reads them.
+        quantizers: of the layer's roles.
+    """
+
+    def __init__(self, levels: Levels | None, formats: Levels, quantizers: Mapping[str, Quantizer]) -> None:
+        self.levels, self.formats, self.quantizers = levels, formats, quantizers
+        self.is_set = levels is not None
+        self.activation, self.weight, *gradients = (f is not None for f in formats)
+        self.gradient = any(gradients)
+        self.splits_gradient = formats.error != formats.weight_gradient
+        self.active = self.activation or self.weight or self.gradient
+        self.steps = [
+            num_steps(level if format is None else format)
+            if level is not None and not hasattr(format, "kind")
+            else None
+            for level, format in zip(levels or ALL_FLOAT32, formats, strict=True)
+        ]
+
+    def __deepcopy__(self, memo: Any) -> ActiveBits:
+        """Return itself: copies share it."""
+        return self
+
+    def constants(self) -> tuple[Any, ...]:
+        """Return what code that was captured for other levels holds as constants: it serves where this is the same."""
+        return tuple(f is not None for f in self.formats), self.splits_gradient
+
+
+class AffineGrids:
+    """The paper's grids: level q is the uniform grid of q bits, 24 and more is float32.
+
+    What a subclass may change: what a level is (``resolve``), which levels a layer can take (``check``), and how an
+    operand is arranged or transformed before it is rounded (``apply``).
+    """
+
+    def resolve(self, levels: Levels | None, roles: Roles) -> ActiveBits:
+        """Return what levels mean in a layer with these quantisers."""
+        return active_bits(levels, roles)
+
+    def check(self, levels: Levels, layer: str) -> None:
+        """Raise ValueError for levels that a layer cannot take."""
+
+    def apply(self, precision: Any, role: str, x: Tensor, along: int | None, rounded: Callable[..., Tensor]) -> Tensor:
+        """Return ``rounded(role, x)``; ``along`` is the dimension over which the operation sums."""
+        return rounded(role, x)
+
+    def describe(self, active: ActiveBits) -> str:
+        """Return the active bits in words."""
+        levels = active.levels or ALL_FLOAT32
+        if levels.activation == levels.weight and levels.error == levels.weight_gradient:
+            return f"bits={levels.activation or 'float32'}, q_grad={levels.error or 'float32'}"
+        return ", ".join(f"{role}={bits or 'float32'}" for role, bits in levels._asdict().items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a description for checkpoints, {} for the paper's grids."""
+        return {}
+
+
+AFFINE_GRIDS = AffineGrids()
+
+
+def _num_steps_of(level: int | None, format: Any) -> float | None:
+    """Return the number of steps of a role's grid; None where it has another format, or no level."""
+    bits = level if format is None else format
+    return num_steps(bits) if isinstance(bits, int) else None
+
+
+@lru_cache(maxsize=4096)
+def active_bits(levels: Levels | None, roles: Roles) -> ActiveBits:
+    """Return what levels mean on the paper's grids."""
+    formats = Levels(*(None if q is None or q > MAX_GRID_BITS else q for q in levels or ALL_FLOAT32))
+    quantizers = dict(roles)
+    if formats.error != formats.weight_gradient:
+        quantizers |= {weight_gradient_role(role): q for role, q in roles if level_role(role) == "error"}
+    return ActiveBits(levels, formats, quantizers)

@@ -1,0 +1,93 @@
+"""The quantiser of every role: which elements share a range, and how they are rounded.  Paper: figure 1.
+
+A tensor is rounded to a uniform grid of ``2**q`` values between the minimum and the maximum of its range. Add a
+quantiser here: a role, and in ``rounding.py`` a granularity if it needs a new one.
+
+>>> QUANTIZERS["linear_grad"].granularity, QUANTIZERS["linear_grad"].rounding
+('per_position', 'stochastic')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpt_core.checks import choose, declared
+
+GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the tensors of a role are quantised.
+
+    Attributes:
+        granularity: which elements share a range, a name of ``GRANULARITIES``. Ranges other than "per_tensor" are those
+            of the tensor at hand in evaluation, too.
+        rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range).
+        running: keep a running range during training and use it in evaluation.
+    """
+
+    granularity: str
+    rounding: str = "nearest"
+    running: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        declared(type(self), vars(self))
+        choose("granularity", self.granularity, GRANULARITIES)
+        choose("rounding", self.rounding, ROUNDINGS)
+        if self.running and self.granularity != "per_tensor":
+            raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
+
+    @property
+    def grid(self) -> str:
+        """What rounding functions are told: the granularity; number formats add their name."""
+        return self.granularity
+
+
+# The roles of the authors' layers.
+# Differs: the paper speaks of clipping; like the authors' code this is an affine grid between minimum and maximum.
+QUANTIZERS: dict[str, Quantizer] = {
+    "conv_input": Quantizer("per_tensor", "nearest", running=True),
+    "conv_weight": Quantizer("per_channel", "nearest"),
+    "conv_grad": Quantizer("per_tensor", "stochastic"),
+    "linear_input": Quantizer("per_tensor", "nearest", running=True),
+    "linear_weight": Quantizer("per_row", "nearest"),
+    "linear_grad": Quantizer("per_position", "stochastic"),
+    "graph_input": Quantizer("per_row", "nearest"),  # one range per node
+    "graph_weight": Quantizer("per_row", "nearest"),
+    "graph_aggregation": Quantizer("per_row", "nearest"),  # what enters the sum over neighbours, in Q-Agg
+    "graph_grad": Quantizer("per_position", "stochastic"),
+    "lstm_input": Quantizer("per_tensor", "nearest", running=True),  # at every time step
+    "lstm_hidden": Quantizer("per_tensor", "nearest", running=True),
+    "lstm_weight": Quantizer("per_row", "nearest"),
+    "lstm_grad": Quantizer("per_row", "stochastic"),  # one range per sequence, at every time step
+    "attention_query": Quantizer("per_row", "nearest"),  # one range per token and head
+    "attention_key": Quantizer("per_row", "nearest"),  # of transposed keys: per head and feature, over the tokens
+    "attention_probabilities": Quantizer("per_row", "nearest"),
+    "attention_value": Quantizer("per_row", "nearest"),
+    "attention_grad": Quantizer("per_position", "stochastic"),
+    "bias": Quantizer("per_tensor", "nearest"),
+}
+
+
+def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
+    """Return a quantiser given by value or by role; ValueError names the roles."""
+    if isinstance(quantizer, Quantizer):
+        if type(quantizer) is not Quantizer:
+            raise ValueError(f"the quantizer of a role has no format, which a ladder gives; got {quantizer!r}")
+        return quantizer
+    return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
+
+
+def level_role(role: str) -> str:
+    """Return the field of ``Levels`` that tells the level of a role, such as "weight" of "linear_weight"."""
+    if role.endswith("weight_grad"):
+        return "weight_gradient"
+    return {"weight": "weight", "bias": "weight", "grad": "error"}.get(role.rpartition("_")[2], "activation")
+
+
+def weight_gradient_role(role: str) -> str:
+    """Return the role of a gradient where it is quantised for the weight gradient alone."""
+    return role.removesuffix("grad") + "weight_grad"
