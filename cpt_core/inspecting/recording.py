@@ -95,6 +95,10 @@ class Recording:
         self._hooks = ExitStack()
         self.open = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude the hooks from copies and pickles, which the model's hooks bring along."""
+        return {**vars(self), "_hooks": ExitStack()}
+
     def __enter__(self) -> Self:
         """Start; ValueError when a layer is recorded already."""
         if odd := [name for name, p in self._layers.items() if p in _RECORDED]:

@@ -137,7 +137,7 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
         (name, role)
         for name, p in layer_precisions(model).items()
         for role in p.quantizers
-        if not role.startswith(("linear_", "conv_"))  # the attention here has no weights of its own
+        if not role.startswith(("linear_", "conv_", "attention_"))  # no module here computes what is not of its kind
     }
     bias = {(n, "bias") for n, _ in expected}
     assert set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias

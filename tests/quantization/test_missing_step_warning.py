@@ -1,0 +1,234 @@
+"""A loop that never calls ``step()`` of its scheduler is warned once; loops that call it in time never are."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import cpt_core as cpt
+from cpt_core.quantization.missing_step_warning import MAX_UPDATES
+
+CR = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
+ENOUGH = MAX_UPDATES + 1  # updates after which the warning comes
+
+
+def net():
+    torch.manual_seed(0)
+    return cpt.quantize_(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)))
+
+
+def loss(model):
+    return model(torch.ones(4, 3)).square().sum()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train_without_steps(model, updates=ENOUGH, optimizer=None, accumulated=1, run=None):
+    """Train in a loop that calls no ``step()``."""
+    optimizer = optimizer or sgd(model)
+    for _ in range(updates):
+        for _ in range(accumulated):
+            loss(run or model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warnings_of(loop, *args):
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        loop(*args)
+    return [str(w.message) for w in seen]
+
+
+OPTIMIZERS = {
+    "SGD": sgd,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "accumulated", "compiled", "last"),
+    [("SGD", 1, False, 7), ("SGD", 3, False, 0), ("AdamW", 3, True, 0), ("fused", 2, False, 0)],
+)
+def test_missing_step_is_warned_of_once(optimizer, accumulated, compiled, last):
+    model = net()
+    scheduler = cpt.PrecisionScheduler(model, CR)
+    for _ in range(last):
+        scheduler.step()
+    run = torch.compile(model, backend="eager") if compiled else model
+    how = OPTIMIZERS[optimizer](model), accumulated, run
+    assert warnings_of(train_without_steps, model, MAX_UPDATES, *how) == []
+    (message,) = warnings_of(train_without_steps, model, ENOUGH, *how)
+    assert f"{ENOUGH} updates of the weights at step {last} of the schedule: call step()" in message
+    torch._dynamo.reset()
+
+
+def test_warning_names_the_line_of_the_loop():
+    model = net()
+    scheduler = cpt.PrecisionScheduler(model, CR)
+    with pytest.warns(UserWarning, match="call step") as seen:
+        train_without_steps(model)
+    assert seen[0].filename == __file__
+    assert scheduler.last_step == 0
+
+
+def test_optimizer_step_may_be_compiled():
+    model = net()
+    scheduler = cpt.PrecisionScheduler(model, CR)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        loss(model).backward()
+        step()
+        scheduler.step()
+    torch._dynamo.reset()
+
+
+# --- loops that are not warned: each gets the model, an optimizer and the scheduler -----------------------------------
+
+
+def accumulation(model, optimizer, scheduler):
+    for _ in range(3):
+        for _ in range(60):
+            loss(model).backward()
+            with torch.no_grad(), cpt.precision(model, "q_max"):  # and evaluated in between
+                loss(model.eval())
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def sharpness_aware(model, optimizer, scheduler):
+    for _ in range(ENOUGH):
+        for away in (0.01, -0.01):
+            optimizer.zero_grad()
+            loss(model).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += away
+        optimizer.step()
+        scheduler.step()
+
+
+def closures(model, _, scheduler):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=12)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
+
+    for _ in range(4):
+        optimizer.step(closure)
+        scheduler.step()
+
+
+def adversarial(model, optimizer, scheduler):
+    """Update a critic several times, and send gradients on to a generator, in one step."""
+    for _ in range(4):
+        train_without_steps(model, 5, optimizer)
+        loss(model).backward()
+        scheduler.step()
+
+
+def gradients_alone(model, optimizer, scheduler):
+    for _ in range(ENOUGH):
+        loss(model).backward()
+        optimizer.zero_grad()
+
+
+def another_model(model, optimizer, scheduler):
+    train_without_steps(nn.Linear(3, 2))
+
+
+def an_optimizer_per_parameter(model, optimizer, scheduler):
+    optimizers = [torch.optim.SGD([p], lr=0.01) for p in model.parameters()]
+    for _ in range(ENOUGH):
+        loss(model).backward()
+        for single in optimizers:
+            single.step()
+        scheduler.step()
+
+
+def inside_a_block(model, optimizer, scheduler):
+    with cpt.precision(model, 6):
+        train_without_steps(model)
+
+
+def after_the_last_step(model, optimizer, scheduler):
+    while scheduler.last_step < scheduler.total_steps - 1:
+        scheduler.step()
+    train_without_steps(model)
+
+
+def by_another_scheduler(model, optimizer, scheduler):
+    own = cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2))
+    for _ in range(ENOUGH):
+        train_without_steps(model, 1)
+        own.step()
+
+
+LOOPS = [
+    accumulation, sharpness_aware, closures, adversarial, gradients_alone, another_model, an_optimizer_per_parameter,
+    inside_a_block, after_the_last_step, by_another_scheduler,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_that_call_step_are_not_warned(loop):
+    model = net()
+    scheduler = cpt.PrecisionScheduler(model, CR)
+    assert warnings_of(loop, model, sgd(model), scheduler) == []
+    still_counts = loop is not after_the_last_step
+    assert len(warnings_of(train_without_steps, model)) == still_counts
+
+
+@pytest.mark.parametrize("schedule", ["STATIC", "CR"])
+def test_constant_schedule_is_not_warned_of(schedule):
+    model = net()
+    cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
+    scheduler = cpt.PrecisionScheduler(model, cpt.make_schedule(schedule, q_max=8, total_steps=40, **cycle))
+    assert warnings_of(train_without_steps, model) == []
+    assert scheduler.last_step == 0
+
+
+def test_frozen_layers_and_copies_change_nothing():
+    cpt.PrecisionScheduler(net().requires_grad_(False), CR)
+    model = net()
+    model[2].requires_grad_(False)
+    scheduler = cpt.PrecisionScheduler(model, CR)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with cpt.precision(twin, 4):  # the original alone is counted
+            assert warnings_of(train_without_steps, twin) == []
+    assert scheduler.last_step == 0
+    assert len(warnings_of(train_without_steps, model)) == 1
+
+
+def test_followed_optimizer_that_does_not_step_is_named():
+    model = net()
+    followed = sgd(model)
+    scheduler = cpt.PrecisionScheduler(model, CR, optimizer=followed)
+    other = sgd(model)  # as a loop makes that switches to another one, or wraps it
+    (message,) = warnings_of(train_without_steps, model, ENOUGH, other)
+    assert "the optimizer that the PrecisionScheduler follows has not stepped" in message
+    assert scheduler.last_step == 0
+
+
+def test_counting_ends_with_the_scheduler():
+    gc.collect()
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    model = net()
+    cpt.PrecisionScheduler(model, CR)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
+    del model
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before
