@@ -167,7 +167,6 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     keys = {name: index for index, name in enumerate(order)}
     mode = QuantizedOpsMode()
-    mode.root = model
     for name, module in list(model.named_modules()):
         precision = None
         kind = op_handlers.module_kind(module)
@@ -180,9 +179,10 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
             else:
                 precision = _add_precision(module, kind, config, key)
             precision.name = name
-        if name in chosen or module is model or _is_hooked(module):
+        if name in chosen or _may_multiply(module):
             per_feature = op_handlers.has_keys_per_feature(module)
             vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
+        if hasattr(module, HOOK) and _has_own_forward(module):
             module.register_forward_pre_hook(enter_module)
             module.register_forward_hook(leave_module, prepend=True, always_call=True)
 
@@ -231,7 +231,7 @@ class QuantizationWarning(UserWarning):
     """Something runs in float32 that a user of ``quantize_`` may believe to be quantised."""
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _may_multiply(module: nn.Module) -> bool:
     """Return whether operations may run in the forward of a module itself."""
     if isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
         return False
@@ -242,12 +242,17 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def is_convertible(module: nn.Module) -> bool:
     """Return whether a module can be given a precision."""
-    if not _is_hooked(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
+    if not _may_multiply(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
         return False
     form = own_form(type(module))
     if form is not None and form.KIND == "graph":
         return not form.why_not(module)
-    return holds_weights(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
+    return holds_weights(module) or _has_own_forward(module)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module does more than to run its children one after the other."""
+    return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
 
 
 def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -273,7 +278,7 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
 
 def holds_weights(module: nn.Module) -> bool:
     """Return whether a module holds matrices that it, or its parent, multiplies by."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _is_hooked(module):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):  # also where the weight is computed
         return True

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -85,13 +86,28 @@ class Interception(NamedTuple):
     keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
 
 
-class RunningModule(NamedTuple):
-    """An entry of the stack of running modules."""
+class RunningModule:
+    """An entry of the stack of running modules.
 
-    module: nn.Module
-    interception: Interception
-    frame: Any  # of Python, in which the module runs; None in compiled code
-    autograd_state: Any  # of torch when the module was entered, see ``_autograd_state``
+    Attributes:
+        module: the module.
+        interception: of the module.
+        frame: of Python, in which the module runs; None in compiled code.
+        switched_on: whether the module switched the mode on.
+        autograd_state: of torch when the module was entered, see ``_autograd_state``; None in compiled code.
+        stand_ins: tensors in the place of parameters, as ``functional_call`` puts them there, each with the layer that
+            holds it; None until they are wanted.
+    """
+
+    __slots__ = "autograd_state", "frame", "interception", "module", "stand_ins", "switched_on"
+
+    def __init__(self, module: nn.Module, interception: Interception, frame: Any, switched_on: bool) -> None:
+        self.module = module
+        self.interception = interception
+        self.frame = frame
+        self.switched_on = switched_on
+        self.autograd_state = None if frame is None else _autograd_state()
+        self.stand_ins: list[tuple[Tensor, Interception]] | None = None
 
 
 class _RunningModules(threading.local):
@@ -115,8 +131,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         super().__init__()
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation], None] | None = None
-        self.owners: dict[int, tuple[nn.Parameter, Interception]] = {}  # id of a parameter -> its layer
-        self.root: nn.Module | None = None
+        # id of a parameter -> the parameter, and its layer where a converted module holds it
+        self.owners: dict[int, tuple[weakref.ref[Tensor], Interception | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the callback and the table of parameters from copies and pickles."""
@@ -127,19 +143,16 @@ class QuantizedOpsMode(TorchFunctionMode):
         if self.on_operation is not None and function in COUNTED_FUNCTIONS:
             return self._count_whole(function, types, args, kwargs or {})
         handler = OP_HANDLERS.get(function)
+        kwargs = kwargs or {}
         if handler is None:
             if function in COMPOSITE_OPS:
                 with self:
-                    return COMPOSITE_OPS[function](*args, **(kwargs or {}))
-            return function(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
-        if kwargs.get("out", self) is None:  # functions of torch that are written in Python pass it on
-            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        if "out" in kwargs or not is_quantizable(args, kwargs):
+                    return COMPOSITE_OPS[function](*args, **kwargs)
             return function(*args, **kwargs)
-        frame = self.running.stack[-1].frame
-        if frame is not None and not _is_running(frame, sys._getframe()):
-            return function(*args, **kwargs)  # an interrupted forward pass has left the mode on
+        if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if "out" in kwargs or not is_quantizable(args, kwargs) or not self._is_inside():
+            return function(*args, **kwargs)
         with without_modes():
             return self.call_handler(handler, function, args, kwargs)
 
@@ -162,31 +175,57 @@ class QuantizedOpsMode(TorchFunctionMode):
     # --- the stack of running modules -------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, interception: Interception, frame: Any = None) -> None:
-        """Put a module on the stack; the first one switches the mode on."""
+        """Put a module on the stack, and switch the mode on where it is not."""
         stack = self.running.stack
-        if stack and module is self.root and frame is not None:
+        if stack and frame is not None:
             self._drop_interrupted(frame)
-        if not stack:
+        switches_on = not (stack if frame is None else _is_switched_on(self))
+        stack.append(RunningModule(module, interception, frame, switches_on))
+        if switches_on:
             self.__enter__()
-        state = None if frame is None else _autograd_state()
-        stack.append(RunningModule(module, interception, frame, state))
 
     def leave(self, module: nn.Module) -> None:
-        """Take a module off the stack; the last one switches the mode off."""
+        """Take a module off the stack; the one that switched the mode on switches it off."""
         stack = self.running.stack
-        if not stack or stack[-1].module is not module:
-            return  # the forward pass failed before the module was entered
-        stack.pop()
-        if not stack:
-            self.__exit__(None, None, None)
+        if not any(entry.module is module for entry in stack):
+            return  # a hook failed before the module was entered
+        while True:
+            entry = stack.pop()
+            if entry.switched_on:
+                self._switch_off()
+            if entry.module is module:
+                return
+
+    def _is_inside(self) -> bool:
+        """Return whether a module runs now; an interrupted forward pass leaves the mode on."""
+        stack = self.running.stack
+        current = None if torch.compiler.is_compiling() else sys._getframe(1)
+        while stack:
+            entry = stack[-1]
+            if entry.frame is None or current is None or _is_running(entry.frame, current):
+                return True
+            if entry.switched_on:  # the mode cannot be switched off here, where it hides itself
+                return False
+            stack.pop()
+        return False
 
     def _drop_interrupted(self, frame: Any) -> None:
         """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""
         stack = self.running.stack
-        while stack and not _is_running(stack[-1].frame, frame):
-            stack.pop()
-        if not stack:
+        while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame, frame):
+            if stack.pop().switched_on:
+                self._switch_off()
+
+    def _switch_off(self) -> None:
+        """Take the mode off the modes of this thread, also from below others."""
+        if torch.compiler.is_compiling():
             self.__exit__(None, None, None)
+        elif _is_switched_on(self):
+            above = []
+            while (mode := _pop_mode()) is not self:
+                above.append(mode)
+            for mode in reversed(above):
+                _push_mode(mode)
 
     def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it ran in the forward of a module."""
@@ -204,38 +243,39 @@ class QuantizedOpsMode(TorchFunctionMode):
             return True
         if torch.compiler.is_compiling():
             return False
-        module = self.running.stack[-1].module
-        candidates = (x,) if x._base is None else (x, x._base)
-        for part in module.modules():  # also of children, whose weights a module may use
-            for parameter in part._parameters.values():
-                if parameter is not None and not isinstance(parameter, nn.Parameter):
-                    if any(y is parameter for y in candidates):
-                        return True
-        return False
+        return any(tensor is x or tensor is x._base for tensor, _ in self._stand_ins())
 
     def layer_of(self, weight: Tensor) -> Interception:
         """Return the layer that holds a weight; the innermost running one where none is known to hold it."""
         top = self.running.stack[-1]
-        parameters = top.module._parameters
-        if parameters.get("weight") is weight:
+        if top.module._parameters.get("weight") is weight:
             return top.interception
-        for candidate in (weight,) if weight._base is None else (weight, weight._base):
-            if any(candidate is p for p in parameters.values()):
-                return top.interception
-            if isinstance(candidate, nn.Parameter):
-                return self._owner(candidate) or top.interception
-        return top.interception
+        parameter = weight if weight._base is None else weight._base
+        if isinstance(parameter, nn.Parameter):
+            return self._owner(parameter) or top.interception
+        if torch.compiler.is_compiling():
+            return top.interception
+        owners = (layer for tensor, layer in self._stand_ins() if tensor is weight or tensor is parameter)
+        return next(owners, top.interception)
+
+    def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
+        """Return the tensors in the place of parameters of the innermost running module and its children."""
+        entry = self.running.stack[-1]
+        if entry.stand_ins is None:
+            entry.stand_ins = _stand_ins(entry.module)
+        return entry.stand_ins
 
     def _owner(self, parameter: nn.Parameter) -> Interception | None:
         known = self.owners.get(id(parameter))
-        if known is None or known[0] is not parameter:
-            self.owners = self.find_owners()
-            known = self.owners.get(id(parameter))
-        return None if known is None else known[1]
+        if known is None or known[0]() is not parameter:
+            found = {key: (weakref.ref(p), layer) for key, (p, layer) in self.find_owners().items()}
+            known = found.get(id(parameter), (weakref.ref(parameter), None))
+            self.owners |= {**found, id(parameter): known}
+        return known[1]
 
     def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
-        """Return the layer of every parameter by the parameter's id."""
-        return _owners(self.root)
+        """Return the layer of every parameter of the outermost running module, by the parameter's id."""
+        return _owners(self.running.stack[0].module)
 
     # --- the one place where operations are quantised ---------------------------------------------------------------
 
@@ -295,7 +335,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 def is_quantizable(args: Any, kwargs: Any) -> bool:
     """Return whether all operands are dense real tensors, and the first one floating."""
     first = None
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(x, Tensor):
                 if x.layout != torch.strided or x.is_complex():
@@ -315,10 +355,27 @@ def _autograd_state() -> tuple[Any, bool]:
     return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
 
 
-def _owners(root: nn.Module | None) -> dict[int, tuple[nn.Parameter, Interception]]:
+def _is_switched_on(mode: QuantizedOpsMode) -> bool:
+    """Return whether a mode is among those of this thread."""
+    count = torch._C._len_torch_function_stack()
+    return any(torch._C._get_function_stack_at(index) is mode for index in range(count))
+
+
+def _stand_ins(module: nn.Module) -> list[tuple[Tensor, Interception]]:
+    """Return the tensors in the place of parameters of a module and its children, each with its layer."""
+    found = []
+    for part in module.modules():
+        interception = getattr(part, HOOK, None)
+        for tensor in part._parameters.values() if interception is not None else ():
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                found.append((tensor, interception))
+    return found
+
+
+def _owners(root: nn.Module) -> dict[int, tuple[nn.Parameter, Interception]]:
     """Return the layer of every parameter; of several that share one, the first that is converted."""
     owners: dict[int, tuple[nn.Parameter, Interception]] = {}
-    for module in root.modules() if root is not None else ():
+    for module in root.modules():
         interception = getattr(module, HOOK, None)
         for parameter in module._parameters.values() if interception is not None else ():
             if isinstance(parameter, nn.Parameter):
