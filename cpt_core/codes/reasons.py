@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from cpt_core.formats.ladder_rounding import ladders_of_layer
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.layers import ONE_RANGE, PASSES
@@ -120,7 +121,7 @@ def _reasons_of_attention(layer: nn.Module, precision: LayerPrecision) -> dict[s
 def _reasons_of_formats(layer: nn.Module, precision: LayerPrecision) -> dict[str, str]:
     """Return the matmuls that some level of a ladder has in formats without integers, with the first such level."""
     forward = ("forward", "aggregation")
-    for role, ladder in precision.ladders._asdict().items():
+    for role, ladder in ladders_of_layer(precision)._asdict().items():
         odd = [q for q in ladder.levels if not (ladder.quantizer(q).plain or ladder[q].is_identity)]
         if odd:
             reason = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder.quantizer(odd[0])}"

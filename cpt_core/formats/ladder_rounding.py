@@ -46,6 +46,9 @@ class LadderBits(ActiveBits):
         super().__init__(levels, formats, quantizers)
         self.requested = requested
         self.splits_gradient = requested.error != requested.weight_gradient
+        for index, quantizer in enumerate(requested):
+            if quantizer is not None and quantizer.format.kind == "affine":
+                self.steps[index] = num_steps(quantizer.format.bits)
 
     def constants(self) -> tuple[Any, ...]:
         """Return what code that was captured for other levels holds as constants."""

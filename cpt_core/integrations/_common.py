@@ -70,8 +70,9 @@ class TrainerPrecision(PrecisionScheduler):
 
     def _so_far(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
-        schedule, ladders = self.schedules[pattern][0], self._groups[pattern][0].ladders
-        on = None if set(ladders) == {AFFINE} else tuple(ladders)
+        schedule = self.schedules[pattern][0]
+        ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
+        on = None if ladders is None or set(ladders) == {AFFINE} else tuple(ladders)
         spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
         return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
 

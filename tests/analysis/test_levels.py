@@ -24,14 +24,14 @@ def digits():
     return runs_of(specs, lambda s: quality.get((s.arm, s.q_max), 0.5))
 
 
-def levels_of(found, claim):
+def num_steps(found, claim):
     (entry,) = claims.judged(found, [claim])
     return [effect.level for effect, _ in entry.effects]
 
 
 def test_effect_level_is_static_q_max_of_its_experiment(digits):
-    assert levels_of(digits, "schedule_controls")[0] in ("static 8 reaches 90.0 %", "static 6 reaches 70.0 %")
-    assert set(levels_of(digits, "cpt_improves")) == {"static 8 reaches 90.0 %", "static 6 reaches 70.0 %"}
+    assert num_steps(digits, "schedule_controls")[0] in ("static 8 reaches 90.0 %", "static 6 reaches 70.0 %")
+    assert set(num_steps(digits, "cpt_improves")) == {"static 8 reaches 90.0 %", "static 6 reaches 70.0 %"}
 
 
 def test_effect_level_stands_in_the_evidence(digits):
@@ -51,7 +51,7 @@ def test_level_of_deficits_is_training_without_one():
     found = runs_of(
         designs.deficit_scan("demo", "digits", seeds=range(3)), lambda s: 0.5 if s.schedule.windows else 0.8
     )
-    assert set(levels_of(found, "deficit_short")) == {"no deficit reaches 80.0 %"}
+    assert set(num_steps(found, "deficit_short")) == {"no deficit reaches 80.0 %"}
     assert levels.of_experiment(found) == "no deficit reaches 80.0 %"
 
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
-from cpt_core.formats.quantizer import GRANULARITIES, ROUNDINGS, Quantizer
+from cpt_core.formats.ladder_rounding import on_level
+from cpt_core.formats.quantizer import FormatQuantizer
+from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, Quantizer
 from cpt_core.quantization.roles import quantizer_of
 
 THEIRS = {
@@ -96,27 +98,27 @@ def test_a_name_gives_the_format_back(format, saturate, chosen):
     assert Format.of(str(format)) == format
     assert Format.of(format) is format
     assert hash(Format.of(str(format))) == hash(format)
-    level = Quantizer(format=format, **chosen)
-    assert Quantizer.of(str(level)) == level
-    assert Quantizer.of(level) is level
-    assert Quantizer.of(str(format)) == Quantizer.of(format) == Quantizer(format=format)
+    level = FormatQuantizer(format=format, **chosen)
+    assert FormatQuantizer.of(str(level)) == level
+    assert FormatQuantizer.of(level) is level
+    assert FormatQuantizer.of(str(format)) == FormatQuantizer.of(format) == FormatQuantizer(format=format)
 
 
 @given(st.one_of(elements, blocks), options())
 def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, chosen):
     role = Quantizer("per_tensor", "stochastic", running=True)
-    level = Quantizer(format=format, **chosen)
-    found = role.on(level)
+    level = FormatQuantizer(format=format, **chosen)
+    found = on_level(role, level)
     if level.plain:
         assert found is role
-        assert level == Quantizer.of(f"affine{format.bits}")
+        assert level == FormatQuantizer.of(f"affine{format.bits}")
         return
     assert found.format == format
     assert found.granularity == chosen.get("granularity", "per_tensor")
     assert found.rounding == chosen.get("rounding", "stochastic")
     assert found.running == (found.granularity == "per_tensor")
     assert found.hadamard == level.hadamard
-    assert Quantizer("per_row").on(level).granularity == chosen.get(
+    assert on_level(Quantizer("per_row"), level).granularity == chosen.get(
         "granularity", "per_tensor" if format.scale == "e4m3" else "per_row"
     )
 
@@ -129,28 +131,26 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
         (lambda: Format.of(8), "a format is a Format or its name, got 8"),
         (lambda: Format.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'"),
         (lambda: Format.of("e4m3:rounding=nearest"), "unknown option of a format 'rounding'"),
-        (lambda: Quantizer.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'.*hadamard"),
-        (lambda: Quantizer.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
-        (lambda: Quantizer.of(Quantizer("per_row")), "a level has a Format, its name, or a Quantizer with one"),
+        (lambda: FormatQuantizer.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'.*hadamard"),
+        (lambda: FormatQuantizer.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
+        (lambda: FormatQuantizer.of(Quantizer("per_row")), "a level has a Format, its name, or a FormatQuantizer"),
         (lambda: Format.affine(0), "bits of affine formats must be .* at least 1 and at most 23, got 0"),
         (lambda: Format.symmetric(1), "bits of symmetric formats must be .* at least 2 and at most 23, got 1"),
         (lambda: Format.log2(9), "bits of log2 formats must be .* at least 2 and at most 8, got 9"),
         (lambda: Format.minifloat(1, 2), "bits of a minifloat.s exponent must be .* at least 2 and at most 8"),
         (lambda: Format.mx("affine4"), "blocks of minifloats or whole numbers"),
         (lambda: Format.mx("e2m1", block=0), "block must be a whole number of at least 1, got 0"),
-        (lambda: Quantizer("per_row", format=Format.affine(4), hadamard=12), "power of two as its size, got 12"),
-        (lambda: Quantizer.of("affine4:clipping=rms"), "unknown option of a format 'clipping'"),
+        (lambda: FormatQuantizer("per_row", format=Format.affine(4), hadamard=12), "power of two as its size, got 12"),
+        (lambda: FormatQuantizer.of("affine4:clipping=rms"), "unknown option of a format 'clipping'"),
         (lambda: Quantizer("per_cow"), "unknown granularity 'per_cow'"),
-        (lambda: Quantizer("per_row", hadamard=16), "a Hadamard rotation belongs to a format"),
         (
-            lambda: Quantizer.of(Quantizer("per_tensor", running=True, format=FORMATS["e4m3"])),
-            "one, not running; got",
+            lambda: FormatQuantizer.of(FormatQuantizer("per_tensor", running=True, format=FORMATS["e4m3"])),
+            "a FormatQuantizer that is not running; got",
         ),
-        (lambda: quantizer_of(Quantizer()), "the quantizer of a role has a granularity, one of per_tensor"),
-        (lambda: quantizer_of(Quantizer("per_row", format=FORMATS["e4m3"])), "no format, which a ladder gives"),
+        (lambda: quantizer_of(FormatQuantizer("per_row", format=FORMATS["e4m3"])), "no format, which a ladder gives"),
         (lambda: Format.minifloat(8, 7, "none"), "e8m7 with specials 'none' has numbers beyond the largest of float32"),
         (lambda: Format.minifloat(8, 1, "nan"), "beyond the largest of float32"),
-        (lambda: Quantizer.of("mxfp4:hadamard=x"), "option 'hadamard' of format 'mxfp4:hadamard=x' cannot be 'x'"),
+        (lambda: FormatQuantizer.of("mxfp4:hadamard=x"), "option 'hadamard' of format 'mxfp4:hadamard=x' cannot be 'x'"),
         (lambda: Format.of("mxfp4:partial=True"), "option 'partial' of format 'mxfp4:partial=True' cannot be 'True'"),
     ],
 )

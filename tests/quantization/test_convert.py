@@ -12,7 +12,8 @@ from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.backend import backend as kernels_in_force
 from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
@@ -62,7 +63,7 @@ def test_layer_equals_quantise_then_call(kind, device):
     if plain.bias is not None:
         operands["bias"] = quantize(plain.bias, BITS, "bias")
     y = torch.func.functional_call(plain, operands, quantize(twin, BITS, f"{role}_input"))
-    grad_levels = torch.tensor(levels_of(Q_GRAD), device=device)
+    grad_levels = torch.tensor(num_steps(Q_GRAD), device=device)
     y = quantize_gradient(y, grad_levels, NEAREST.quantizers[f"{role}_grad"])
 
     with precision(layer, BITS, q_grad=Q_GRAD):

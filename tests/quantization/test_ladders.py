@@ -8,7 +8,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import AFFINE, LADDERS
-from cpt_core.quantization.roles import Quantizer
+from cpt_core.formats.quantizer import FormatQuantizer
 from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.kernels.formats import rotate
 from cpt_core.kernels.operators import fake_quantize
@@ -175,7 +175,7 @@ def test_a_rotation_of_both_operands_leaves_the_product_alone():
 def test_a_rotation_spreads_an_outlier_over_its_block():
     errors = []
     for hadamard in (0, 32):
-        ladder = {4: Quantizer(format=cpt.Format.affine(4), hadamard=hadamard)}
+        ladder = {4: FormatQuantizer(format=cpt.Format.affine(4), hadamard=hadamard)}
         model, x = converted("linear", ladder=of_operands(ladder))
         x[:, 0] = 100.0
         model.precision.set_bits(4, None)

@@ -12,7 +12,8 @@ from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.quantization.fake_quantize import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 
@@ -33,7 +34,7 @@ def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, rounded=None,
     w_ih, w_hh, b_ih, b_hh = (
         getattr(module, f"{n}_{cell}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
-    levels = torch.tensor(levels_of(q_grad))
+    levels = torch.tensor(num_steps(q_grad))
 
     def product(x, role, weight, bias):
         bias = None if bias is None else quantize(bias, bits, "bias")

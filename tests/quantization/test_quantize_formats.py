@@ -5,7 +5,8 @@ import torch
 from helpers import INF, NAN, normal, refused
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.quantization.roles import Quantizer
+from cpt_core.formats.ladder_rounding import on_level
+from cpt_core.formats.quantizer import FormatQuantizer
 from cpt_core.kernels import grids
 from cpt_core.kernels.formats import rotate, round_elements
 from cpt_core.quantization.fake_quantize import quantize
@@ -39,12 +40,12 @@ def test_quantize_rounds_to_every_format(name):
             expected = quantize(x, format.bits)
     assert torch.equal(y, expected)
     for role in ("linear_weight", "conv_weight"):
-        grid = QUANTIZERS[role].on(Quantizer(format=format)).grid
+        grid = on_level(QUANTIZERS[role], FormatQuantizer(format=format)).grid
         n = torch.tensor(2.0**format.bits - 1)
         assert torch.equal(
             quantize(x, format=format, quantizer=role), torch.ops.cpt_reference.fake_quantize(x, n, grid, None)[0]
         )
-    own = quantize(x, format=Quantizer("per_row", format=format))
+    own = quantize(x, format=FormatQuantizer("per_row", format=format))
     assert torch.equal(own, quantize(x, format=f"{name}:granularity=per_row"))
     if not format.plain_affine:
         assert torch.equal(own, grids.fake_quantize(x, N, f"per_row|{name}", None)[0])
@@ -68,7 +69,7 @@ def test_quantize_passes_gradients_and_keeps_types():
 
 
 def test_quantize_rounds_stochastically_with_a_seed():
-    x, level = normal(100, 30), Quantizer.of("e4m3:rounding=stochastic")
+    x, level = normal(100, 30), FormatQuantizer.of("e4m3:rounding=stochastic")
     found = [quantize(x, format=level, seed=s) for s in (0, 0, 1)]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])

@@ -11,7 +11,8 @@ from cpt_core.quantization.roles import Quantizer
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.fake_quantize import round_in_range
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
 
@@ -56,7 +57,7 @@ def test_few_bits_take_every_rounding_as_the_identity():
 
     def rounded(gradient):
         y = torch.zeros_like(gradient, requires_grad=True)
-        quantize_gradient(y, torch.tensor(levels_of(5)), NEAREST.quantizers["linear_grad"]).backward(gradient)
+        quantize_gradient(y, torch.tensor(num_steps(5)), NEAREST.quantizers["linear_grad"]).backward(gradient)
         return y.grad
 
     with precision(layer, 3, q_grad=5):

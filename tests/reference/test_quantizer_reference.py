@@ -17,7 +17,8 @@ from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels import backend
 from cpt_core.kernels.operators import range_of
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 
@@ -80,7 +81,7 @@ def test_every_quantised_gradient(reference):
     for case in cases(reference, "quantize_grad"):
         x = torch.zeros(case["shape"], requires_grad=True)
         quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
-        y = quantize_gradient(x, torch.tensor(levels_of(int(case["bits"]))), quantizer)
+        y = quantize_gradient(x, torch.tensor(num_steps(int(case["bits"]))), quantizer)
         y.backward(tensor(case["upstream"], case["shape"]))
         if not torch.equal(y, x) or differs(x.grad, case["output"], VALUE_ATOL):
             wrong.append(case["id"])
