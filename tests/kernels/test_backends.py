@@ -7,10 +7,10 @@ from helpers import EDGES, INF, NAN, identical, normal
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder_rounding import on_level
 from cpt_core.formats.quantizer import FormatQuantizer
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels import backend as backend_module
 from cpt_core.kernels import grids, operators
 from cpt_core.quantization import rounding as reference
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES
 
 
@@ -184,31 +184,6 @@ def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
     torch.ops.cpt.quantize_gradient(y * 1, N, key, "per_row|e5m2").backward(g.clone())
     assert torch.equal(y.grad, expected)
     assert key is None or int(key) == 6
-
-
-# --- parts -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", [None, torch.tensor(5)])
-@pytest.mark.parametrize("grid", [*sorted(GRANULARITIES), *GRIDS])
-def test_parts_change_no_bit(monkeypatch, grid, key):
-    shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200)]
-    for shape in shapes if grid.startswith("per_sample_mean") else (*shapes, (999,)):
-        found = []
-        for block in (10**9, 64):  # in one piece first
-            monkeypatch.setattr(reference, "BLOCK", block)
-            found.append(grids.fake_quantize(normal(*shape), torch.tensor(7.0), grid, key))
-        assert identical(*found), shape
-
-
-@pytest.mark.parametrize("grid", ["per_tensor", "per_tensor|e2m1"])
-def test_parts_are_really_used(monkeypatch, grid):
-    calls, rows = [], reference.rows_of_part
-    monkeypatch.setattr(reference, "rows_of_part", lambda x: calls.append(x.numel()) or rows(x))
-    x, levels = torch.rand(2 * reference.BLOCK + 1), torch.tensor(7.0)
-    for y in (x, x[:-1]):
-        grids.fake_quantize(y, levels, grid, None)
-    assert calls == [len(x)]
 
 
 def test_empty_noise():

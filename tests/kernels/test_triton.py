@@ -11,11 +11,11 @@ from helpers import INF, NAN, WITH_CUDA, identical, normal
 from kernels.test_backends import layouts, numbers
 from quantization.test_quantizers import splitmix_and_finaliser
 
-from cpt_core.kernels import grids, operators
-from cpt_core.quantization import rounding as reference
+from cpt_core.kernels import grids, integer_reference, operators
 from cpt_core.kernels.backend import backend
-from cpt_core.quantization.rounding import GRANULARITIES
 from cpt_core.kernels.triton import tiles
+from cpt_core.quantization import rounding as reference
+from cpt_core.quantization.rounding import GRANULARITIES
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 tl = triton.language
@@ -83,7 +83,7 @@ def check(kernels, x, granularity, bits, key, codes=True):
     assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
     if bits <= 8 and codes:
         given = x, *expected[1:], torch.tensor(2.0**bits - 1), key, key is not None
-        codes, plain = kernels.encode(*given), reference.encode(*given)
+        codes, plain = kernels.encode(*given), integer_reference.encode(*given)
         assert torch.equal(codes, plain)
         assert codes.stride() == found[0].stride()
         if x.dim() == 4:
@@ -186,7 +186,7 @@ def test_products_of_codes(kernels, M, N, many):
     tables = codes[0], normal(3, M), codes[1], normal(4, many * N)
     found, expected = product.clone(), product.clone()
     kernels.affine(found, *tables)
-    reference.affine(expected, *tables)
+    integer_reference.affine(expected, *tables)
     assert torch.equal(found, expected)
     assert not torch.equal(found, product)
 

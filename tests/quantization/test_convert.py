@@ -13,8 +13,8 @@ from cpt_core.kernels.backend import backend as kernels_in_force
 from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
-from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.roles import QUANTIZERS
+from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
 

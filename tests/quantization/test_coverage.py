@@ -10,6 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from cpt_core.quantization.coverage import FirstPass, QuantizationWarning
 from helpers import Ran, refused
 from torch import fx, nn
 from torch.nn import functional as F
@@ -20,7 +21,6 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.coverage import FirstPass, QuantizationWarning
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.scheduler import precision

@@ -13,11 +13,11 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.codes import graph_layers as graph_integer
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, Precision, SAGEConv
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.graph_layers import GraphPrecision
+from cpt_core.quantization.roles import Quantizer
 
 SOURCES, NODES = 50, 40
 SHARED = cpt.QuantConfig(execution="integer", aggregation="quantized").with_shared_steps()

@@ -19,11 +19,11 @@ import cpt_core as cpt
 from cpt_core.codes import integer
 from cpt_core.codes.integer import matmul
 from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
 from cpt_core.kernels.products import LONGEST
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.roles import Quantizer
 
 NEAR = 1e-6
 

@@ -8,13 +8,11 @@ from helpers import NEAREST, refused
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.quantization.fake_quantize import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, round_in_range
+from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import num_steps
-from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]

@@ -8,6 +8,7 @@ import helpers
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
+from cpt_core.quantization.coverage import names_a_product
 from helpers import NEAREST, Does
 from torch import nn
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import coverage, operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.coverage import names_a_product
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule

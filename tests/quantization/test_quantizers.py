@@ -15,16 +15,12 @@ from torch import nn
 
 import cpt_core
 from cpt_core.checks import check_bits
-from cpt_core.quantization.roles import Quantizer
-from cpt_core.kernels.backend import reference
-from cpt_core.quantization.fake_quantize import range_of, round_in_range
-from cpt_core.quantization.rounding import GRANULARITIES, hash_noise
-from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
-from cpt_core.quantization.rounding import num_steps
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, range_of, round_in_range
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.roles import QUANTIZERS
+from cpt_core.quantization.roles import QUANTIZERS, Quantizer
+from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
 from cpt_core.quantization.scheduler import precision
 
 EVERY = sorted(GRANULARITIES)

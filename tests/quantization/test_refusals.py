@@ -4,17 +4,16 @@ import functools
 
 import pytest
 import torch
+from cpt_core.quantization.operations import QuantOperations
 from helpers import pictures, refused, small
 from quantization.test_attention import bert, unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from cpt_core.quantization import convert
-from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.convert import QuantizationWarning
+from cpt_core.quantization.convert import QuantConfig, QuantizationWarning, quantize_, restore_
 from cpt_core.quantization.layers import QuantConv2d, QuantizedLayer, QuantLinear
 from cpt_core.quantization.lstm import QuantLSTM
-from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.scheduler import precision
 
 

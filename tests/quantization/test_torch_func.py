@@ -7,11 +7,10 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.quantization.fake_quantize import round_in_range
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, round_in_range
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
