@@ -19,7 +19,8 @@ from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
-from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.kernels.lstm_layer import input_ranges
+from cpt_core.quantization.lstm import LSTMDirection
 from cpt_core.quantization.precision import LayerPrecision
 
 
@@ -32,33 +33,35 @@ def step_product(
 
 
 @torch.compiler.disable
-def cell_on_codes(
-    layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tuple[int, ...]], h: Tensor, c: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
-    p, role = layer.precision, f"hidden_{cell}"
-    count, sizes = steps
-    by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
-    parts = () if by_row else sizes or (len(x) // count,) * count
-    (w, b), (u, d) = (layer.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-    x_gates = linear_on_codes(p, x, w, b, _encoded_input(layer, cell, x, steps), parts)
-    given = x_gates, u, None if d is None else p.operand("bias", d), h, c
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    y, h, c, ranges = _Recurrence.apply(*given, p, role, (count, sizes, cell.endswith("_reverse")), save)
-    if layer.training and p.quantizers[role].running:
-        p.track(role, *ranges)
-    return y, h, c
+def run_on_codes(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
+    precision, role = direction.precision, f"hidden_{direction.name}"
+    by_row = precision.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
+    parts = () if by_row else direction.rows_of_steps(x)
+    encoded_input = _encoded_input(direction, x)
+    x_gates = linear_on_codes(precision, x, direction.input_weight, direction.input_bias, encoded_input, parts)
+
+    bias = direction.hidden_bias
+    rounded_bias = None if bias is None else precision.operand("bias", bias)
+    operands = x_gates, direction.hidden_weight, rounded_bias, h, c
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    steps = direction.steps, direction.sizes, direction.is_reverse
+    y, last_h, last_c, ranges = _Recurrence.apply(*operands, precision, role, steps, save)
+    if precision.training and precision.quantizers[role].running:
+        precision.track(role, *ranges)
+    return y, last_h, last_c
 
 
-def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tuple[int, ...]]) -> QuantizedTensor:
+def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     """Return the codes of x (N, I), every step on its own range."""
-    p, role = layer.precision, f"input_{cell}"
-    if p.running_range(role) is not None:
-        return encoded(p, role, x)
-    p.follow(x)
+    precision, role = direction.precision, f"input_{direction.name}"
+    if precision.running_range(role) is not None:
+        return encoded(precision, role, x)
+    precision.follow(x)
     x = x.detach()
-    low, width = layer.ranges(cell, x, steps)
-    return QuantizedTensor.on(x, marked(p, role, x, low), width, p.levels, None, p.clips(role))
+    low, width = input_ranges(direction, x)
+    low = marked(precision, role, x, low)
+    return QuantizedTensor.on(x, low, width, precision.levels, None, precision.clips(role))
 
 
 class _Recurrence(torch.autograd.Function):

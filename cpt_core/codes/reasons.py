@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from cpt_core.formats.ladder_rounding import ladders_of_layer
+from cpt_core.kernels.lstm_layer import int8_reason
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.layers import ONE_RANGE, PASSES
@@ -88,8 +89,12 @@ def unsupported_reason(layer: Any, precision: LayerPrecision) -> str:
     """Return why no matmul of a layer has an integer form, or ""."""
     if hasattr(layer, "not_on_codes"):
         return layer.not_on_codes()
-    if _kind(layer) != "conv":
-        return ""
+    if _kind(layer) == "lstm":
+        return int8_reason(precision, layer.hidden_size)
+    return _convolution_reason(layer, precision) if _kind(layer) == "conv" else ""
+
+
+def _convolution_reason(layer: Any, precision: LayerPrecision) -> str:
     if not isinstance(layer, nn.Conv2d):
         return f"a {type(layer).__name__} has no integer form"
     if layer.groups > 1:

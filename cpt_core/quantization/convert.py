@@ -26,6 +26,7 @@ from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.layers import QuantizedLayer, own_form
+from cpt_core.quantization.lstm import lstm_roles
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
@@ -171,6 +172,8 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         precision = None
         kind = op_handlers.module_kind(module)
         if name in chosen:
+            if kind in extensions.EXTENSIONS and extensions.is_installed(kind):
+                extensions.load(kind)
             form = own_form(type(module))
             key = _key(config.seed, keys[name])
             if form is not None and not form.why_not(module):
@@ -189,10 +192,14 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
     """Return the new precision of a module: a child of it where the module holds weights."""
-    precision = LayerPrecision(_roles(kind, config), key, config.running_start, kind)
+    roles = _roles(kind, config)
+    if kind == "lstm":
+        roles = lstm_roles(module, roles)
+    precision = LayerPrecision(roles, key, config.running_start, kind)
     device = next((p.device for p in module.parameters()), None)
     precision.to(device)
-    precision.execution, precision.splits = config.execution, True
+    precision.execution = config.execution
+    precision.splits = kind != "lstm"  # whose recurrence rounds a gradient once for both of its uses
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
     precision.has_weights = holds_weights(module)
@@ -291,7 +298,9 @@ def _key_group(module: nn.Module) -> int:
     if form is not None and not form.why_not(module):
         return 0
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    if type(module) in layers or op_handlers.has_keys_per_feature(module):
+    if type(module) in layers or op_handlers.module_kind(module) == "lstm":
+        return 0
+    if op_handlers.has_keys_per_feature(module):
         return 0
     return 1 if holds_weights(module) else 2
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 ONE_RANGE = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
 ON_CODES = {  # products on codes -> their place in a room of their own, opened when a layer is asked for them
-    "lstm": "lstm:cell_on_codes",
     "graph": "graph_layers:product_on_codes",
     "aggregation": "graph_layers:sum_on_codes",
 }
@@ -135,7 +134,6 @@ def seen() -> bool:
 
 # classes with a quantised form of their own -> that form; none of it is loaded before a model has the class
 FORMS = {
-    "torch.nn.modules.rnn.LSTM": "quantization.lstm:QuantLSTM",
     "cpt_core.graphs.layers.GraphConv": "quantization.graph_layers:QuantGraphConv",
     "cpt_core.graphs.layers.SAGEConv": "quantization.graph_layers:QuantSAGEConv",
     "dgl.nn.pytorch.conv.graphconv.GraphConv": "integrations.dgl:QuantDGLGraphConv",

@@ -1,13 +1,17 @@
-"""The quantised LSTM.  Paper: section 4.4.
+"""The quantised LSTM: a handler of ``torch.lstm``, the function that ``nn.LSTM`` calls.  Paper: section 4.4.
 
-``nn.LSTM`` with both products of every step quantised: the input x_t and the hidden state h, each with one range per
-time step, and both weights. The gates, the cell state and the hidden state itself stay in float32.
+Both matmuls of every step are quantised: the input x_t and the hidden state h, each with one range per time step, and
+both weights. The gates, the cell state and the hidden state itself stay in float32.
 
     gates_t = q(x_t) q(W)' + q(b) + q(h_{t-1}) q(U)' + q(b')
     i, f, o = sigmoid(gates)   g = tanh(gates)   c_t = f c_{t-1} + i g   h_t = o tanh(c_t)
 
-Written step by step this quantises the weights 2 T times; here they are quantised once and the input product of all
-steps is one product, with the same bits in the result. The recurrence is one operator, ``cpt_core.kernels.lstm``.
+The handler takes the arguments of the function apart, goes through layers and directions, and reports the work. A
+function for one direction of one layer computes: ``run_by_steps`` here, or a faster one (``lstm_handler``) to the same
+numbers. LSTMs with a projection, subclasses of ``nn.LSTM`` and cells run by ``recurrences`` instead.
+
+Without quantisation ("float", or 24 bits and more) torch's own LSTM runs. Output and gates are computed in float32 also
+under autocast.
 
 Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
 ``PackedSequence``.
@@ -21,239 +25,231 @@ torch.Size([7, 2, 3])
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import Tensor
+from torch.nn import functional
 
-from cpt_core.codes.execution import multiplies_integers
-from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
-from cpt_core.kernels.products import LONGEST
+from cpt_core.quantization import fake_quantize, recurrences
 from cpt_core.quantization.fake_quantize import check_floating
-from cpt_core.quantization.layers import QuantizedLayer, on_codes, seen, unseen
+from cpt_core.quantization.op_handlers import functions_named, recurrence_handler, register_handler
+from cpt_core.quantization.op_interception import Interception, Operation, QuantizedOpsMode
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
-from cpt_core.quantization.rounding import Range
-from cpt_core.schedules.schedule import Levels
 
-if TYPE_CHECKING:
-    from cpt_core.quantization.convert import QuantConfig
-
-State = tuple[Tensor, Tensor]
-Steps = tuple[int, tuple[int, ...]]  # how many, and the sequences of each; nothing where all have the same
+State = tuple[Tensor, Tensor]  # h and c
+ELEMENTWISE_PER_STEP = 27  # operations per hidden unit of gates and cell, as the counters of the authors have it
+ELEMENTWISE_PER_SEQUENCE = 5
 
 
-class QuantLSTM(QuantizedLayer, nn.LSTM):
-    """``nn.LSTM`` with quantised products, everything else in float32.
+class LSTMDirection(NamedTuple):
+    """One direction of one layer of a quantised LSTM, without its inputs.
 
-    Roles: "input" and "hidden" (one range per time step, running ranges for every layer and direction), "weight" (one
-    range per row), "bias", and "grad" (one range per sequence and step, for each of the two products by itself).
-
-    Several layers, both directions, ``batch_first``, packed sequences, no bias, sequences without a batch: as in
-    ``nn.LSTM``. Layers with a projection (``proj_size``) are not converted. Without quantisation ("float", or 24 bits
-    and more) torch's own fused LSTM runs. Output and gates are computed in float32 also under autocast.
-
-    ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
-    into its graph, where a layer in one direction is one node, and one more in the backward pass.
-
-    Paper: section 4.4 (Penn Treebank).
+    Attributes:
+        precision: of the LSTM.
+        name: of the direction, such as "l0_reverse"; its operands have the roles "input_l0_reverse" and
+            "hidden_l0_reverse", each with a running range of its own.
+        input_weight: (4 H, I), not quantised, as the following.
+        hidden_weight: (4 H, H).
+        input_bias: (4 H,), or None.
+        hidden_bias: (4 H,), or None.
+        steps: T.
+        sizes: sequences of every step; empty where all steps have the same.
     """
 
-    FLOAT = nn.LSTM
-    KIND = "lstm"
-
-    @classmethod
-    def why_not(cls, module: nn.Module) -> str:
-        """A projection would be a third product, which nobody has said how to quantise."""
-        return "it has a projection (proj_size)" if module.proj_size else ""
-
-    @classmethod
-    def lengths(cls, module: Any) -> Levels:
-        """Inputs of every layer, hidden states, gates."""
-        deeper = {module.hidden_size * (1 + module.bidirectional)} if module.num_layers > 1 else set()
-        inside = tuple(sorted({module.input_size, module.hidden_size} | deeper))
-        return Levels(inside, inside, (4 * module.hidden_size,), (4 * module.hidden_size,))
-
-    @classmethod
-    def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
-        """Every layer and direction has running ranges of its own."""
-        roles = super().roles(module, config)
-        data = {role: roles.pop(role) for role in ("input", "hidden")}
-        return {f"{role}_{cell}": data[role] for cell in _cells(module) for role in data} | roles
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor | PackedSequence, hx: State | None = None
-    ) -> tuple[Tensor | PackedSequence, State]:
-        """Run over sequences; arguments and results as those of ``nn.LSTM``."""
-        if seen():
-            with unseen():
-                return QuantLSTM.forward(self, input, hx)
-        p = self.precision
-        p.require_bits()
-        if not p.now.active:
-            return nn.LSTM.forward(self, input, hx)
-        packed = input if isinstance(input, PackedSequence) else None
-        x = input if packed is None else packed.data
-        assert isinstance(x, Tensor)
-        for tensor in (x, *(hx or ())):
-            check_floating(tensor)  # the result would be cut to its dtype
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if packed is None and x.dim() not in (2, 3):
-            raise ValueError(f"the input of an LSTM has 2 or 3 dimensions, got {tuple(x.shape)}")
-        if packed is None and x.dim() == 2:  # one sequence without a batch
-            at = 0 if self.batch_first else 1
-            given = None if hx is None else (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
-            y, (h, c) = QuantLSTM.forward(self, x.unsqueeze(at), given)
-            return y.squeeze(at), (h.squeeze(1), c.squeeze(1))  # type: ignore[union-attr]
-        if packed is not None:
-            sizes = tuple(packed.batch_sizes.tolist())
-            steps, batch = len(sizes), max(sizes, default=0)
-            hx = None if hx is None else self.permute_hidden(hx, packed.sorted_indices)
-        else:
-            sizes = ()
-            steps, batch = (x.shape[1], x.shape[0]) if self.batch_first else (x.shape[0], x.shape[1])
-        if steps == 0:
-            raise ValueError("the sequences of an LSTM need at least one step")
-        if hx is None:
-            zero = x.new_zeros(self.num_layers * self._directions, batch, self.hidden_size)
-            hx = (zero, zero)
-        self.check_forward_args(x, hx, None if packed is None else packed.batch_sizes)
-        if packed is None:
-            x = (x.transpose(0, 1) if self.batch_first else x).flatten(0, 1)
-        kind = x.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            h, c = hx[0].to(dtype), hx[1].to(dtype)
-            y, state = self._layers(x.to(dtype), (steps, sizes if len(set(sizes)) > 1 else ()), (h, c))
-        y = y.to(x.dtype)
-        state = (state[0].to(hx[0].dtype), state[1].to(hx[1].dtype))
-        if packed is not None:
-            packed = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-            return packed, self.permute_hidden(state, packed.unsorted_indices)
-        y = y.unflatten(0, (steps, batch))
-        return (y.transpose(0, 1) if self.batch_first else y), state
+    precision: LayerPrecision
+    name: str
+    input_weight: Tensor
+    hidden_weight: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    steps: int
+    sizes: tuple[int, ...]
 
     @property
-    def _directions(self) -> int:
+    def is_reverse(self) -> bool:
+        """Whether the direction runs from the last step to the first."""
+        return self.name.endswith("_reverse")
+
+    def rows_of_steps(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many rows of x (N, ...) belong to every step."""
+        return self.sizes or (len(x) // self.steps,) * self.steps
+
+
+# ``run(direction, x, h, c)`` computes one direction: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c
+RunDirection = Callable[[LSTMDirection, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class _Call(NamedTuple):
+    """Arguments of ``torch.lstm``, which has two lists of them: for padded and for packed sequences."""
+
+    x: Tensor  # (T, B, I), (B, T, I) if ``batch_first``, or packed (N, I)
+    sizes: tuple[int, ...] | None  # sequences of every step where they are packed
+    state: State  # (layers directions, B, H) each
+    weights: list[Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    training: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor, args: tuple[Any, ...]) -> _Call:
+        """Return a call of either form; ``args``: those behind x."""
+        if isinstance(args[0], Tensor):
+            return cls(x, tuple(args[0].tolist()), *args[1:], batch_first=False)
+        return cls(x, None, *args)
+
+    @property
+    def directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    def _layers(self, x: Tensor, steps: Steps, hx: State) -> tuple[Tensor, State]:
-        """x (N, I) -> y (N, directions H), state (layers directions, B, H) twice."""
-        ends: list[State] = []
-        cells = _cells(self)
-        for layer in range(self.num_layers):
-            span = range(layer * self._directions, (layer + 1) * self._directions)
-            found = [self._cell(cells[k], x, steps, hx[0][k], hx[1][k]) for k in span]
-            for k, (y, _, _) in zip(span, found, strict=True) if self.precision.observed else ():
-                rows = steps[1] or (len(x) // steps[0],) * steps[0]
-                self.precision.observe(f"input_{cells[k]}", x, rows)
-                before = _hidden_before(y, hx[0][k], rows, cells[k].endswith("_reverse"))
-                self.precision.observe(f"hidden_{cells[k]}", before, rows)
-            ends += [(h, c) for _, h, c in found]
-            x = torch.cat([y for y, _, _ in found], -1)
-            if self.dropout and len(ends) < len(hx[0]):
-                x = nn.functional.dropout(x, self.dropout, self.training)
-        return x, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
+    @property
+    def weights_each(self) -> int:
+        """Weights and biases of a direction of a layer."""
+        return 4 if self.has_biases else 2
 
-    def _cell(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
-        p, role = self.precision, f"hidden_{cell}"
-        if multiplies_integers(p, x) and not self.not_on_codes():
-            return on_codes("lstm", self, cell, x, steps, h, c)
-        (w, b), (u, d) = (self.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-        w, u = p.operand("weight", w), p.operand("weight", u)
-        b, d = (None if bias is None else p.operand("bias", bias) for bias in (b, d))
-        x_gates = self._gradient(linear(self._input(cell, x, steps), w, b), steps)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
-        low, width, filled = p.stored_range(role)
-        grad_levels, grad_granularity, key, advance = p.gradient_noise("grad", steps[0] if save else 0)
-        y, h, c, ranges = recurrence(Forward(
-            x_gates, u, d, h, c, *steps, reverse=cell.endswith("_reverse"), save=save,
-            levels=p.levels if p.now.activation else None, granularity=p.quantizers[role].grid,
-            low=low, width=width, filled=filled,
-            grad_levels=grad_levels, grad_granularity=grad_granularity, key=key, advance=advance,
-        ))  # fmt: skip
-        if self.training and p.quantizers[role].running and ranges.numel():
-            p.track(role, *ranges)
-        return y, h, c
+    def weights_of(self, index: int) -> list[Tensor | None]:
+        """Return weights of input and hidden state, and their biases, of a direction of a layer."""
+        own: list[Tensor | None] = [*self.weights[index * self.weights_each : (index + 1) * self.weights_each]]
+        return own + [None] * (4 - len(own))
 
-    def not_on_codes(self) -> str:
-        """Return why no product of this layer has an integer form, or ""."""
-        role = next(r for r in self.precision.quantizers if r.startswith("hidden_"))
-        if self.precision.quantizers[role].grid != "per_tensor":
-            return "hidden states have several ranges"
-        return "sums over the gates overflow 32 bits" if 4 * self.hidden_size > LONGEST else ""
 
-    def weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of a cell's input ("ih") or hidden state ("hh"), not quantised."""
-        weight = getattr(self, f"weight_{kind}_{cell}").to(dtype)
-        return weight, getattr(self, f"bias_{kind}_{cell}").to(dtype) if self.bias else None
+# --- what conversion needs to know ------------------------------------------------------------------------------------
 
-    def _input(self, cell: str, x: Tensor, steps: Steps) -> Tensor:
-        """Quantise x (N, I), every step on its own range."""
-        p, role = self.precision, f"input_{cell}"
-        quantizer = p.quantizers[role]
-        if not p.now.activation or x.numel() == 0 or p.running_range(role) is not None:
-            return p.operand(role, x)
-        count, sizes = steps
-        if not sizes and quantizer.granularity == "per_tensor" and (self.training or not quantizer.running):
-            steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            y, low, width = fake_quantize(
-                steps_apart, p.levels, replace(quantizer, granularity="per_channel", running=False).grid
-            )
-            self._track(cell, low.flatten(), width.flatten())
-            return y.flatten(0, 1)
-        low, width = self.ranges(cell, x.detach(), steps)
-        return round_in_range(x, low, width, p.levels, quantizer.grid, clip=p.clips(role))
 
-    def ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
-        """Return the ranges of x (N, I), every step its own, as those of its rows."""
-        p, role = self.precision, f"input_{cell}"
-        quantizer = p.quantizers[role]
-        count, sizes = steps
-        if not sizes and quantizer.granularity == "per_tensor":
-            found = range_of(x.unflatten(0, (count, -1)), "per_channel")
-            of_steps = [r.flatten() for r in found]
-            rows = [r.expand(count, len(x) // count, 1).reshape(-1, 1) for r in found]
+def direction_names(num_layers: int, bidirectional: bool) -> list[str]:
+    """Return the names of layers and directions, as in the parameters of ``nn.LSTM``."""
+    ways = ("", "_reverse") if bidirectional else ("",)
+    return [f"l{layer}{way}" for layer in range(num_layers) for way in ways]
+
+
+def lstm_roles(module: Any, roles: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
+    """Return roles whose "input" and "hidden" every layer and direction has for itself."""
+    names = direction_names(module.num_layers, module.bidirectional)
+    data = {f"{role}_{name}": roles[role] for name in names for role in ("input", "hidden")}
+    return data | {role: quantizer for role, quantizer in roles.items() if role not in ("input", "hidden")}
+
+
+# --- the handler ------------------------------------------------------------------------------------------------------
+
+
+def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
+    """Return a handler of ``torch.lstm`` that computes every direction of every layer with a function."""
+
+    def handler(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        layer = mode.running.stack[-1].interception
+        if layer.kind != "lstm":
+            return unrolled(mode, function, input, *args)
+        call = _Call.of(input, args)
+        if layer.precision is None or not mode.is_active(layer.precision):
+            results = function(input, *args)
         else:
-            parts = x.split(sizes or len(x) // count)
-            ranges = [range_of(part, quantizer.grid) for part in parts]
-            of_steps = [torch.stack(found) for found in zip(*ranges, strict=True)] if quantizer.running else []
-            rows = [
-                torch.cat([r.expand(len(part), 1) for r, part in zip(found, parts, strict=True)])
-                for found in zip(*ranges, strict=True)
-            ]
-        if quantizer.running and self.training:
-            self._track(cell, *of_steps)
-        return p.or_running(role, *rows)
+            results = _run(layer.precision, run_direction, call)
+        _report(mode, layer, call, results)
+        return results
 
-    def _track(self, cell: str, low: Tensor, width: Tensor) -> None:
-        """Let the running range of the input follow the ranges of all steps, (T,), in the order of the direction."""
-        if self.precision.quantizers[f"input_{cell}"].running:
-            low, width = (r.flip(0) if cell.endswith("_reverse") else r for r in (low, width))
-            self.precision.track(f"input_{cell}", low, width)
-
-    def _gradient(self, y: Tensor, steps: Steps) -> Tensor:
-        """Quantise the gradient of the input product, (N, 4 H), step by step."""
-        p = self.precision
-        if p.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
-            return p.gradient("grad", y)
-        count, sizes = steps
-        return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])
+    return handler
 
 
-def _hidden_before(y: Tensor, h: Tensor, rows: tuple[int, ...], reverse: bool) -> Tensor:
-    """Return the hidden states that enter the steps, (N, H): y (N, H) behind them, h (B, H) before the first."""
-    behind = y.split(rows)
-    if reverse:  # sequences that end earlier begin with states of h
-        later = zip(rows, (*behind[1:], h[:0]), strict=True)
-        return torch.cat([torch.cat([states, h[len(states) : n]]) for n, states in later])
-    return torch.cat([h[: rows[0]], *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True))])
+def _run(precision: LayerPrecision, run_direction: RunDirection, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, last h and last c of a quantised LSTM, in the types of its input and state."""
+    x, (h, c) = call.x, call.state
+    for tensor in (x, h, c):
+        check_floating(tensor)  # the result would be cut to its dtype
+    if call.sizes is None:
+        x = x.transpose(0, 1) if call.batch_first else x
+        steps, batch = x.shape[:2]
+        sizes: tuple[int, ...] = ()
+        x = x.flatten(0, 1)
+    else:
+        steps = len(call.sizes)
+        sizes = call.sizes if len(set(call.sizes)) > 1 else ()
+    if steps == 0:
+        raise ValueError("the sequences of an LSTM need at least one step")
+
+    device, dtype = x.device.type, torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        state = h.to(dtype), c.to(dtype)
+        call_in_float32 = call._replace(x=x.to(dtype), state=state)
+        y, last_h, last_c = _run_layers(precision, run_direction, call_in_float32, steps, sizes)
+    if call.sizes is None:
+        y = y.unflatten(0, (steps, batch))
+        y = y.transpose(0, 1) if call.batch_first else y
+    return y.to(x.dtype), last_h.to(h.dtype), last_c.to(c.dtype)
 
 
-def _cells(module: nn.Module) -> list[str]:
-    """Names of the layers and directions of an ``nn.LSTM``, as in its parameters."""
-    directions = ("", "_reverse") if module.bidirectional else ("",)
-    return [f"l{layer}{direction}" for layer in range(int(module.num_layers)) for direction in directions]  # type: ignore[arg-type]
+def _run_layers(
+    precision: LayerPrecision, run_direction: RunDirection, call: _Call, steps: int, sizes: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run all layers over x (N, I), with dropout between them."""
+    names = direction_names(call.num_layers, call.bidirectional)
+    x = call.x
+    ends: list[State] = []
+    for layer in range(call.num_layers):
+        outputs = []
+        for index in range(layer * call.directions, (layer + 1) * call.directions):
+            own = [None if w is None else w.to(x.dtype) for w in call.weights_of(index)]
+            direction = LSTMDirection(precision, names[index], *own, steps, sizes)  # type: ignore[arg-type]
+            y, h, c = run_direction(direction, x, call.state[0][index], call.state[1][index])
+            outputs.append(y)
+            ends.append((h, c))
+        x = torch.cat(outputs, -1)
+        if call.dropout and layer < call.num_layers - 1:
+            x = functional.dropout(x, call.dropout, call.training)
+    return x, torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends])
+
+
+def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one direction of one layer, one time step after the other."""
+    precision = direction.precision
+    input_weight = precision.operand("weight", direction.input_weight)
+    hidden_weight = precision.operand("weight", direction.hidden_weight)
+    biases = [
+        None if bias is None else precision.operand("bias", bias)
+        for bias in (direction.input_bias, direction.hidden_bias)
+    ]
+
+    def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        role = "input" if weight is input_weight else "hidden"
+        rounded = precision.operand(f"{role}_{direction.name}", operand)
+        return precision.multiplied(fake_quantize.operators.linear, rounded, weight, bias)
+
+    xs = x.split(direction.rows_of_steps(x))
+    weights = input_weight, hidden_weight, *biases, None
+    ys, end = recurrences.run_direction(
+        recurrences.lstm, multiply, xs[::-1] if direction.is_reverse else xs, (h, c), weights
+    )
+    return torch.cat(ys[::-1] if direction.is_reverse else ys), *end
+
+
+def _report(mode: QuantizedOpsMode, layer: Interception, call: _Call, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Report both matmuls of every direction of every layer, and the elementwise operations of the gates.
+
+    What deeper layers take in is reported as the output, which has its shape.
+    """
+    if mode.on_operation is None or torch.compiler.is_compiling():
+        return
+    y = results[0]
+    rows = y.numel() // y.shape[-1]
+    hidden = y[..., : y.shape[-1] // call.directions]
+    for index in range(call.num_layers * call.directions):
+        input_weight, hidden_weight = call.weights[index * call.weights_each : index * call.weights_each + 2]
+        input = call.x if index < call.directions else y
+        for function, first, second in (("lstm_input", input, input_weight), ("lstm_hidden", hidden, hidden_weight)):
+            macs = rows * second.numel()
+            elements = first.numel(), second.numel(), rows * len(second)
+            mode.on_operation(Operation(layer.name, function, macs, first, second, results, layer.precision, elements))
+
+    units = call.num_layers * y.shape[-1]
+    sequences = call.state[0].shape[1]
+    operations = units * (ELEMENTWISE_PER_STEP * rows + ELEMENTWISE_PER_SEQUENCE * sequences)
+    mode.on_operation(Operation(layer.name, "lstm_gates", operations, y, y, results, layer.precision, part="gates"))
+
+
+unrolled = recurrence_handler(recurrences.unrolled, "lstm")
+register_handler(functions_named("lstm"), lstm_handler(run_by_steps), "input hx")

@@ -447,7 +447,7 @@ def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor
 # --- recurrent layers -------------------------------------------------------------------------------------------------
 
 
-def _recurrence(unroll: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def recurrence_handler(unroll: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """Return the handler of a recurrent function of torch: its steps, made of linear operations."""
 
     def handler(mode: QuantizedOpsMode, function: Any, x: Tensor, *given: Any) -> Any:
@@ -497,8 +497,8 @@ def _table() -> dict[str, tuple[Callable[..., Any], str]]:
         "einsum": (einsum, "equation"),
         "tensordot": (tensordot, "a b"),
         **dict.fromkeys(("chain_matmul", "multi_dot"), (chained_matmul, "tensors")),
-        **{kind: (_recurrence(recurrences.unrolled, kind), "input hx") for kind in recurrences.STEPS},
-        **{f"{kind}_cell": (_recurrence(recurrences.cell, kind), cell) for kind in recurrences.STEPS},
+        **{kind: (recurrence_handler(recurrences.unrolled, kind), "input hx") for kind in recurrences.STEPS},
+        **{f"{kind}_cell": (recurrence_handler(recurrences.cell, kind), cell) for kind in recurrences.STEPS},
     }
 
 
@@ -555,9 +555,11 @@ for _function in functions_named("multi_head_attention_forward", "linear_cross_e
 
 
 def module_kind(module: nn.Module) -> str:
-    """Return the kind of a layer: "linear" and "conv" keep a running range of their input."""
+    """Return the kind of a layer: "linear", "conv" and "lstm" keep a running range of their input."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, _ConvNd):
         return "conv"
+    if type(module) is nn.LSTM and not module.proj_size:  # a projection would be a third matmul
+        return "lstm"
     return "attention"

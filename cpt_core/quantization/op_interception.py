@@ -306,7 +306,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             options: of the operation, such as the geometry of a convolution, for ``EXECUTORS``.
         """
         precision = layer.precision
-        if precision is None or not self._is_active(precision):
+        if precision is None or not self.is_active(precision):
             output = compute(*operands)
         else:
             executor = EXECUTORS.get((precision.execution, name))
@@ -318,7 +318,8 @@ class QuantizedOpsMode(TorchFunctionMode):
             self.on_operation(Operation(layer.name, name, work, first, second, output, precision))
         return output
 
-    def _is_active(self, precision: LayerPrecision) -> bool:
+    def is_active(self, precision: LayerPrecision) -> bool:
+        """Return whether a layer quantises now; RuntimeError as long as it has no bits."""
         precision.require_bits()
         if not precision.now.active:
             return False

@@ -81,7 +81,7 @@ def unrolled(kind: str, multiply: Multiply, x: Tensor, *given: Any) -> tuple[Ten
             weights = [*own[:2], *(own[2:4] if biases else (None, None))]
             weights.append(own[-1] if each > 2 + 2 * biases else None)
             start = tuple(s[place] for s in states)
-            ys, end = _one_way(STEPS[kind], multiply, steps[::-1] if way else steps, start, weights)
+            ys, end = run_direction(STEPS[kind], multiply, steps[::-1] if way else steps, start, weights)
             found.append(ys[::-1] if way else ys)
             ends.append(end)
         steps = [torch.cat(ys, -1) if both else ys[0] for ys in zip(*found, strict=True)]
@@ -92,7 +92,7 @@ def unrolled(kind: str, multiply: Multiply, x: Tensor, *given: Any) -> tuple[Ten
     return y, *(torch.stack(parts) for parts in zip(*ends, strict=True))
 
 
-def _one_way(
+def run_direction(
     step: Callable[..., State], multiply: Multiply, xs: Sequence[Tensor], start: State, weights: Weights
 ) -> tuple[list[Tensor], State]:
     """Run over steps, the batches of which may shrink, or grow, as those of packed sequences do."""

@@ -283,7 +283,7 @@ def test_bad_input():
     module = lstm_of(5, 4)
     refused("no precision yet", module, torch.randn(6, 3, 5), error=RuntimeError)
     with precision(module, 4):
-        refused("2 or 3 dimensions", module, torch.randn(5))
+        refused("2D or 3D", module, torch.randn(5))
         refused("at least one step", module, torch.randn(0, 3, 5))
         refused(r"input.size\(-1\) must be equal to input_size", module, torch.randn(6, 3, 7), error=RuntimeError)
         with pytest.raises(RuntimeError, match="Expected hidden"):
