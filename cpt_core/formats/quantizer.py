@@ -29,6 +29,7 @@ class FormatQuantizer(Quantizer):
         rounding: "nearest" or "stochastic"; None takes that of the role.
         format: which numbers there are.
         hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
+        grid: the granularity, "|", and the name of the format.
     """
 
     granularity: str | None = None  # type: ignore[assignment]
@@ -38,7 +39,7 @@ class FormatQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        declared(type(self), vars(self))
+        declared(type(self), {**vars(self), "grid": ""})
         if self.granularity is not None:
             choose("granularity", self.granularity, GRANULARITIES)
         if self.rounding is not None:
@@ -49,12 +50,7 @@ class FormatQuantizer(Quantizer):
         if size & (size - 1):
             raise ValueError(f"a Hadamard rotation has a power of two as its size, got {size}")
         object.__setattr__(self, "hadamard", size)
-        object.__setattr__(self, "_grid", grid_of(self.granularity or "", self.format))  # compilers do not follow it
-
-    @property
-    def grid(self) -> str:
-        """What rounding functions are told: the granularity, "|", and the name of the format."""
-        return self._grid  # type: ignore[attr-defined, no-any-return]
+        object.__setattr__(self, "grid", grid_of(self.granularity or "", self.format))
 
     @property
     def plain(self) -> bool:

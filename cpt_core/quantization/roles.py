@@ -9,7 +9,7 @@ quantiser here: a role, and in ``rounding.py`` a granularity if it needs a new o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpt_core.checks import choose, declared
 
@@ -26,24 +26,22 @@ class Quantizer:
             of the tensor at hand in evaluation, too.
         rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range).
         running: keep a running range during training and use it in evaluation.
+        grid: what rounding functions are told: the granularity; number formats add their name.
     """
 
     granularity: str
     rounding: str = "nearest"
     running: bool = False
+    grid: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the values."""
-        declared(type(self), vars(self))
+        declared(type(self), {**vars(self), "grid": self.granularity})
         choose("granularity", self.granularity, GRANULARITIES)
         choose("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
             raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
-
-    @property
-    def grid(self) -> str:
-        """What rounding functions are told: the granularity; number formats add their name."""
-        return self.granularity
+        object.__setattr__(self, "grid", self.granularity)
 
 
 # The roles of the authors' layers.
