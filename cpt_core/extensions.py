@@ -15,6 +15,8 @@ EXTENSIONS = {
     "kernels": "cpt_core.kernels.backend",  # C++ and Triton: the same bits, faster
     "formats": "cpt_core.formats.ladder_rounding",  # number formats other than the paper's grids
     "prices": "cpt_core.formats.prices",  # costs of a training step other than BitOps
+    "layered": "cpt_core.schedules.layered",  # schedules of groups of layers
+    "roles": "cpt_core.schedules.roles",  # schedules of weights, activations and gradients
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
     "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL

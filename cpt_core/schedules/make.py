@@ -1,10 +1,12 @@
 """Make a schedule by name, or from the description that ``to_dict`` gave."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from cpt_core import extensions
 from cpt_core.checks import choose, declared, shown, whole
+from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import (
     FLOAT32,
@@ -15,7 +17,6 @@ from cpt_core.schedules.schedule import (
     TableSchedule,
 )
 
-KINDS = ("static", "cyclic", "table", "deficit", "adjusted", "delayed", "layered", "roles")
 DELAYS_AT = ("q_max", "float32")
 
 
@@ -78,8 +79,6 @@ def make_schedule(
     )
     if not hold:
         return schedule
-    from cpt_core.schedules.deficit import DelayedSchedule
-
     return DelayedSchedule(schedule, hold, level)
 
 
@@ -106,28 +105,40 @@ def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
 
 
 def _made(d: dict[str, Any]) -> Schedule:
-    kind = choose("kind", d.pop("kind"), KINDS)
-    if kind == "static":
-        return StaticSchedule(**d)
-    if kind == "table":
-        return TableSchedule(tuple(tuple(run) for run in d["runs"]))
-    if kind == "cyclic":
-        parameters = dict(d.pop("profile"))
-        profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
-        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-            return CyclicSchedule(profile=profile, **d)
-    from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
-    from cpt_core.schedules.layered import LayeredSchedule
-    from cpt_core.schedules.roles import RoleSchedules
+    kind = choose("kind", d.pop("kind"), (*KINDS, *OPTIONAL_KINDS))
+    if kind in OPTIONAL_KINDS:
+        return extensions.load(kind).from_dict(d)
+    return KINDS[kind](d)
 
-    if kind == "deficit":
-        return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
-    if kind == "roles":
-        return RoleSchedules(**{name: schedule_from_dict(part) for name, part in d.items()})
-    if kind == "layered":
-        parts = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in d["parts"])
-        return LayeredSchedule(tuple(parts))
+
+def _cyclic(d: dict[str, Any]) -> Schedule:
+    parameters = dict(d.pop("profile"))
+    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
+    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
+        return CyclicSchedule(profile=profile, **d)
+
+
+def _deficit(d: dict[str, Any]) -> Schedule:
+    return DeficitSchedule(**{**d, "windows": tuple(tuple(window) for window in d["windows"])})
+
+
+def _delayed(d: dict[str, Any]) -> Schedule:
     inner: Any = schedule_from_dict(d["schedule"])
-    if kind == "delayed":
-        return DelayedSchedule(inner, d["hold"], d.get("level"))
-    return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
+    return DelayedSchedule(inner, d["hold"], d.get("level"))
+
+
+def _adjusted(d: dict[str, Any]) -> Schedule:
+    inner: Any = schedule_from_dict(d["schedule"])
+    return AdjustedSchedule(inner, tuple(tuple(change) for change in d["changes"]))
+
+
+# kind of a schedule -> what makes it from its description
+KINDS: dict[str, Callable[[dict[str, Any]], Schedule]] = {
+    "static": lambda d: StaticSchedule(**d),
+    "cyclic": _cyclic,
+    "table": lambda d: TableSchedule(tuple(tuple(run) for run in d["runs"])),
+    "deficit": _deficit,
+    "adjusted": _adjusted,
+    "delayed": _delayed,
+}
+OPTIONAL_KINDS = ("layered", "roles")  # see ``cpt_core.extensions``

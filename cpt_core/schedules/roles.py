@@ -9,12 +9,14 @@ Beyond the paper, which has one schedule for weights and activations, and static
 Levels(activation=8, weight=3, error=32, weight_gradient=32)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cpt_core.checks import check_bits, declared, whole
 from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.make import schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
 
@@ -114,3 +116,8 @@ def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
     if isinstance(part, str) and part != "float32":
         raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
     return StaticSchedule(FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1), total_steps)
+
+
+def from_dict(description: Mapping[str, Any]) -> RoleSchedules:
+    """Rebuild the schedules of roles from ``to_dict()``, without its kind."""
+    return RoleSchedules(**{name: schedule_from_dict(part) for name, part in description.items()})
