@@ -9,6 +9,9 @@
 torch.Size([5, 3])
 
 A quantised weight w is int8 codes k, a step s and a minimum m for each of its ranges: w = (k + 2**(bits - 1)) s + m.
+
+A copy of the model is traced while its operations are intercepted as ever. In it, layers of torch hold ``Codes`` under
+the names of their parameters, and turn them into values when they are called.
 """
 
 from __future__ import annotations
@@ -30,14 +33,15 @@ from cpt_core.codes.layers import encoded
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
-from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import all_precisions, layer_precisions
+from cpt_core.quantization.layers import module_kind
+from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 
 
 class Codes(nn.Module):
-    """A quantised parameter: what a layer of an exported model has in its place, under its name.
+    """A quantised parameter: a layer of an exported model has it in the place of the parameter.
 
     Attributes:
         codes: int8, in the shape of the parameter.
@@ -51,7 +55,7 @@ class Codes(nn.Module):
 
     def __init__(self, x: QuantizedTensor) -> None:
         super().__init__()
-        self.offset, self.dtype = float(x.half), torch.float32  # which nn.LSTM compares with that of its input
+        self.offset = float(x.half)
         for name in ("codes", "scale", "low"):
             self.register_buffer(name, getattr(x, name))
 
@@ -70,11 +74,12 @@ def export(
     """Return ``model``, as it evaluates at ``bits``, as a program of torch's own operations.
 
     ``torch.export.save(program, "model.pt2")`` writes it, ``torch.export.load("model.pt2").module()`` runs it where
-    this package is not installed. Weights and biases of quantised layers are int8 codes, a quarter of float32 (fewer
-    bits take a byte, too) beside some 30 kB of text per layer; every call turns them into float32: this saves memory,
-    not time. Modules whose products are caught (``operations``) keep weights of their own in float32, which every call
-    rounds. Inputs are rounded on the running ranges of training, or on their own range where the layer has none.
-    Layers in float32 stay as they are, and so does ``model``.
+    this package is not installed. Weights and biases of quantised ``nn.Linear``, ``nn.LSTM`` and ``nn.Conv1d`` to
+    ``nn.Conv3d`` are int8 codes, a quarter of float32 (fewer bits take a byte, too) beside some 30 kB of text per
+    layer; every call turns them into float32: this saves memory, not time. Other modules, and layers whose weights
+    another module multiplies by, keep weights in float32, which every call rounds. Inputs are rounded on the running
+    ranges of training, or on their own range where the layer has none. Layers in float32 stay as they are, and so does
+    ``model``.
 
     The numbers are those of ``with precision(model, bits): model(...)`` on the CPU, bit for bit, of layers whose
     ``execution`` is "simulated"; an LSTM's up to the rounding of its gates, and products on codes ("integer") up to
@@ -95,8 +100,7 @@ def export(
     Raises:
         ValueError: for a model that is not converted, is in training mode or has running ranges that nothing has
             filled; for other bits, or weights in another format than an affine one; for graph convolutions, whose
-            graphs a program does not take; for layers in float64; for a layer whose parent uses its weights itself, or
-            whose parameters something has replaced, as a parametrisation does.
+            graphs a program does not take; for layers in float64.
     """
     arguments(inputs)
     _check(model, bits)
@@ -105,12 +109,16 @@ def export(
             _check_format(name, layer)
         deployed = copy.deepcopy(model)  # which keeps these bits
     with torch.no_grad():
-        for name, layer in layer_precisions(deployed).items():
-            _encode_parameters_(deployed.get_submodule(name), layer)
         for module in deployed.modules():
-            forget_first_pass(module)
             if getattr(getattr(module, "config", None), "use_cache", False):  # transformers' decoders; this is a copy
                 module.config.use_cache = False  # type: ignore[union-attr]
+        for layer in all_precisions(deployed).values():
+            layer.execution = "simulated"
+        used_elsewhere = _layers_used_elsewhere(deployed, inputs)
+        for name, layer in layer_precisions(deployed).items():
+            module = deployed.get_submodule(name)
+            if layer not in used_elsewhere and _can_hold_codes(module):
+                _encode_parameters_(module, layer)
         # a program that returns a class of transformers could not be loaded without it
         deployed.register_forward_hook(lambda module, args, y: dict(y) if isinstance(y, Mapping) else y)
         if dynamic_shapes is None:
@@ -131,27 +139,20 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
         if not isinstance(value, str) or value != "q_max":
             whole("bits, if not 'q_max', are codes of a byte and", value, 1, CODE_BITS)
-    layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:
             raise ValueError(f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()")
-    for name, layer in layers.items():
+    for name, layer in layer_precisions(model).items():
         module = model.get_submodule(name)
-        assert isinstance(module, QuantizedLayer)
-        if module.KIND == "graph" and not (hasattr(module, "propagate") and not module.quantizes_aggregation):
-            raise ValueError(f"layer {name!r} is a {module.FLOAT.__name__}, and a program takes no graphs")
-        if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
-            raise ValueError(f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first")
+        kind = _kind(module)
+        if kind == "graph":
+            raise ValueError(f"layer {name!r} is a {module_kind(module).__name__}, and a program takes no graphs")
         if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
             raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
-        if layer.called is False:
-            raise ValueError(
-                f"layer {name!r} is not called by the module that holds it, which may use its weights itself; leave "
-                f"it in float32: QuantConfig(float32=({name!r}, ...))"
-            )
         running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]
         empty = [role for role in running if not layer.get_buffer(f"running_{role}")[2] > 0]
-        if empty and not (module.CATCHES and len(empty) < len(running)):  # its own product fills one of them
+        is_ready = kind == "attention" and len(empty) < len(running)  # it may have no use for the other roles
+        if empty and not is_ready:
             raise ValueError(
                 f"layer {name!r} has no running range of its {empty[0]} yet, on which evaluation rounds: train the "
                 "model first, or run it on a few batches in training mode"
@@ -171,18 +172,73 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
         )
 
 
+def _kind(module: nn.Module) -> str:
+    return getattr(type(module), "KIND", None) or getattr(module, HOOK).kind
+
+
+def _layers_used_elsewhere(model: nn.Module, inputs: tuple[Any, ...]) -> set[LayerPrecision]:
+    """Run a model and return the layers whose weights another module than their own multiplies by."""
+    used_elsewhere: set[LayerPrecision] = set()
+    modes = {getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK)}
+
+    def note(mode: QuantizedOpsMode, operation: Operation) -> None:
+        running = mode.running.stack[-1].interception.precision
+        if operation.precision is not None and operation.precision is not running:
+            used_elsewhere.add(operation.precision)
+
+    for mode in modes:
+        mode.on_operation = partial(note, mode)
+    try:
+        model(*inputs)
+    finally:
+        for mode in modes:
+            mode.on_operation = None
+    return used_elsewhere
+
+
+def _can_hold_codes(module: nn.Module) -> bool:
+    """Return whether all parameters of a module are operands as they are."""
+    if isinstance(module, nn.LSTM):
+        return all(p.dtype == torch.float32 for p in module.parameters(recurse=False))  # it compares types with x
+    layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    return type(module) in layers and "weight" in names and names <= {"weight", "bias"}
+
+
 def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
-    layer.execution = "simulated"
-    if isinstance(module, QuantOperations):  # whose forward would have to take codes
-        return
+    """Put ``Codes`` in the place of the parameters of a layer, which holds their values while it runs."""
+    names = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         role = name.partition("_")[0]  # "weight" of weight_ih_l0
         codes = Codes(encoded(layer, role, parameter.detach().float()))
         delattr(module, name)
         setattr(module, name, codes)
+        names.append(name)
     del layer.noise_key
-    of_data = layer.operand
-    vars(layer)["operand"] = lambda role, x, *along: x() if isinstance(x, Codes) else of_data(role, x, *along)
+    round_operand = layer.operand
+
+    def operand(role: str, x: Tensor, along: int | None = None) -> Tensor:
+        return x if role in ("weight", "bias") else round_operand(role, x, along)
+
+    vars(layer)["operand"] = operand
+    module.register_forward_pre_hook(partial(_decode_parameters, names))
+    module.register_forward_hook(partial(_forget_values, names))
+
+
+def _decode_parameters(names: list[str], module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: give a layer the values of its codes, which hide these."""
+    for name in names:
+        vars(module)[name] = module.get_submodule(name)()
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _forget_values(names: list[str], module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: undo ``_decode_parameters``."""
+    for name in names:
+        del vars(module)[name]
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = []
 
 
 @contextmanager

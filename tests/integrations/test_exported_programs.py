@@ -212,10 +212,6 @@ def test_models_that_cannot_be_handed_over_are_refused():
     model = filled(perceptron(), *x)
     model[2].train()
     refused("2 is in training mode", cpt.export, model, x)
-    model = filled(perceptron(), *x)
-    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
-    model.eval()
-    refused("layer '0' was made a ParametrizedQuantLinear after quantize_; undo that", cpt.export, model, x)
     graphs = cpt.quantize_(nn.ModuleList([cpt.GraphConv(4, 2)])).eval()
     refused("layer '0' is a GraphConv, and a program takes no graphs", cpt.export, graphs, ())
     x = (x[0].double(),)
@@ -232,14 +228,62 @@ class Bypassing(nn.Module):
         return nn.functional.linear(self.first(x), self.second.weight)
 
 
-@pytest.mark.filterwarnings("ignore:Bypassing did not call")
-def test_a_layer_whose_weights_are_used_past_it_is_refused():
-    model = filled(Bypassing(), *numbers(4, 12))
-    said = r"layer 'second' is not called .* QuantConfig\(float32=\('second', ...\)\)"
-    refused(said, cpt.export, model, numbers(2, 12))
-    cpt.restore_(model.train())
-    model = filled(model, *numbers(4, 12), float32=("second",))
-    assert torch.equal(cpt.export(model, numbers(2, 12)).module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
+class Multiplying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 5))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x[None], x[None], x[None], need_weights=False)[0]
+
+
+def parametrized():
+    model = nn.Sequential(nn.Linear(12, 4))
+    nn.utils.parametrizations.weight_norm(model[0])
+    return model
+
+
+def weight_normed():
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(12, 4)))
+
+
+# what makes the model -> names of the parameters that it has as codes
+KEEPING_WEIGHTS = {
+    "used by the parent": (Bypassing, {"first.weight", "first.bias"}),
+    "no layer of torch": (Multiplying, set()),
+    "attention of torch": (Attending, set()),
+    "parametrised": (parametrized, set()),
+    "with a hook": (weight_normed, set()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:The tensor attribute")
+@pytest.mark.parametrize("name", KEEPING_WEIGHTS)
+def test_export_keeps_weights_in_float32(name):
+    """Weights that their layer does not multiply by as they are, and by itself, are rounded by every call."""
+    make, names = KEEPING_WEIGHTS[name]
+    model = filled(make(), *numbers(4, 12))
+    program = cpt.export(model, numbers(2, 12))
+    codes = {key.removesuffix(".codes") for key in program.state_dict if key.endswith(".codes")}
+    assert codes == names
+    assert torch.equal(program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
+
+
+def test_export_takes_parametrised_layers():
+    model = filled(perceptron(), *numbers(4, 12))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    model.eval()
+    program = cpt.export(model, numbers(2, 12))
+    assert torch.equal(program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
 
 
 @pytest.mark.parametrize("layer", [nn.ConvTranspose2d, Standardised])
