@@ -161,15 +161,15 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
 
 def _check_format(name: str, layer: LayerPrecision) -> None:
     """Raise ValueError for a format of weights that codes of a byte do not hold."""
-    weight, asked = layer.now.formats.weight, layer.now.asked.weight
-    if weight is None or (asked.plain and weight.bits > CODE_BITS):
-        bits = weight.bits if weight else FULL
-        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}")
-    if not asked.plain:
+    bits = FULL if layer.now.formats.weight is None else layer.now.formats.weight
+    if not isinstance(bits, int):
+        format = layer.now.requested.weight  # type: ignore[attr-defined]  # the layer has a ladder
         raise ValueError(
-            f"layer {name!r} would have weights in {asked}, and a program holds codes of the paper's grids alone; "
+            f"layer {name!r} would have weights in {format}, and a program holds codes of the paper's grids alone; "
             "evaluate the model itself, or give its weights a ladder of affine formats"
         )
+    if bits > CODE_BITS:
+        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}")
 
 
 def _kind(module: nn.Module) -> str:
