@@ -15,22 +15,24 @@ CODE_BITS = 8  # at most: codes are int8
 
 def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
     """Return whether operations with ``x`` are executed on integers now: the layer is asked to, and the bits fit."""
-    if precision.execution == "simulated" or not has_int8_operands(precision) or x.numel() == 0:
+    if precision.execution == "simulated" or not precision.int8_operands or x.numel() == 0:
         return False
     if x.is_meta or x.dtype != torch.float32:
         return False
     return _runs_on(precision.execution, x.device)
 
 
-def has_int8_operands(precision: LayerPrecision) -> bool:
-    """Return whether both operands of a layer have grids of at most 8 bits, at the active bits."""
-    formats = precision.now.formats
-    return fits_int8(formats.activation) and fits_int8(formats.weight) and not precision.now.splits_gradient
+def note_active_bits(precision: LayerPrecision) -> None:
+    """Note whether operands and gradient of a layer have grids of at most 8 bits; called when its bits change.
 
-
-def has_int8_gradient(precision: LayerPrecision) -> bool:
-    """Return whether the gradient of a layer has a grid of at most 8 bits, at the bits that were active last."""
-    return precision.execution != "simulated" and fits_int8(precision.last_gradient_format)
+    A change to float32 leaves the note of the gradient: a backward pass may still come.
+    """
+    active = precision.now
+    formats = active.formats
+    operands_fit = fits_int8(formats.activation) and fits_int8(formats.weight)
+    precision.int8_operands = operands_fit and not active.splits_gradient
+    if active.levels is not None and active.levels.error is not None:
+        precision.int8_gradient = fits_int8(formats.error)
 
 
 def fits_int8(format: object) -> bool:
@@ -57,7 +59,7 @@ _warned_devices: set[torch.device] = set()
 
 def describe_execution(precision: LayerPrecision) -> str:
     """Return the execution of a layer, and where it is another than was asked for."""
-    if not has_int8_operands(precision):
+    if not precision.int8_operands:
         return f"{precision.execution} (simulated at these bits)"
     is_slow = precision.execution == "auto" and not multiplies_codes(precision.levels.device)
     return f"{precision.execution} (simulated on this device)" if is_slow else precision.execution

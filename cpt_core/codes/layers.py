@@ -20,7 +20,6 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
-from cpt_core.codes.execution import has_int8_gradient
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.operators import range_of
@@ -220,7 +219,7 @@ class GradientRounding:
     @property
     def encodes(self) -> bool:
         """Whether a gradient gets codes; asked when it comes, as the levels are: bits may have changed by then."""
-        return self.quantizes and has_int8_gradient(self.precision)
+        return self.quantizes and self.precision.int8_gradient
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.execution import describe_execution as describe_execution
 from cpt_core.codes.execution import multiplies_integers
+from cpt_core.codes.execution import note_active_bits as note_active_bits
 from cpt_core.codes.layers import conv2d_on_codes, linear_on_codes, product_on_codes
 from cpt_core.quantization.layers import ONE_RANGE
 from cpt_core.quantization.op_interception import EXECUTORS

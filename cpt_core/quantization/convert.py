@@ -219,8 +219,10 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
     granularity = {"linear_input": "per_row", "conv_input": "per_channel"}
     for role, quantizer in config.quantizers.items():
         if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
-            running = {"granularity": granularity.get(role), "running": False} if quantizer.running else {}
-            roles[role] = replace(quantizer, **running)  # type: ignore[arg-type]
+            roles[role] = quantizer
+            if quantizer.running:
+                grid = granularity.get(role, quantizer.granularity)
+                roles[role] = replace(quantizer, granularity=grid, running=False)
     return roles
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import cpt_core.kernels.graph  # noqa: F401 - brings operators
-from cpt_core.codes.execution import has_int8_operands, multiplies_integers
+from cpt_core.codes.execution import multiplies_integers
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
@@ -66,7 +66,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):  # type: ignore[override
     @property
     def keeps_by_bits(self) -> bool:
         """Whether the layer keeps sums of quantised features, or their codes, see ``Graph.set_constant``."""
-        return "aggregation" in self.quantizers or (self.execution != "simulated" and has_int8_operands(self))
+        return "aggregation" in self.quantizers or (self.execution != "simulated" and self.int8_operands)
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """Return the operand made of ``x * scale``, in one pass over them."""

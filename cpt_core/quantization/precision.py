@@ -76,7 +76,7 @@ class LayerPrecision(RunningState):
     called = False
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of its module; one without is listed, and in checkpoints, once it has multiplied
-    last_gradient_format: Any = None  # of the last bits that had one: a backward pass may still come
+    int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``codes.execution``
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
     def __init__(
@@ -100,8 +100,8 @@ class LayerPrecision(RunningState):
     @in_force.setter
     def in_force(self, value: Levels | None) -> None:
         self.now = self.grids.resolve(value, self._roles)
-        if value is not None and value.error is not None:
-            self.last_gradient_format = self.now.formats.error
+        if self.execution != "simulated":
+            extensions.load("int8").note_active_bits(self)
         self._fill()
 
     def _fill(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import PRESETS, QuantConfig, all_precisions, quantize_
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
@@ -28,6 +29,13 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     sums = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
     config = QuantConfig(base.float32, base.quantizers, start, seed, sums, recipe.execution, ladder)
     return config.with_shared_steps() if recipe.shared_steps else config
+
+
+def _constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
+    """Return what a captured step holds of a layer as constants."""
+    by_bits = precision.keeps_by_bits and precision.now.formats.activation
+    executes = precision.execution != "simulated" and (precision.int8_operands, precision.int8_gradient)
+    return *precision.now.constants(), by_bits, executes
 
 
 class Session:
@@ -91,7 +99,7 @@ class Session:
         And more bits than codes have are simulated in any case.
         """
         if self.in_force != (now := [p.now for p in self._layers]):
-            parts = [(*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers]
+            parts = [_constants_of(p) for p in self._layers]
             self.in_force, self._kind = now, tuple(parts)
         return self._kind
 
