@@ -40,6 +40,8 @@ class Observer:
         format = getattr(p.now.formats, place)
         if format is None:  # also behind the block that set the precision of a gradient
             return
+        if isinstance(format, int):  # the paper's grids have bits alone
+            format = Format.affine(format)
         level = getattr(p.in_force, place)
         levels = p.levels_for(role)
         if gradient:

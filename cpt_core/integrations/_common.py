@@ -91,8 +91,13 @@ class TrainerPrecision(PrecisionScheduler):
 
     def eval_logs(self) -> dict[str, float]:
         """Return the bits of evaluation in force, 32 for float32; nothing while the model trains."""
-        of = {} if self.model.training else {p: layers[0].in_force for p, layers in self._groups.items()}
-        return {self._name("eval_bits", p): (x and x.activation) or cost.FULL_PRECISION for p, x in of.items()}
+        entries: dict[str, float] = {}
+        for pattern, layers in () if self.model.training else self._groups.items():
+            layer = min(layers, key=lambda layer: not layer.has_weights)  # others hear of the mode when they run
+            levels = layer.in_force
+            bits = None if levels is None else levels.activation
+            entries[self._name("eval_bits", pattern)] = bits or cost.FULL_PRECISION
+        return entries
 
     def _name(self, what: str, pattern: str) -> str:
         return what if len(self.schedules) == 1 else f"{what}/{pattern}"
