@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from bench.zoo_models import MODELS, Inputs, Make
-from cpt_core.bitops.watch import floating_in
+from cpt_core.bitops.counting import tensors_in
 from cpt_core.checks import write_text
 from cpt_core.inspecting.check import BITS as CHECKED
 from cpt_core.kernels.operators import LOOPS as OPENED
@@ -137,7 +137,7 @@ class Watcher(TorchDispatchMode):
 
 def total_of(found: Any) -> Tensor:
     """Return the sum of all that a model returns, as a loss."""
-    parts = [y for y in floating_in(found) if y.requires_grad]
+    parts = [y for y in tensors_in(found) if y.requires_grad]
     return torch.stack([y.double().mean() for y in parts]).sum()
 
 
@@ -297,7 +297,7 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
     silent = {k[0] for k in plainly} - missed
     row |= {
         "macs": sum(counted.macs.values()),
-        "macs of check": sum(p.macs for p in checked.products if not p.backward),
+        "macs of check": sum(p.macs for p in checked.operations if not p.backward),
         "share": 1 - sum(plainly.values()) / max(1, sum(judged.values())),
         "share of check": checked.quantized_share,
         "undecided": sum(n for k, n in watcher.macs.items() if k[2] is None) / max(1, every),

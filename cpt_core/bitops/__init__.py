@@ -1,4 +1,20 @@
-"""What training costs in bit operations: a plan before it runs, a ledger of what ran.  Paper: section 4.1."""
+"""What training costs in bit operations (BitOps).  Paper: section 4.1.
+
+The problem: the cost of a run is to be known before it runs (``count_bitops``), while it runs (``BitOpsLedger``), and
+operations that were not quantised are to be found (``check``). All three have to agree.
+
+The design: work is counted where it runs. The mode that quantises operations, ``quantization.op_interception``, also
+reports them: layer, operands, multiply-accumulates. ``counting`` listens to it, and lets it run over a model that is
+not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
+
+    (layer, pass, format a, format b) -> MACs
+
+and all prices are functions of these sums. ``conventions`` says which operations a convention prices. The plan runs a
+copy of the model on shapes alone, see ``shadow``.
+
+The trade-offs: what no function mode sees, such as compiled code or an operation of another library, is not counted;
+``check`` finds it.
+"""
 
 from typing import TYPE_CHECKING
 

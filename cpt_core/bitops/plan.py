@@ -1,15 +1,12 @@
 """The plan: BitOps of a model, and its other costs, counted before it trains.  Paper: section 4.1.
 
-Every layer reports the multiply-accumulates (MACs) of its own call; a pass costs MACs * b_a * b_b / 32**2.
-Two conventions price them:
+A copy of the model runs once, and reports the multiply-accumulates (MACs) of every operation; a pass costs
+MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``:
 
-- ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only products that are computed cost
-  anything (the first layer, for example, needs no error product). It also counts what the authors leave out: the sums
-  over neighbours in graph convolutions, an operation per edge and feature, and every product outside the layers known
-  here, such as both of attention, at the bits of the module that quantises it, else at 32;
-- ``"paper"``, the paper's convention: all counted work at the bits of the step, three products for every layer, also
-  of layers that run in float32, BatchNorm and the upsampling of feature pyramids included, as the authors price it. The
-  total is without what the authors leave out; the plan holds it as ``unpriced``.
+- ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only gradients that are computed cost
+  anything (the first layer, for example, needs no input gradient);
+- ``"paper"``: all counted work at the bits of the step, also of layers that run in float32, as the authors price it.
+  The total is without what the authors leave out; the plan holds it as ``unpriced``.
 
 >>> import torch
 >>> from cpt_core.quantization.convert import quantize_
@@ -27,32 +24,47 @@ Two conventions price them:
 from __future__ import annotations
 
 import math
+import textwrap
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from cpt_core.bitops import tally
-from cpt_core.bitops.macs import UPSAMPLING
-from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank, widest
-from cpt_core.bitops.trace import CONVENTIONS, Call, trace
-from cpt_core.checks import check_bits, choose, declared
-from cpt_core.formats.costs import Operands
-from cpt_core.formats.ladder import AFFINE, FormatLadder
-from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.layers import PASSES
+from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
+from cpt_core.bitops.counting import counting, tensors_in
+from cpt_core.bitops.shadow import as_it_was, copy_of_inputs, shadow_of
+from cpt_core.bitops.tally import (
+    IN_FLOAT32,
+    Formats,
+    Tally,
+    describe_float32,
+    largest_layers,
+    price_table,
+    sort_key,
+    total_prices,
+    widest,
+)
+from cpt_core.checks import arguments, check_bits, choose, declared
+from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
+from cpt_core.quantization.convert import all_precisions, precision_of
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.schedule import Levels, Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PAPERS = "the paper's convention, which prices layers in float32 at the bits of the step"
+PAPER_CONVENTION = "the paper's convention, which prices layers in float32 at the bits of the step"
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,12 @@ class BitOpsPlan:
         float32: layer -> share of the forward MACs of the run that run in float32 there, by either convention: their
             sum is the share of all of it.
         by_convention: the total by each convention.
-        at_32_bits: BitOps of the same products, all in float32.
-        unpriced: layer -> MACs of one forward pass that "paper" leaves out and "per_op" prices: products that no known
-            layer reports, both products of attention, sums over neighbours. The total is without them.
-        uncounted: operation -> output elements of one forward pass, for what no convention prices: elementwise work
-            and pooling; by "per_op" also "upsampling", which copies.
-        prices: layer -> name of ``COSTS`` -> total of the run, in the unit of that cost.
+        at_32_bits: BitOps of the same operations, all in float32.
+        unpriced: layer -> MACs of one forward pass that "paper" leaves out and "per_op" prices: matmuls outside of
+            layers, both of attention, sums over neighbours. The total is without them.
+        uncounted: function of torch -> output elements of one forward pass, for what no convention prices: elementwise
+            work and pooling; by "per_op" also "upsampling", which copies.
+        prices: layer -> name of a price -> total of the run, in its unit.
     """
 
     convention: str
@@ -98,7 +110,7 @@ class BitOpsPlan:
 
     @property
     def by_pass(self) -> dict[str, float]:
-        """BitOps of the forward, error and weight-gradient products."""
+        """BitOps of the forward pass, of input gradients ("error") and of weight gradients."""
         return {p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2 for p in PASSES}
 
     @property
@@ -108,17 +120,17 @@ class BitOpsPlan:
 
     @property
     def relative_to_float32(self) -> float:
-        """The total, divided by that of the same products in float32; NaN where there are none."""
+        """The total, divided by that of the same operations in float32; NaN where there are none."""
         return self.total / self.at_32_bits if self.at_32_bits else math.nan
 
     @property
     def costs(self) -> dict[str, float]:
-        """Totals by every cost of ``COSTS``, each in its unit, without what is ``unpriced``."""
-        return {**tally.totals(self.prices), "bitops": self.total}
+        """Totals by every price, each in its unit, without what is ``unpriced``."""
+        return {**total_prices(self.prices), "bitops": self.total}
 
     def table(self) -> pd.DataFrame:
         """Return all costs: a line per layer, and the total."""
-        return tally.table(self.prices)
+        return price_table(self.prices)
 
     def __str__(self) -> str:
         """Return a table by layer."""
@@ -126,19 +138,19 @@ class BitOpsPlan:
         lines = [f"{'layer':<{width}}  {'forward MACs':>15}  {'BitOps':>12}"]
         lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
         lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
-        lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same products in float32")
-        lines.append(tally.mostly_float32(self.float32))
+        lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32")
+        lines.append(describe_float32(self.float32))
         paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "per_op":
-            lines += [f"{paper:.5g} BitOps by {PAPERS}"] * (paper > 0)
+            lines += [f"{paper:.5g} BitOps by {PAPER_CONVENTION}"] * (paper > 0)
         else:
-            lines.append(f"the total is by {PAPERS}; what runs takes {ran:.5g} BitOps")
+            lines.append(f"the total is by {PAPER_CONVENTION}; what runs takes {ran:.5g} BitOps")
         if self.unpriced:
             missing = sum(self.unpriced.values())
             share = missing / (self.forward_macs + missing)
             lines.append(
                 f"total is without {missing:,} MACs per step ({share:.1%} of the forward pass), which "
-                f'"{self.convention}" does not price: {tally.largest(self.unpriced, ",", "unpriced")}'
+                f'"{self.convention}" does not price: {largest_layers(self.unpriced, ",", "unpriced")}'
             )
         if self.uncounted:
             lines.append("not counted: " + ", ".join(f"{op} ({n:,} elements)" for op, n in self.uncounted.items()))
@@ -155,8 +167,8 @@ def count_bitops(
 ) -> BitOpsPlan:
     """Count the BitOps of training ``model`` for a whole schedule, before it runs, and its other costs.
 
-    The forward pass is traced once on the ``meta`` device: no data is computed and the model is not touched. Of a model
-    that asks for data while it runs (detectors, layers of DGL) a copy runs on the data given; a warning says so.
+    A copy runs once on the ``meta`` device: no data is computed and the model is not touched. Of a model that asks for
+    data while it runs (detectors, layers of DGL) a copy runs on the data given; a warning says so.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
@@ -175,43 +187,168 @@ def count_bitops(
     declared(count_bitops, {"model": model, "schedule": schedule}, parts=True)
     choose("convention", convention, CONVENTIONS)
     q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
-    calls, uncounted = trace(model, inputs)
-    return price(calls, uncounted, formats_per_layer(model, calls, schedule, q_grad), convention)
+    work, uncounted = count_step(model, inputs)
+    return price(work, uncounted, formats_per_layer(model, work, schedule, q_grad), convention)
 
 
-InForce = tuple[tuple[Operands, int], ...]  # the formats of a layer's operands, each with its number of steps
-Formats = dict[str | None, InForce]  # by layer; None: of all others
+# --- the operations of a step -----------------------------------------------------------------------------------------
+
+
+def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], dict[str, int]]:
+    """Return the operations of one forward pass, and the output elements of functions that are not counted.
+
+    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run, or whose
+    operations depend on them, runs on the data given, and a warning says so.
+    """
+    arguments(inputs)
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    has_no_data = any(t.is_meta for t in tensors)
+    shadow = model
+    work: list[Work] = []
+    uncounted: dict[str, int] = {}
+    try:
+        shadow = shadow_of(model, on_meta=True)
+        work, uncounted, depends_on_data = _count_on_shapes(model, shadow, inputs)
+        reason = f"what {type(model).__name__} multiplies depends on its data" if depends_on_data else ""
+    except Exception as problem:
+        message = textwrap.shorten(str(problem) or type(problem).__name__, 160)
+        reason = f"{_running_module(problem, shadow)} does not run on shapes alone ({message})"
+        if has_no_data:
+            advice = "give the model and its inputs real data, on a device that computes"
+            raise ValueError(f"{reason}; {advice}") from problem
+    if reason and has_no_data:
+        warnings.warn(f"{reason}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
+    elif reason:
+        work_on_data, uncounted, _ = _count(model, shadow_of(model, on_meta=False), inputs, on_meta=False)
+        if work_on_data != work:
+            warnings.warn(f"{reason}; a copy of it was counted on the data given", stacklevel=3)
+        work = work_on_data
+    if not work:
+        raise ValueError(f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran")
+    return work, uncounted
+
+
+def _count_on_shapes(
+    model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[list[Work], dict[str, int], bool]:
+    """Count on ``meta``; also return whether operations depend on the data, which may be asked "is all of it true?"."""
+    work, uncounted, has_asked = _count(model, shadow, inputs, on_meta=True)
+    if not has_asked:
+        return work, uncounted, False
+    try:
+        return work, uncounted, work != _count(model, shadow, inputs, on_meta=True, answer=True)[0]
+    except Exception:  # it needs data there, or refuses what it has asked for
+        return work, uncounted, True
+
+
+def _count(
+    model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...], on_meta: bool, answer: bool = False
+) -> tuple[list[Work], dict[str, int], bool]:
+    """Run a copy of a model; return its operations, other functions, and whether it asked for data that are not there.
+
+    A closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back.
+    """
+    work: list[Work] = []
+    reached = set[int]()  # operations whose gradient arrives
+
+    def report(operation: Work, precision: LayerPrecision | None) -> Any:
+        work.append(operation)
+        return partial(reached.add, len(work) - 1)
+
+    other = _OtherFunctions(answer)
+    with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
+        with other:
+            output = shadow(*copy_of_inputs(inputs, on_meta, {}))
+        num_forward = len(work)
+        outputs = list(tensors_in(output))
+        with suppress(Exception):  # where no backward pass runs, every operation is taken to have one
+            torch.autograd.backward([y.real.float().sum() for y in outputs if y.requires_grad])
+            for i, operation in enumerate(work if outputs else ()):
+                work[i] = replace(
+                    operation,
+                    error=operation.error and i in reached,
+                    weight=operation.weight and i in reached,
+                    is_recomputed=i >= num_forward,
+                )
+    return work, dict(other.elements), other.has_asked
+
+
+def _running_module(problem: Exception, model: nn.Module) -> str:
+    """Name the innermost module that was running when an exception was raised."""
+    names = {id(m): f"{type(m).__name__} {name!r}" if name else type(m).__name__ for name, m in model.named_modules()}
+    frames = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    return next((names[i] for i in reversed(frames) if i in names), type(model).__name__)
+
+
+# functions that move, rename or create data cost nothing by any convention
+FREE_FUNCTIONS = frozenset(
+    "arange broadcast_tensors cat chunk clone contiguous copy detach empty empty_like float full full_like get getitem "
+    "hstack new_empty new_full new_ones new_zeros ones ones_like pad repeat_interleave requires_grad set setitem split "
+    "stack to type type_as unbind vstack zeros zeros_like".split()
+)
+COMPARISONS = (Tensor.__contains__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)  # of any tensors
+QUESTIONS = (Tensor.__bool__, Tensor.item, *COMPARISONS)
+
+
+class _OtherFunctions(TorchFunctionMode):
+    """Notes the functions of torch that nothing counts, and answers a model on ``meta`` that asks for its data.
+
+    It lies around the mode of the model, which hands on what it does not count.
+    """
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__()
+        self.answer, self.has_asked = answer, False
+        self.elements: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in QUESTIONS and args[0].is_meta and (args[0].dtype == torch.bool or function in COMPARISONS):
+            self.has_asked = True  # without data, "is all of this mask true?" cannot be known
+            return self.answer
+        output = function(*args, **(kwargs or {}))
+        first = next(tensors_in(output), None) if isinstance(output, (Tensor, tuple)) else None
+        name = getattr(function, "__name__", "").strip("_")
+        is_work = first is not None and first.is_floating_point() and not first._is_view()
+        if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
+            self.elements[name] += first.numel()  # type: ignore[union-attr]
+        return output
+
+
+# --- their price ------------------------------------------------------------------------------------------------------
+
+StepsByFormats = tuple[tuple[Formats, int], ...]  # the formats of a layer's operands, each with its number of steps
+FormatsByLayer = dict[str | None, StepsByFormats]  # None: of all other layers
 
 
 def price(
-    calls: list[Call], uncounted: Mapping[str, int], formats: Mapping[str, Formats], convention: str
+    work: Sequence[Work], uncounted: Mapping[str, int], formats: Mapping[str, FormatsByLayer], convention: str
 ) -> BitOpsPlan:
-    """Price the calls of one step at the formats in force in a run, by layer; see ``count_bitops``."""
-    work = {name: Tally() for name in CONVENTIONS}
+    """Price the operations of one step at the formats of every step of a run; see ``count_bitops``."""
+    tallies = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
     copied: Counter[str] = Counter()
-    for call in calls:
-        for name, of_layers in formats.items():
-            found = of_layers.get(call.owner, of_layers[None])
-            if call.once:
-                found = tuple({(o.activation, o.weight): (o, 1) for o, _ in found}.values())
-            for operands, times in found:
-                work[name].add(call, call.passes(name), operands, times)
-        if call.passes(convention):
-            macs[call.layer] += call.macs
-        elif call.kind == UPSAMPLING:
-            copied[call.kind] += call.macs
+    for operation in work:
+        for name, by_layer in formats.items():
+            steps = by_layer.get(operation.owner, by_layer[None])
+            if operation.once:
+                steps = tuple({(f.activation, f.weight): (f, 1) for f, _ in steps}.values())
+            for each, times in steps:
+                tallies[name].add(operation, operation.passes(name), each, times)
+        if operation.passes(convention):
+            macs[operation.layer] += operation.macs
+        elif operation.part == UPSAMPLING:
+            copied[UPSAMPLING] += operation.macs
         else:
-            unpriced[call.layer] += call.macs
-    chosen = work[convention]
+            unpriced[operation.layer] += operation.macs
+    chosen = tallies[convention]
     return BitOpsPlan(
         convention=convention,
         steps=sum(n for _, n in formats[convention][None]),
         macs=dict(macs),
-        bitops={k: dict(v) for k, v in chosen.squared_bits().items()},
-        float32=work["per_op"].float32(),
-        by_convention={name: done.total() for name, done in work.items()},
+        bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
+        float32=tallies["per_op"].float32(),
+        by_convention={name: tally.total() for name, tally in tallies.items()},
         at_32_bits=chosen.total(FULL_PRECISION),
         unpriced=dict(unpriced),
         uncounted={**uncounted, **copied},
@@ -220,42 +357,55 @@ def price(
 
 
 def formats_per_layer(
-    model: nn.Module, calls: list[Call], schedule: Schedules | None, q_grad: int | None
-) -> dict[str, Formats]:
-    """Return convention -> layer -> the formats of its operands, with the number of their steps, as ``price`` takes it.
+    model: nn.Module, work: Sequence[Work], schedule: Schedules | None, q_grad: int | None
+) -> dict[str, FormatsByLayer]:
+    """Return convention -> layer -> the formats of its operands, with the number of their steps, for ``price``.
 
     By "per_op" a layer that is not converted runs in float32; by "paper" it is on the paper's ladder.
     """
     if schedule is None:
         return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
-    precisions = all_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
-    driven = {name: p.driver for name, p in precisions.items() if model.training and not p.training}
-    if apart := [name for name, driver in driven.items() if getattr(driver, "eval_bits", "current") != "current"]:
-        said = f"{', '.join(apart)}: in eval mode inside a model that trains, so at eval_bits; priced by the schedule"
-        warnings.warn(said, stacklevel=3)
-    owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
-    groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
+    is_converted = any(precision_of(m) is not None for m in model.modules())
+    precisions = all_precisions(model) if is_converted else {}
+    _warn_of_evaluation(model, precisions)
+    owners = dict.fromkeys(operation.owner for operation in work if operation.owner is not None)
+    layers_by_schedule: dict[tuple[int, AffineGrids], tuple[Schedule, list[str]]] = {}
     for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():
         for name in layers:
-            of_roles = precisions[name].ladders if name in precisions else (AFFINE,) * len(Operands._fields)
-            groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)
+            grids = precisions[name].grids if name in precisions else AFFINE_GRIDS
+            layers_by_schedule.setdefault((id(s), grids), (s, []))[1].append(name)
 
-    formats: Formats = {}
-    every: list[list[int]] = []
-    ladders: list[FormatLadder] = []
-    for (_, of_roles), (s, names) in groups.items():
-        rows = [levels.tolist() for levels in s.levels(q_grad)]
-        formats.update(dict.fromkeys(names, _counted(rows, of_roles)))
-        every, ladders = every + rows, [*ladders, *of_roles]
+    formats: FormatsByLayer = {}
+    formats_by_step: list[list[Formats]] = []
+    for (_, grids), (s, names) in layers_by_schedule.items():
+        steps = _formats_of_steps(s, q_grad, grids)
+        formats.update(dict.fromkeys(names, _count_steps(steps)))
+        formats_by_step.append(steps)
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
-    everywhere, plain = _counted(every, ladders), ((IN_FLOAT32, len(every[0])),)
-    return {"paper": {**formats, None: everywhere}, "per_op": {**(formats if precisions else {}), None: plain}}
+    in_float32 = ((IN_FLOAT32, len(formats_by_step[0])),)
+    paper = {**formats, None: _count_steps([_widest(each) for each in zip(*formats_by_step, strict=True)])}
+    return {"paper": paper, "per_op": {**(formats if is_converted else {}), None: in_float32}}
 
 
-def _counted(rows: list[list[int]], ladders: Sequence[FormatLadder]) -> InForce:
-    """Count the steps by formats: the levels of a layer's four roles, or of several layers, of which the widest."""
-    found: Counter[Operands] = Counter()
-    for levels, steps in Counter(zip(*rows, strict=True)).items():
-        of_roles = [ladder.priced(level) for ladder, level in zip(ladders, levels, strict=True)]
-        found[widest(Operands(*of_roles[i : i + 4]) for i in range(0, len(of_roles), 4))] += steps
-    return tuple(sorted(found.items(), key=lambda item: [rank(f) for f in item[0]]))
+def _warn_of_evaluation(model: nn.Module, precisions: Mapping[str, LayerPrecision]) -> None:
+    drivers = {name: p.driver for name, p in precisions.items() if model.training and not p.training}
+    evaluated = [name for name, d in drivers.items() if getattr(d, "eval_bits", "current") != "current"]
+    if evaluated:
+        reason = "in eval mode inside a model that trains, so at eval_bits; priced by the schedule"
+        warnings.warn(f"{', '.join(evaluated)}: {reason}", stacklevel=4)
+
+
+def _formats_of_steps(schedule: Schedule, q_grad: int | None, grids: AffineGrids) -> list[Formats]:
+    rows = [levels.tolist() for levels in schedule.levels(q_grad)]
+    priced = cache(grids.priced)
+    return [priced(Levels(*levels)) for levels in zip(*rows, strict=True)]
+
+
+@cache
+def _widest(formats: tuple[Formats, ...]) -> Formats:
+    return widest(formats)
+
+
+def _count_steps(formats: Sequence[Formats]) -> StepsByFormats:
+    """Return how many steps have which formats."""
+    return tuple(sorted(Counter(formats).items(), key=lambda item: [sort_key(f) for f in item[0]]))

@@ -1,109 +1,148 @@
-"""The work of a run by layer, pass and formats, and what it costs by every cost of ``COSTS``."""
+"""Sums of counted work, by layer, pass and formats, and their prices.
+
+A format is the bits of a uniform grid, 32 for float32, or a number format, which has ``bits``. BitOps are priced here;
+other prices register themselves in ``PRICES``: optional parts do, see ``extensions``. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpt_core.bitops.trace import Call
+from cpt_core import extensions
+from cpt_core.bitops.conventions import PASSES, Work
 from cpt_core.checks import library
-from cpt_core.formats import costs
-from cpt_core.formats.costs import COSTS, FLOAT32, Operands
-from cpt_core.formats.format import Format
 from cpt_core.schedules.cost import FULL_PRECISION
+from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
     import pandas as pd
 
-IN_FLOAT32 = Operands(FLOAT32, FLOAT32, FLOAT32, FLOAT32)
-Work = tuple[int, int, int, int]  # MACs; elements of both operands and of the result
+Formats = Levels  # the format of every role
+MAX_GRID_BITS = 23  # beyond, levels are floats with the exponent of float32
+IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECISION)
+
+
+class Price(NamedTuple):
+    """What an operation costs.
+
+    Attributes:
+        unit: of the price.
+        of_operation: ``(a, b, macs, elements) -> price``: the formats of both operands, the multiply-accumulates, and
+            how many elements of the first operand, the second and the result are moved.
+    """
+
+    unit: str
+    of_operation: Callable[[Any, Any, float, tuple[float, float, float]], float]
+
+
+def bits_of(format: Any) -> int:
+    """Return the bits of an element."""
+    return format if isinstance(format, int) else format.bits  # type: ignore[no-any-return]
+
+
+def _bitops(a: Any, b: Any, macs: float, elements: tuple[float, float, float]) -> float:
+    return macs * bits_of(a) * bits_of(b) / FULL_PRECISION**2
+
+
+PRICES: dict[str, Price] = {"bitops": Price("32 x 32-bit MACs", _bitops)}
 
 
 class Tally:
-    """Multiply-accumulates and moved elements, kept exactly; prices are computed when they are asked for."""
+    """Multiply-accumulates and moved elements, exact integers; prices are computed when they are asked for."""
 
     def __init__(self) -> None:
-        self._work: dict[str, dict[tuple[str, Format, Format], Work]] = {}
+        # layer -> (pass, format a, format b) -> MACs, and elements of both operands and the result
+        self._sums: dict[str, dict[tuple[str, Any, Any], tuple[int, int, int, int]]] = {}
 
-    def add(self, call: Call, passes: tuple[str, ...], operands: Operands, times: int = 1) -> None:
-        """Add the products of passes of a call, at the formats of its operands."""
+    def add(self, work: Work, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
+        """Add passes of an operation, at the formats of its operands."""
         for name in passes:
-            layer = self._work.setdefault(call.layer, {})
-            a, b = (getattr(operands, role) for role in costs.PASSES[name])
-            before = layer.get((name, a, b), (0, 0, 0, 0))
-            now = (call.macs, *call.moved(name))
-            layer[name, a, b] = tuple(x + times * y for x, y in zip(before, now, strict=True))  # type: ignore[assignment]
+            sums = self._sums.setdefault(work.layer, {})
+            a, b = (getattr(formats, role) for role in PASSES[name])
+            macs, first, second, result = sums.get((name, a, b), (0, 0, 0, 0))
+            x, y, z = work.moved(name)
+            sums[name, a, b] = macs + times * work.macs, first + times * x, second + times * y, result + times * z
 
     def total(self, bits: int | None = None) -> float:
-        """Return the BitOps of all products, at the bits of their operands or all at others."""
-        products = (entry for work in self._work.values() for entry in work.items())
-        found = (macs * (a.bits * b.bits if bits is None else bits**2) for (_, a, b), (macs, *_) in products)
-        return sum(found) / FULL_PRECISION**2
+        """Return the BitOps of all operations, at the bits of their operands or all at others."""
+        squared_bits = 0
+        for sums in self._sums.values():
+            for (_, a, b), (macs, *_) in sums.items():
+                squared_bits += macs * (bits_of(a) * bits_of(b) if bits is None else bits**2)
+        return squared_bits / FULL_PRECISION**2
 
     def float32(self) -> dict[str, float]:
         """Return layer -> its share of all forward MACs, of those that have an operand in float32."""
-        forward = {
-            layer: [(FLOAT32 in (a, b), macs) for (name, a, b), (macs, *_) in work.items() if name == "forward"]
-            for layer, work in self._work.items()
-        }
-        every = sum(macs for work in forward.values() for _, macs in work)
-        found = {layer: sum(macs for plain, macs in work if plain) for layer, work in forward.items()}
-        return {layer: macs / every for layer, macs in found.items() if macs}
+        float32_macs: Counter[str] = Counter()
+        total = 0
+        for layer, sums in self._sums.items():
+            for (name, a, b), (macs, *_) in sums.items():
+                if name == "forward":
+                    total += macs
+                    float32_macs[layer] += macs if FULL_PRECISION in (a, b) else 0
+        return {layer: macs / total for layer, macs in float32_macs.items() if macs}
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs, exact integers."""
-        found: dict[str, Counter[str]] = {layer: Counter() for layer in self._work}
-        for layer, work in self._work.items():
-            for (name, a, b), (macs, *_) in work.items():
-                found[layer][name] += macs * a.bits * b.bits
-        return found
+        by_layer: dict[str, Counter[str]] = {layer: Counter() for layer in self._sums}
+        for layer, sums in self._sums.items():
+            for (name, a, b), (macs, *_) in sums.items():
+                by_layer[layer][name] += macs * bits_of(a) * bits_of(b)
+        return by_layer
 
     def prices(self) -> dict[str, dict[str, float]]:
-        """Return layer -> name of a cost -> total, in its unit."""
-        found: dict[str, dict[str, float]] = {layer: dict.fromkeys(COSTS, 0.0) for layer in self._work}
-        for layer, work in self._work.items():
-            for (_, a, b), (macs, first, second, result) in work.items():
-                for name, cost in COSTS.items():
-                    found[layer][name] += cost.product(a, b, macs, (first, second, result))
-        return found
+        """Return layer -> name of a price -> total, in its unit."""
+        extensions.load("prices")
+        by_layer: dict[str, dict[str, float]] = {}
+        for layer, sums in self._sums.items():
+            totals = dict.fromkeys(PRICES, 0.0)
+            for (_, a, b), (macs, *elements) in sums.items():
+                for name, price in PRICES.items():
+                    totals[name] += price.of_operation(a, b, macs, tuple(elements))  # type: ignore[arg-type]
+            by_layer[layer] = totals
+        return by_layer
 
 
-def mostly_float32(shares: Mapping[str, float], where: str = "float32") -> str:
-    """Return in words what share of the forward MACs runs in float32, and where most of it; ``where`` is all of it."""
+def total_prices(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return name of a price -> total over layers."""
+    return {name: float(sum(layer[name] for layer in prices.values())) for name in PRICES}
+
+
+def price_table(prices: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """Return a row per layer and one of totals, a column per price, with its unit."""
+    rows = {**prices, "total": total_prices(prices)}
+    pandas = library("pandas", "lab")
+    frame = pandas.DataFrame(list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(PRICES))
+    return frame.rename(columns={name: f"{name} ({price.unit})" for name, price in PRICES.items()})
+
+
+def describe_float32(shares: Mapping[str, float], where: str = "float32") -> str:
+    """Return in words what share of the forward MACs runs in float32, and where; ``where`` has all layers."""
     if not shares:
         return "all forward MACs run quantised"
-    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {largest(shares, '.1%', where)}"
+    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {largest_layers(shares, '.1%', where)}"
 
 
-def largest(of_layers: Mapping[str, float], form: str, where: str) -> str:
-    """Name the three layers that have most, each with its number; ``where`` are the others."""
-    most = sorted(of_layers, key=lambda layer: -of_layers[layer])
-    named = [f"{layer or '(model)'} {of_layers[layer]:{form}}" for layer in most[:3]]
-    if len(most) > 3:
-        named.append(f"{len(most) - 3} more in .{where}")
+def largest_layers(by_layer: Mapping[str, float], form: str, where: str) -> str:
+    """Name the three layers with the largest numbers; ``where`` has the others."""
+    largest = sorted(by_layer, key=lambda layer: -by_layer[layer])
+    named = [f"{layer or '(model)'} {by_layer[layer]:{form}}" for layer in largest[:3]]
+    if len(largest) > 3:
+        named.append(f"{len(largest) - 3} more in .{where}")
     return ", ".join(named)
 
 
-def totals(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return name of a cost -> total over layers."""
-    return {name: float(sum(layer[name] for layer in prices.values())) for name in COSTS}
-
-
-def table(prices: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
-    """Return a line per layer and one of totals, a column per cost, with its unit."""
-    lines = {**prices, "total": totals(prices)}
-    pandas = library("pandas", "lab")
-    shown = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="layer"), columns=list(COSTS))
-    return shown.rename(columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()})
-
-
-def rank(f: Format) -> tuple[float, ...]:
+def sort_key(format: Any) -> tuple[float, ...]:
     """Return what orders formats by bits; those that it does not tell apart cost the same."""
-    return f.bits, f.significand, f.exponent, f.bits_per_element
+    if isinstance(format, int):
+        exponent = 0 if format <= MAX_GRID_BITS else 8
+        return format, format - exponent, exponent, format
+    return format.bits, format.significand, format.exponent, format.bits_per_element
 
 
-def widest(found: Iterable[Operands]) -> Operands:
-    """Return the operands of most bits, role by role."""
-    distinct = {tuple(map(id, operands)): operands for operands in found}.values()  # of many layers, often one
-    return Operands(*(max(role, key=rank) for role in zip(*distinct, strict=True)))
+def widest(formats: Iterable[Formats]) -> Formats:
+    """Return the formats of most bits, role by role."""
+    distinct = set(formats)  # of many layers, often one
+    return Formats(*(max(role, key=sort_key) for role in zip(*distinct, strict=True)))

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpt_core.bitops.trace import Call, Calls
+from cpt_core.bitops.conventions import Work
+from cpt_core.bitops.counting import counting
 from cpt_core.checks import check_bits, declared, number, whole
 from cpt_core.choosing.estimate import gradients_recorded
 from cpt_core.choosing.sensitivities import Sensitivity
@@ -174,19 +175,18 @@ def measured(
 
 def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
-    calls: list[Call] = []
-    watch = Calls(trial.model, lambda module, call, outputs: calls.append(call))
+    operations: list[Work] = []
     trial.put_back()
-    with precision(trial.model, bits=bits, q_grad=bits), watch.on():
+    with precision(trial.model, bits=bits, q_grad=bits), counting(trial.model, lambda work, _: operations.append(work)):
         trial.train_step(first)
     names = layer_precisions(trial.model)
-    layers, caught = Counter[str](), Counter[str]()  # as the paper counts, and products that it has no layer for
-    for call in calls:
-        if call.layer in names and call.passes("paper"):
-            layers[call.layer] += call.macs
-        elif call.owner in names:
-            caught[call.owner] += call.macs
-    found = Counter({**caught, **layers})
+    layers, others = Counter[str](), Counter[str]()  # as the paper counts, and matmuls that it has no layer for
+    for work in operations:
+        if work.layer in names and work.passes("paper"):
+            layers[work.layer] += work.macs
+        elif work.owner in names:
+            others[work.owner] += work.macs
+    found = Counter({**others, **layers})
     if idle := [n for n in names if not found[n]]:
         said = "leave it in float32 (config=), then it has no bits"
         raise ValueError(f"layer {idle[0]!r} did nothing in a step of train_step; {said}")

@@ -26,6 +26,7 @@ from cpt_core.quantization.active_bits import ALL_FLOAT32, ActiveBits, AffineGri
 from cpt_core.quantization.fake_quantize import INT64, fake_quantize, load_kernels, round_in_range
 from cpt_core.quantization.roles import Quantizer, level_role, quantizer_of, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
+from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
 
 # Role -> dimension over which its operation sums, where it is not the last; the roles of a layer itself have no prefix.
@@ -112,6 +113,10 @@ class LadderGrids(AffineGrids):
         result = rounded(role, arranged)
         return result if along == -1 else result.transpose(along, -1)
 
+    def priced(self, levels: Levels) -> Levels:
+        """Return what every role is priced as: the bits of a grid, 32 for float32, or a number format."""
+        return Levels(*(_priced_format(ladder, level) for ladder, level in zip(self.ladders, levels, strict=True)))
+
     def describe(self, active: ActiveBits) -> str:
         """Return the active formats in words."""
         if not isinstance(active, LadderBits) or all(q is None or q.plain for q in active.requested):
@@ -122,6 +127,13 @@ class LadderGrids(AffineGrids):
         """Return the ladders of every role, for checkpoints; {} for the paper's."""
         paper = ladder_of(None)
         return {role: {} if x == paper else x.to_dict() for role, x in self.ladders._asdict().items()}
+
+
+def _priced_format(ladder: FormatLadder, level: int | None) -> Format | int:
+    if level is None:
+        return FULL_PRECISION
+    format = ladder.priced(level)
+    return format.bits if format.plain_affine or format.is_identity else format
 
 
 def _check_format(role: str, quantizer: FormatQuantizer, lengths: tuple[int, ...], layer: str) -> None:

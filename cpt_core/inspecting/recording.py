@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cpt_core.bitops.watch import within
+from cpt_core.bitops.counting import is_within
 from cpt_core.checks import declared, library, whole
 from cpt_core.inspecting.ledger import compiled_parts
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
@@ -176,7 +176,7 @@ class Recording:
                 roles = [] if has_run else ["its products"]
             for role in roles:
                 if f"{name}/{role}" not in self._seen:
-                    reasons[f"{name}/{role}"] = COMPILED if within(name, compiled) else NOT_SEEN
+                    reasons[f"{name}/{role}"] = COMPILED if is_within(name, compiled) else NOT_SEEN
             if "hidden_l0" in precision.quantizers:
                 reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
         return reasons

@@ -15,27 +15,18 @@ in force in 1 layer: bits=not set, execution=simulated
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.bitops.macs import PRODUCTS, part_of
-from cpt_core.bitops.tally import mostly_float32
-from cpt_core.bitops.trace import trace
+from cpt_core.bitops.conventions import PASSES
+from cpt_core.bitops.plan import count_step
+from cpt_core.bitops.tally import describe_float32
 from cpt_core.checks import declared
 from cpt_core.codes.reasons import products_of, simulated_products
-from cpt_core.quantization.convert import (
-    convertible,
-    float32_reason,
-    parts_of_layers,
-    precision_of,
-)  # fmt: skip
-from cpt_core.quantization.layers import PASSES, module_kind
-
-NOT_CALLED = "converted, but its parent ran without calling it"
-IDLE = "its forward multiplied nothing"
+from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
 
 
 @dataclass(frozen=True)
@@ -44,9 +35,9 @@ class LayerSummary:
 
     Attributes:
         reason: why it is in float32, or "".
-        simulated: of a layer that is to multiply codes: the products that do not, with the reason; None where all are
-            simulated because nobody asked for more.
-        products: all of them: "forward", "error" and "weight", and the sums of graph convolutions.
+        simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
+            nobody asked for integers.
+        products: all passes: "forward", "error" and "weight", and the sums of graph convolutions.
         share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
     """
 
@@ -56,7 +47,7 @@ class LayerSummary:
     quantized: bool
     reason: str
     simulated: dict[str, str] | None = None
-    products: tuple[str, ...] = PASSES
+    products: tuple[str, ...] = tuple(PASSES)
     share: float | None = None
 
     def __str__(self) -> str:
@@ -71,7 +62,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All modules with parameters or products of their own; ``print`` it.
+    """All modules with parameters or matmuls of their own; ``print`` it.
 
     Attributes:
         float32_shares: layer -> share of the MACs of a forward pass that runs in float32 there; None without inputs.
@@ -100,7 +91,7 @@ class Summary:
             share = f"{r.share or 0:6.1%}  " if counted else ""
             lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}")
         if self.float32_shares is not None:
-            lines.append(mostly_float32(self.float32_shares, "float32_shares"))
+            lines.append(describe_float32(self.float32_shares, "float32_shares"))
         for what, count in self.in_force.items():
             lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
         return "\n".join(lines)
@@ -116,40 +107,50 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             multiply are listed too.
     """
     declared(summary, {"model": model})
-    shares, plain = _shares(model, inputs) if inputs is not None else ({}, None)
-    rows = []
+    shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
     modules, parts = dict(model.named_modules()), parts_of_layers(model)
     left_out = {id(m) for _, m in convertible(model) if precision_of(m) is None}
+    rows = []
     for name, module in modules.items():
-        own = [p for p in module._parameters.values() if p is not None]
-        parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        multiplies = (p := precision_of(module)) is not None and p.listed
-        if own or multiplies or name in shares:
-            layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
-            precision = precision_of(layer)
-            quantized = precision is not None
-            kind = module_kind(module).__name__
-            if not own and not multiplies and not quantized:  # what is around it may catch its products
-                quantized = plain is not None and part_of(name, PRODUCTS) not in plain
-            reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
-            simulated: dict[str, str] | None = None
-            products: tuple[str, ...] = PASSES
-            if precision is not None and precision.execution != "simulated":
-                products, simulated = products_of(layer), simulated_products(layer)
-            share = shares.get(name, 0.0) if inputs is not None else None
-            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products, share))
-    layers = (p.extra_repr() for m in modules.values() if (p := precision_of(m)) is not None and p.listed)
-    return Summary(tuple(rows), plain, dict(Counter(layers)))
+        layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+        own_precision = precision_of(module)
+        is_listed = own_precision is not None and own_precision.listed
+        if not (is_listed or name in shares or any(p is not None for p in module._parameters.values())):
+            continue
+        share = shares.get(name, 0.0) if inputs is not None else None
+        rows.append(_row(name, module, layer, id(layer) in left_out, share))
+    in_words = [p.extra_repr() for p in map(precision_of, modules.values()) if p is not None and p.listed]
+    return Summary(tuple(rows), float32_shares, dict(Counter(in_words)))
+
+
+def _row(name: str, module: nn.Module, layer: nn.Module, is_left_out: bool, share: float | None) -> LayerSummary:
+    """Return the row of a module; ``layer`` is the module, or the one that it is a part of."""
+    own = [p for p in module._parameters.values() if p is not None]
+    row = LayerSummary(
+        name=name,
+        kind=getattr(type(module), "FLOAT", type(module)).__name__,
+        parameters=sum(0 if is_lazy(p) else p.numel() for p in own),  # a lazy module has no shapes yet
+        quantized=True,
+        reason="",
+        share=share,
+    )
+    precision = precision_of(layer)
+    if precision is None:
+        return replace(row, quantized=False, reason=float32_reason(layer, is_left_out))
+    if precision.execution == "simulated":
+        return row
+    return replace(row, products=products_of(layer), simulated=simulated_products(layer))
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
     """Return module -> its share of the MACs of a forward pass, and layer -> the share that is in float32 there."""
-    calls = [call for call in trace(model, inputs)[0] if call.passes("per_op")]
     converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
-    every: Counter[str] = Counter()
-    plain: Counter[str] = Counter()
-    for call in calls:
-        every[call.module] += call.macs
-        plain[call.layer] += 0 if call.owner in converted else call.macs
-    total = max(1, every.total())
-    return {k: n / total for k, n in every.items()}, {k: n / total for k, n in plain.items() if n}
+    macs: Counter[str] = Counter()
+    float32_macs: Counter[str] = Counter()
+    for work in count_step(model, inputs)[0]:
+        if work.passes("per_op"):
+            macs[work.module] += work.macs
+            float32_macs[work.layer] += 0 if work.owner in converted else work.macs
+    total = max(1, macs.total())
+    shares = {name: n / total for name, n in macs.items()}
+    return shares, {layer: n / total for layer, n in float32_macs.items() if n}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
+from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
 
 ALL_FLOAT32 = Levels(None, None, None, None)
@@ -77,6 +78,10 @@ class AffineGrids:
     def apply(self, precision: Any, role: str, x: Tensor, along: int | None, rounded: Callable[..., Tensor]) -> Tensor:
         """Return ``rounded(role, x)``; ``along`` is the dimension over which the operation sums."""
         return rounded(role, x)
+
+    def priced(self, levels: Levels) -> Levels:
+        """Return what every role is priced as: the bits of a grid, 32 for float32, or a number format."""
+        return Levels(*(FULL_PRECISION if level is None else level for level in levels))
 
     def describe(self, active: ActiveBits) -> str:
         """Return the active bits in words."""

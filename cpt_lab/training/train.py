@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.checks import nulled
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.layered import LayeredSchedule

@@ -8,7 +8,8 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import cpt_core as cpt
-from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.bitops.conventions import CONVENTIONS
+from cpt_core.bitops.plan import count_step
 from cpt_core.formats.costs import COSTS, Operands
 from cpt_core.formats.ladder import LADDERS, FormatLadder
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
@@ -64,7 +65,7 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
 @pytest.mark.parametrize("case", HAND)
 def test_operations_and_elements_by_hand(case):
     make, inputs, expected = HAND[case]
-    calls, _ = trace(make(), inputs())
+    calls, _ = count_step(make(), inputs())
     assert [(c.macs, *c.elements) for c in calls if c.macs] == expected
 
 

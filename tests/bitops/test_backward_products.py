@@ -1,4 +1,4 @@
-"""What ``check`` shows and "per_op" prices of a backward pass are the products that run in it, no more."""
+"""What ``check`` shows and "per_op" prices of a backward pass are the gradients that are computed, no more."""
 
 import importlib
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 
 
 def backward_macs(found, layer):
-    return sum(p.macs for p in found.products if p.backward and p.layer == layer)
+    return sum(e.macs for e in found.operations if e.backward and e.layer == layer)
 
 
 def priced(model, inputs, layer):
@@ -68,7 +68,7 @@ def test_a_bias_alone_has_no_product():
     model = quantize_(nn.Sequential(nn.Conv2d(3, 4, 1)))
     model[0].weight.requires_grad_(False)
     found = check(model, (torch.randn(2, 3, 5, 5),))
-    assert [p.backward for p in found.products] == [False]
+    assert [e.backward for e in found.operations] == [False]
 
 
 # --- attention --------------------------------------------------------------------------------------

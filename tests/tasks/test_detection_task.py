@@ -14,7 +14,7 @@ from torchvision.ops import box_iou
 
 import cpt_core as cpt
 from cpt_core.bitops import plan
-from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_lab.data import common, detection
 from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes

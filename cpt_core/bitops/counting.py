@@ -1,0 +1,230 @@
+"""Counting while a model runs: every operation of a step, as ``Work``, and when its gradient arrives.
+
+The mode of a converted model reports its operations. A model that is not converted gets a mode that counts and computes
+nothing else: a function runs as torch has it, and its handler runs once more on shapes, to find the operations.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cpt_core.bitops.functions  # noqa: F401 - registers counters
+from cpt_core.bitops.conventions import NORM, PRODUCTS, Work
+from cpt_core.quantization.convert import precision_of
+from cpt_core.quantization.op_handlers import module_kind
+from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode
+from cpt_core.quantization.precision import LayerPrecision
+
+# layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
+# layer, but what runs in it
+KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
+KNOWN_FUNCTIONS = "graph_conv", "sage_conv"  # whatever module calls them
+
+# called with every operation and its precision, if it has one; returns what to call when its gradient arrives
+Report = Callable[[Work, LayerPrecision | None], Callable[[], None] | None]
+
+
+@contextmanager
+def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) -> Iterator[None]:
+    """Report every operation that runs in a model inside the block.
+
+    Args:
+        model: converted or not.
+        report: what to call.
+        skipped: names of modules that get no hooks, as those that are compiled; neither does what is inside them.
+    """
+    modules = dict(model.named_modules())
+    mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None) or CountingMode(model)
+    reporter = _Reporter(mode, modules, report)
+    with ExitStack() as undo:
+        undo.callback(setattr, mode, "on_operation", mode.on_operation)
+        mode.on_operation = _both(mode.on_operation, reporter)
+        for name, module in modules.items():
+            if hasattr(module, HOOK):
+                _rename(module, name, undo)
+            elif not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)) and not is_within(name, skipped):
+                enter, leave = partial(_enter, mode, name), partial(_leave, mode)
+                undo.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+                undo.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield
+
+
+def is_counting_hook(hook: Any) -> bool:
+    """Return whether a hook of a module is one of ``counting``."""
+    return getattr(hook, "func", None) in (_enter, _leave)
+
+
+def _enter(mode: QuantizedOpsMode, name: str, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of modules without one of the mode: only the name of the innermost module changes."""
+    stack = mode.running.stack
+    if stack:
+        interception = stack[-1].interception._replace(name=name)
+    else:
+        interception = Interception(mode, name, None, module_kind(module), False)
+    mode.enter(module, interception, None if torch.compiler.is_compiling() else sys._getframe(1))
+
+
+def _leave(mode: QuantizedOpsMode, module: nn.Module, args: Any, output: Any) -> None:
+    mode.leave(module)
+
+
+def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
+    """Let operations have the name of a module in this model, which may be part of the converted one, or around it."""
+    interception: Interception = getattr(module, HOOK)
+    if interception.name != name:
+        interception.mode.owners = {}
+        vars(module)[HOOK] = interception._replace(name=name)
+        undo.callback(setattr, interception.mode, "owners", {})
+        undo.callback(vars(module).update, {HOOK: interception})
+
+
+def _both(first: Callable[[Operation], None] | None, second: Callable[[Operation], None]) -> Any:
+    if first is None:
+        return second
+
+    def report(operation: Operation) -> None:
+        first(operation)
+        second(operation)
+
+    return report
+
+
+class CountingMode(QuantizedOpsMode):
+    """The mode of a model that is not converted: what it sees runs as torch has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.root = model
+        self._originals: dict[int, Tensor] = {}  # id of a tensor without data -> the one that it stands for
+
+    def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
+        """Return the module of every parameter by the parameter's id."""
+        owners: dict[int, tuple[nn.Parameter, Interception]] = {}
+        for name, module in self.root.named_modules() if self.root is not None else ():
+            for parameter in module._parameters.values():
+                if isinstance(parameter, nn.Parameter):
+                    interception = Interception(self, name, None, module_kind(module), False)
+                    owners.setdefault(id(parameter), (parameter, interception))
+        return owners
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether a tensor is, or stands for, a weight."""
+        return super().is_weight(self._originals.get(id(x), x))
+
+    def layer_of(self, weight: Tensor) -> Interception:
+        """Return the module that holds a weight."""
+        return super().layer_of(self._originals.get(id(weight), weight))
+
+    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a function, and let its handler report the operations of tensors without data."""
+        output = function(*args, **kwargs)
+        report = self.on_operation
+        if report is None:
+            return output
+        operations: list[Operation] = []
+        self.on_operation = operations.append
+        try:
+            handler(self, function, *self._without_data(args), **self._without_data(kwargs))
+        finally:
+            self.on_operation = report
+            self._originals = {}
+        for operation in operations:
+            report(operation._replace(elements=moved_elements(operation), output=output))
+        return output
+
+    def _without_data(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            stand_in = value.detach().to("meta").requires_grad_(value.requires_grad)
+            self._originals[id(stand_in)] = value
+            return stand_in
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._without_data(v) for v in value)
+        if isinstance(value, dict):
+            return {key: self._without_data(v) for key, v in value.items()}
+        return value
+
+
+class _Reporter:
+    """Makes ``Work`` of operations, and tells when their gradients arrive."""
+
+    def __init__(self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report) -> None:
+        self.mode, self.modules, self.report = mode, modules, report
+        self.ids = {id(module) for module in modules.values()}
+
+    def __call__(self, operation: Operation) -> None:
+        if not any(id(entry.module) in self.ids for entry in self.mode.running.stack):
+            return  # it runs in another part of the converted model
+        on_gradient = self.report(self._work(operation), operation.precision)
+        if on_gradient is None:
+            return
+        backward_passes = set[int]()  # each counts once, whichever of several outputs its gradient comes through
+
+        def hook(gradient: Tensor) -> None:
+            current = torch._C._current_graph_task_id()
+            if current not in backward_passes:
+                backward_passes.add(current)
+                on_gradient()
+
+        for output in tensors_in(operation.output):
+            if output.requires_grad:
+                output.register_hook(hook)
+
+    def _work(self, operation: Operation) -> Work:
+        module = self.modules.get(operation.layer)
+        first, second, part = operation.first, operation.second, operation.part
+        if part == "" and not _is_known_layer(module, operation.function):
+            part = PRODUCTS
+        is_converted = module is not None and precision_of(module) is not None
+        is_layer = part in ("", NORM) and not is_converted
+        # the gradient of a vector's partner sums nothing
+        is_matmul = operation.function == "matmul"
+        has_error = first.requires_grad and not (is_matmul and second.dim() < 2)
+        has_weight = second.requires_grad and not (is_matmul and first.dim() < 2)
+        return Work(
+            module=operation.layer,
+            function=operation.function,
+            macs=int(operation.macs),
+            elements=moved_elements(operation),
+            error=has_error if operation.error is None else operation.error,
+            weight=has_weight if operation.weight is None else operation.weight,
+            part=part,
+            owner=operation.layer if is_layer or operation.precision is not None else None,
+            once=operation.once,
+        )
+
+
+def moved_elements(operation: Operation) -> tuple[int, int, int]:
+    """Return how many elements of the operands and of the output an operation moves."""
+    if operation.elements is not None:
+        return operation.elements
+    return operation.first.numel(), operation.second.numel(), operation.output.numel()
+
+
+def _is_known_layer(module: nn.Module | None, function: str) -> bool:
+    kind = KNOWN_LAYERS.get(function, ())
+    is_layer = isinstance(module, kind) and type(module).forward is kind.forward  # type: ignore[union-attr]
+    return is_layer or function in KNOWN_FUNCTIONS
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of others, or inside one, by their names."""
+    return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
+    elif isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)

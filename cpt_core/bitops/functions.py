@@ -1,0 +1,194 @@
+"""Counters of functions that are counted as a whole, registered in ``COUNTED_FUNCTIONS``.
+
+Normalisations, the gates of LSTMs and the upsampling of feature pyramids are no matmuls, but the paper prices them.
+Recurrent layers read a weight once, not once per step, and graph convolutions sum over neighbours.
+
+A counter has the form ``counter(mode, output, *args, **kwargs) -> operations``, with the arguments of the function.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from cpt_core.bitops.conventions import AGGREGATION, GATES, NORM, UPSAMPLING
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.op_handlers import functions_named
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode
+
+PYRAMID = "FeaturePyramidNetwork"  # of torchvision
+
+
+# --- elementwise work ---------------------------------------------------------------------------------------------
+
+
+def batch_norm(
+    mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, *rest: Any, **more: Any,
+) -> Iterator[Operation]:  # fmt: skip
+    """Count 5 operations per element, 4 without affine; 2 or 1 with fixed statistics."""
+    per_element = (4 if weight is None else 5) if training else (1 if weight is None else 2)
+    yield _norm(mode, "batch_norm", per_element, input, weight, y)
+
+
+def layer_norm(
+    mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, normalized_shape: Any = None, weight: Tensor | None = None,
+    *rest: Any, **more: Any,
+) -> Iterator[Operation]:  # fmt: skip
+    """Count 4 operations per element, as the counters of the authors do."""
+    yield _norm(mode, "layer_norm", 4, input, weight, y)
+
+
+def _norm(
+    mode: QuantizedOpsMode, name: str, per_element: int, x: Tensor, weight: Tensor | None, y: Tensor
+) -> Operation:
+    layer = mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
+    elements = x.numel(), 0 if weight is None else weight.numel(), y.numel()
+    has_gradient = weight is not None and weight.requires_grad
+    return Operation(layer.name, name, per_element * y.numel(), x, x, y, None, elements, weight=has_gradient, part=NORM)
+
+
+def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any) -> Iterator[Operation]:
+    """Count a copied element as an operation, as the counters of the authors do, in feature pyramids alone."""
+    running = mode.running.stack[-1]
+    if type(running.module).__name__ == PYRAMID:
+        name = running.interception.name
+        elements = input.numel(), 0, y.numel()
+        yield Operation(name, "interpolate", y.numel(), input, input, y, None, elements, weight=False, part=UPSAMPLING)
+
+
+# --- recurrent layers ---------------------------------------------------------------------------------------------
+
+NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def recurrence(
+    kind: str, mode: QuantizedOpsMode, output: tuple[Tensor, ...], x: Tensor, second: Any, third: Any, *rest: Any
+) -> Iterator[Operation]:
+    """Count the matmuls of a recurrent layer: the first input matmul, the others, and the gates of an LSTM.
+
+    The others are those of hidden states, of the inputs of higher layers, and of an LSTM's projections. The authors add
+    15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and step, and 5 per
+    unit and sequence that their rounded numbers have besides.
+    """
+    is_packed = not isinstance(rest[0], bool)
+    if is_packed:
+        state, flat, _, num_layers, _, _, is_bidirectional = third, *rest
+        starts, ends = int(second[0]), int(second[-1])
+    else:
+        state, flat, _, num_layers, _, _, is_bidirectional, is_batch_first = second, third, *rest
+        starts = ends = x.shape[0 if is_batch_first else 1]
+    weights = [w for w in flat if w.dim() == 2]
+    directions = 1 + is_bidirectional
+    per_layer = len(weights) // num_layers
+    first = weights[: per_layer : per_layer // directions]
+    layer = mode.layer_of(weights[0])
+    y = output[0]
+    rows = y.numel() // y.shape[-1]
+    first_size = sum(w.numel() for w in first)
+    inner_size = sum(w.numel() for w in weights) - first_size
+
+    hidden_weight = weights[1]
+    hidden = hidden_weight.shape[0] // NUM_GATES[kind]
+    units = hidden * directions
+    has_projection = per_layer // directions == 3
+    higher = num_layers - 1
+    read = num_layers * directions * hidden_weight.shape[1] + higher * y.shape[-1] + has_projection * units * num_layers
+    written = NUM_GATES[kind] * units * (num_layers + higher) + has_projection * num_layers * y.shape[-1]
+
+    has_weight_grad = any(w.requires_grad for w in weights)
+    has_state_grad = any(s.requires_grad for s in (state if isinstance(state, (tuple, list)) else [state]))
+    is_fused = kind == "lstm" and not has_projection and (layer.precision is not None or not is_packed)
+    # the states that a layer starts from need no gradient, but fused kernels compute one; backwards, the first step is
+    # the last
+    sequences = starts + (ends if is_bidirectional else 0)
+    started = 0 if is_fused or has_state_grad else sequences * num_layers * hidden_weight.numel()
+    inner_error = x.requires_grad or has_weight_grad
+    report = partial(
+        Operation, layer.name, kind, first=x, second=weights[0], output=output, precision=layer.precision,
+        weight=has_weight_grad,
+    )  # fmt: skip
+    yield report(rows * first_size, elements=(x.numel(), first_size, rows * NUM_GATES[kind] * units))
+    yield report(rows * inner_size - started, elements=(rows * read, inner_size, rows * written), error=inner_error)
+    yield report(started, elements=(0, 0, 0), error=False)  # moved with the others
+    if kind == "lstm":
+        states = rows * units * num_layers
+        yield report(
+            units * num_layers * (27 * rows + 5 * starts), elements=(4 * states, 0, 2 * states), error=inner_error,
+            part=GATES,
+        )._replace(function=GATES, precision=None, weight=False)  # fmt: skip
+
+
+# --- graph convolutions -------------------------------------------------------------------------------------------
+
+
+def graph_conv(
+    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, features: Any, weight: Tensor, *rest: Any, **more: Any
+) -> Iterator[Operation]:
+    """Count a GCN layer: a matmul, and the sum over neighbours of the narrower side."""
+    x, _ = source_and_destination(graph, features)
+    inside, out = weight.shape
+    is_sum_first = inside <= out
+    rows = graph.num_dst if is_sum_first else graph.num_src
+    elements = rows * inside, weight.numel(), rows * out
+    yield _graph_matmul(mode, "graph_conv", elements, rows * inside * out, x, (weight,), y)
+    yield _neighbour_sum(mode, graph, x, min(inside, out), is_sum_first, (weight,), y)
+
+
+def sage_conv(
+    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, features: Any, neighbour_weight: Tensor, self_weight: Tensor,
+    *rest: Any, **more: Any,
+) -> Iterator[Operation]:  # fmt: skip
+    """Count a GraphSAGE layer: matmuls of the neighbours' mean and of the nodes themselves, and the mean."""
+    x, destination = source_and_destination(graph, features)
+    out, inside = neighbour_weight.shape
+    is_sum_first = inside <= out
+    rows = graph.num_dst if is_sum_first else graph.num_src
+    read = rows * inside + destination.numel()
+    weights = neighbour_weight, self_weight
+    elements = read, neighbour_weight.numel() + self_weight.numel(), (rows + len(destination)) * out
+    yield _graph_matmul(mode, "sage_conv", elements, read * out, x, weights, y)
+    yield _neighbour_sum(mode, graph, x, min(inside, out), is_sum_first, weights, y)
+
+
+def _graph_matmul(
+    mode: QuantizedOpsMode, name: str, elements: tuple[int, int, int], macs: int, x: Tensor,
+    weights: tuple[Tensor, ...], y: Tensor,
+) -> Operation:  # fmt: skip
+    layer = mode.running.stack[-1].interception
+    has_gradient = any(w.requires_grad for w in weights)
+    return Operation(layer.name, name, macs, x, weights[0], y, layer.precision, elements, weight=has_gradient)
+
+
+def _neighbour_sum(
+    mode: QuantizedOpsMode, graph: Graph, x: Tensor, width: int, is_first: bool, weights: tuple[Tensor, ...], y: Tensor
+) -> Operation:
+    """Return the sum over neighbours, of an operation per edge and feature; quantised with Q-Agg alone."""
+    layer = mode.running.stack[-1].interception
+    precision = layer.precision
+    is_quantized = precision is not None and "aggregation" in precision.quantizers
+    has_error = x.requires_grad or (any(w.requires_grad for w in weights) and not is_first)  # the sum is behind
+    return Operation(
+        layer.name, AGGREGATION, graph.num_edges * width, x, x, y, precision if is_quantized else None,
+        (graph.num_src * width, graph.num_edges, graph.num_dst * width), has_error, False, AGGREGATION,
+        is_first and x is graph.constant,
+    )  # fmt: skip
+
+
+COUNTED_FUNCTIONS |= {
+    functional.batch_norm: batch_norm,
+    functional.layer_norm: layer_norm,
+    functional.interpolate: interpolate,
+    **{function: partial(recurrence, kind) for kind in NUM_GATES for function in functions_named(kind)},
+}
+
+if importlib.util.find_spec("cpt_core.graphs.functional") is not None:
+    from cpt_core.graphs import functional as graph_functional
+    from cpt_core.graphs.functional import source_and_destination
+
+    COUNTED_FUNCTIONS |= {graph_functional.graph_conv: graph_conv, graph_functional.sage_conv: sage_conv}

@@ -1,0 +1,99 @@
+"""Running a copy of a model, without data where shapes are enough, and leaving a model as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from cpt_core.bitops.counting import is_counting_hook, tensors_in
+from cpt_core.checks import unsharded
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.convert import precision_of
+
+
+def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
+    """Return a copy of a model in float32 that nobody counts, on the ``meta`` device if asked for.
+
+    Raises:
+        ValueError: when the model holds something that cannot be copied, or is sharded.
+    """
+    unsharded(model, "count and check")
+    # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
+    cached = [t for m in model.modules() for value in vars(m).values() for t in tensors_in(value) if t.grad_fn]
+    memo: dict[int, Any] = {id(t): _without_history(t, on_meta) for t in cached}
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as problem:
+        raise ValueError(
+            f"cannot copy {type(model).__name__}, and operations are counted on a copy: {problem}; remove what the "
+            "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
+        ) from problem
+    for module in shadow.modules():
+        module._backward_hooks, module._backward_pre_hooks = {}, {}  # the copy's gradients are nobody's
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if is_counting_hook(hook)]:
+                del hooks[key]
+        precision = precision_of(module)
+        if precision is not None:
+            precision.set_bits(None, None)
+    return shadow.to("meta") if on_meta else shadow
+
+
+def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Tensor]) -> Any:
+    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), _without_history(value, on_meta).requires_grad_(value.requires_grad))
+    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+        shadow, constant = copy.copy(value), value.constant
+        return shadow.set_constant(None if constant is None else copy_of_inputs(constant, on_meta, memo))
+    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
+        data, sizes, *order = value
+        return PackedSequence(copy_of_inputs(data, on_meta, memo), sizes, *copy_of_inputs(order, on_meta, memo))
+    if isinstance(value, (tuple, list)):
+        return getattr(value, "_make", type(value))(copy_of_inputs(v, on_meta, memo) for v in value)
+    if isinstance(value, dict):
+        return {k: copy_of_inputs(v, on_meta, memo) for k, v in value.items()}
+    return value
+
+
+@contextmanager
+def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+    """Run eager code with gradients; put buffers, gradients, the rounding noise and random numbers back afterwards."""
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    precisions = [p for p in map(precision_of, modules) if p is not None]
+    modules += [p for p in precisions if all(p is not m for m in modules)]  # of modules without weights
+    buffers = [(m._buffers, dict(m._buffers)) for m in modules]
+    tensors = [t for _, own in buffers for t in own.values() if t is not None] + [p.noise_key for p in precisions]
+    values = [(t, t.detach().clone()) for t in tensors]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None and p.is_leaf]
+    gradients = [(p, p.grad) for p in parameters]
+    devices = {t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda}
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        for p in parameters:
+            p.grad = None
+        forked = sorted(devices) if torch.cuda.is_initialized() else []  # else nothing has drawn there yet
+        with torch.random.fork_rng(forked), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        for p, gradient in gradients:
+            p.grad = gradient
+        for own, before in buffers:
+            own.update(before)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+
+
+def _without_history(tensor: Tensor, on_meta: bool) -> Tensor:
+    return tensor.detach().to("meta") if on_meta else tensor.detach().clone()
