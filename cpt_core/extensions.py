@@ -30,6 +30,12 @@ def load(name: str) -> Any:
     return importlib.import_module(EXTENSIONS[name])
 
 
+def load_handlers(kind: str) -> None:
+    """Import the optional handlers of a kind of layer, where there are any."""
+    if kind in EXTENSIONS and is_installed(kind):
+        load(kind)
+
+
 def is_installed(name: str) -> bool:
     """Return whether the package of an optional part is installed."""
     return importlib.util.find_spec(EXTENSIONS[name].partition(".")[0]) is not None

@@ -13,8 +13,6 @@ Shapes: as in ``quantization.lstm``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -109,8 +107,8 @@ def _rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
     has_own_ranges = precision.training or not quantizer.running
     if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
         steps_apart = x.unflatten(0, (direction.steps, -1))  # a step is as a channel
-        by_step = replace(quantizer, granularity="per_channel", running=False)
-        y, low, width = fake_quantize(steps_apart, precision.levels, by_step.grid)
+        grid = "per_channel" + quantizer.grid.removeprefix("per_tensor")
+        y, low, width = fake_quantize(steps_apart, precision.levels, grid)
         _track_input(direction, low.flatten(), width.flatten())
         return y.flatten(0, 1)
     low, width = input_ranges(direction, x.detach())

@@ -172,8 +172,7 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         precision = None
         kind = op_handlers.module_kind(module)
         if name in chosen:
-            if kind in extensions.EXTENSIONS and extensions.is_installed(kind):
-                extensions.load(kind)
+            extensions.load_handlers(kind)
             form = own_form(type(module))
             key = _key(config.seed, keys[name])
             if form is not None and not form.why_not(module):

@@ -377,6 +377,7 @@ class LayerPrecision(RunningState):
                 "this model was stored whole, by an older release; load its state_dict into a model converted now"
             )
         super().__setstate__(state)
+        extensions.load_handlers(self.kind)
         if self.execution != "simulated":
             extensions.load("int8")
         driven, self.driver = self.driver, None
