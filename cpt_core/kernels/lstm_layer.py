@@ -64,7 +64,7 @@ def _run_simulated(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) ->
         None if bias is None else precision.operand("bias", bias)
         for bias in (direction.input_bias, direction.hidden_bias)
     )
-    product = linear(_rounded_input(direction, x), input_weight, input_bias)
+    product = linear(rounded_input(direction, x), input_weight, input_bias)
     x_gates = _with_rounded_gradient(direction, product)
 
     needs_gradient = any(t is not None and t.requires_grad for t in (x_gates, hidden_weight, hidden_bias, h, c))
@@ -98,7 +98,7 @@ def _run_simulated(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) ->
     return y, last_h, last_c
 
 
-def _rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
+def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
     """Quantise x (N, I), every step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     quantizer = precision.quantizers[role]

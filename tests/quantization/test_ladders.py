@@ -11,8 +11,10 @@ from cpt_core.formats.ladder import AFFINE, LADDERS
 from cpt_core.formats.quantizer import FormatQuantizer
 from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.kernels.formats import rotate
+from cpt_core.kernels.lstm_layer import rounded_input
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.lstm import LSTMDirection
 from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
@@ -399,8 +401,9 @@ def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format
     model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
     x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     with cpt.precision(model, 8, 8):
-        alike = model[0]._input("l0", x.flatten(0, 1), (3, ())).split(2)
-        packed = model[0]._input("l0", x.flatten(0, 1), (3, (3, 2, 1))).split((3, 2, 1))
+        direction = LSTMDirection(model[0].precision, "l0", *[None] * 4, steps=3, sizes=())
+        alike = rounded_input(direction, x.flatten(0, 1)).split(2)
+        packed = rounded_input(direction._replace(sizes=(3, 2, 1)), x.flatten(0, 1)).split((3, 2, 1))
     for steps in (alike, packed):
         for step, rounded in zip(x.flatten(0, 1).split([len(s) for s in steps]), steps, strict=True):
             assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))

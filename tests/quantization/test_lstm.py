@@ -1,6 +1,8 @@
-"""The quantised LSTM against plain loops; that both backends agree bit for bit: test_lstm_kernels."""
+"""The quantised LSTM, step by step and fused, against plain loops; the backends of the operator: test_lstm_kernels."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,14 +10,28 @@ from helpers import NEAREST, refused
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from cpt_core.kernels import lstm_layer
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization import lstm
+from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, round_in_range
+from cpt_core.quantization.op_handlers import functions_named, register_handler
+from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 
+FORMS = {"by steps": lstm.run_by_steps, "fused": lstm_layer.run_fused}
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
+
+
+@pytest.fixture(autouse=True, params=FORMS)
+def form(request, monkeypatch):
+    """Run a test with each form of the LSTM."""
+    for function in functions_named("lstm"):
+        monkeypatch.setitem(OP_HANDLERS, function, OP_HANDLERS[function])  # it is put back
+    register_handler(functions_named("lstm"), lstm.lstm_handler(FORMS[request.param]), "input hx")
+    return request.param
 
 
 def lstm_of(*sizes, config=NEAREST, seed=0, **options):
@@ -179,6 +195,7 @@ def test_float_is_torch_s_own():
             assert torch.equal(ours(x)[0], theirs(x)[0])
 
 
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_the_written_gradient_is_exact():
     torch.manual_seed(0)
     sizes = (2, 2, 1)
@@ -299,3 +316,85 @@ def test_frozen_weights_get_no_gradient():
     assert module.weight_hh_l0.grad is None
     assert module.bias_hh_l0.grad is None
     assert module.weight_ih_l0.grad is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}], ids=["one way", "both ways"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_both_forms_compute_the_same(options, packed):
+    """Outputs, running ranges, gradients where these round to nearest, and evaluation."""
+    module = lstm_of(5, 4, num_layers=2, **options)
+    parts = [torch.randn(n, 5) for n in (6, 6, 3)]
+    x = pack_sequence(parts) if packed else torch.randn(6, 3, 5)
+    results = []
+    for run_direction in FORMS.values():
+        copied = copy.deepcopy(module)
+        register_handler(functions_named("lstm"), lstm.lstm_handler(run_direction), "input hx")
+        with precision(copied, 4, q_grad=5):
+            y, (h, c) = copied(x)
+            y = y.data if packed else y
+            found = gradients(copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum())
+            evaluated = copied.eval()(x)[0]
+            evaluated = evaluated.data if packed else evaluated
+        results.append(((y, h, c), found, evaluated, copied.precision.get_running()))
+    (outputs, grads, evaluated, running), (outputs2, grads2, evaluated2, running2) = results
+    for ours, theirs in zip((*outputs, evaluated), (*outputs2, evaluated2), strict=True):
+        assert same(ours, theirs)
+    close(grads, grads2, atol=1e-6)
+    close(running, running2, atol=1e-6)
+
+
+# --- conversion and reports -----------------------------------------------------------------------
+
+
+def test_the_class_stays_and_checkpoints_keep_their_names():
+    module = lstm_of(5, 4, bidirectional=True)
+    assert type(module) is nn.LSTM
+    directions = ("l0", "l0_reverse")
+    expected = {"noise_key", *(f"running_{role}_{d}" for role in ("input", "hidden") for d in directions)}
+    assert set(module.precision.get_running()) == expected
+    assert not hasattr(restore_(module), "precision")
+
+
+@pytest.mark.parametrize("bits", ["float", 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_work_is_reported_by_direction_and_gates(bits, packed):
+    module = lstm_of(5, 4, num_layers=2, bidirectional=True)
+    x = pack_sequence([torch.randn(n, 5) for n in (4, 2)]) if packed else torch.randn(3, 2, 5)
+    reported = []
+    module._interception.mode.on_operation = reported.append
+    with precision(module, bits):
+        module(x)
+    rows, gates, units = 6, 16, 16
+    first, deeper, hidden = rows * gates * 5, rows * gates * 8, rows * gates * 4
+    assert [(op.function, op.macs, op.part) for op in reported] == [
+        *[("lstm_input", first, ""), ("lstm_hidden", hidden, "")] * 2,
+        *[("lstm_input", deeper, ""), ("lstm_hidden", hidden, "")] * 2,
+        ("lstm_gates", units * (27 * rows + 5 * 2), "gates"),
+    ]
+    assert [op.first.numel() for op in reported[:6:2]] == [rows * 5, rows * 5, rows * 8]
+    assert {op.layer for op in reported} == {""}
+
+
+class CallsLSTM(nn.LSTM):
+    """A subclass, whose forward may be another one: it runs by linear operations, as cells do."""
+
+
+def test_subclasses_and_projections_run_by_linear_operations():
+    for module in (CallsLSTM(5, 4), nn.LSTM(5, 4, proj_size=3)):
+        quantize_(module)
+        reported = []
+        module._interception.mode.on_operation = reported.append
+        with precision(module, 4):
+            module(torch.randn(3, 2, 5))
+        assert {op.function for op in reported} == {"linear"}
+
+
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_a_stored_model_is_quantised_in_another_process(tmp_path):
+    module, x = quantize_(nn.Sequential(nn.LSTM(5, 4))), torch.randn(3, 2, 5)
+    module[0].precision.set_bits(3, 8)
+    torch.save((module, x), tmp_path / "model.pt")
+    run = "import sys, torch; m, x = torch.load(sys.argv[1], weights_only=False); torch.save(m(x)[0], sys.argv[2])"
+    subprocess.run([sys.executable, "-c", run, tmp_path / "model.pt", tmp_path / "y.pt"], check=True)
+    assert torch.equal(torch.load(tmp_path / "y.pt"), module(x)[0])
