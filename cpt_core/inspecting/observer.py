@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -10,7 +11,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.codes.execution import CODE_BITS
 from cpt_core.formats.format import Format
-from cpt_core.formats.quantizer import grid_of
 from cpt_core.kernels import operators
 from cpt_core.kernels.grids import parts_of
 from cpt_core.kernels.operators import fake_quantize
@@ -50,7 +50,8 @@ class Observer:
         parts, grid = [x.detach()], quantizer.grid
         if rows and quantizer.granularity == "per_tensor":
             if len(set(rows)) == 1:  # a part is as a channel
-                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of("per_channel", quantizer)
+                parts = [parts[0].unflatten(0, (len(rows), -1))]
+                grid = replace(quantizer, granularity="per_channel", running=False).grid
             else:
                 parts = list(parts[0].split(list(rows)))
         of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.grid), [])
