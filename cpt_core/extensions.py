@@ -19,6 +19,7 @@ EXTENSIONS = {
     "roles": "cpt_core.schedules.roles",  # schedules of weights, activations and gradients
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
+    "graph": "cpt_core.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
     "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL
 }
 

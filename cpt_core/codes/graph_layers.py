@@ -4,14 +4,14 @@ A sum has an integer form where all that enters it has one step: int8 codes are 
 degree makes values of the sum. The authors' range per node rules that out for features, not for gradients, which have
 one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer form is the simulation.
 
-The operators at the end stand each for a chain of plain operations and give the same bits; on a CPU, C++ runs them in
-one pass (``graph.h``).
+Importing this module registers the executors of both operations. The operator at the end stands for a chain of plain
+operations and gives the same bits; on a CPU, C++ runs it in one pass (``graph.h``).
 
 >>> x = QuantizedTensor.of(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
 >>> total(Graph(torch.tensor([0, 2]), torch.tensor([0, 1]), num_src=2), x).tolist()
 [[3.0, 3.0]]
 
-Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges; scales (N, 1).
+Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges.
 """
 
 from __future__ import annotations
@@ -23,91 +23,100 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.codes.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, sums, values
+from cpt_core.codes.execution import multiplies_integers
+from cpt_core.codes.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, values
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels import operators
-from cpt_core.quantization.graph_layers import ONE_RANGE, WHOLE, GraphPrecision
+from cpt_core.quantization.graph_handlers import GraphOperand
+from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.precision import LayerPrecision
 
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
 PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
+ONE_RANGE = ("per_tensor", "per_position", "per_sample_mean")  # granularities with one range for a matrix (N, F)
 
 
 @torch.compiler.disable
-def product_on_codes(
-    p: GraphPrecision, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool, tail: Tail | None
-) -> Tensor:
-    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``Precision.product``."""
+def project(
+    precision: LayerPrecision,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    roles: tuple[str, str],
+    along: Any,
+    operand: GraphOperand,
+) -> Tensor | None:
+    """Return x (N, I) times a weight, on codes; None where it is to be simulated."""
+    x, weight, _ = operands
+    if not multiplies_integers(precision, x):
+        return None
+    quantizer = precision.quantizers["input"]
 
     def encode() -> QuantizedTensor:
-        return encoded(p, "input", x if scale is None else x * scale)
+        return encoded(precision, "input", x)
 
-    quantizer = p.quantizers["input"]
-    # where there is a range to follow, nothing is kept
-    codes = encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
-    bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
-    return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))
+    def encode_once() -> QuantizedTensor:
+        key = "codes", operand.out_exponent, len(x), quantizer, precision.now.formats.activation
+        return operand.graph.keep(operand.x, key, encode)  # type: ignore[no-any-return]
+
+    codes = encode if quantizer.running else encode_once  # a running range follows every batch
+    return _Project.apply(x, weight, codes, operand.is_transposed, precision)  # type: ignore[no-any-return]
 
 
-class _Product(torch.autograd.Function):
+class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, codes: Callable[[], QuantizedTensor],
-        scale: Tensor | None, linear: bool, after: After,
+        ctx: Any, x: Tensor, weight: Tensor, codes: Callable[[], QuantizedTensor], is_transposed: bool,
+        precision: LayerPrecision,
     ) -> Tensor:  # fmt: skip
-        a, w = codes(), encoded(after.precision, "weight", weight)
+        a, w = codes(), encoded(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
-        ctx.scale, ctx.linear, ctx.after = scale, linear, after
-        return after.forward(product(a, w.t() if linear else w), bias)
+        ctx.is_transposed, ctx.rounding = is_transposed, GradientRounding(precision)
+        return product(a, w.t() if is_transposed else w)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
-        of_x, of_w = ctx.needs_input_grad[:2]
-        g, of_bias = ctx.after.backward(gradient, of_x or of_w)
-        error = product(g, w if ctx.linear else w.t()) if of_x else None
-        return (
-            error if error is None or ctx.scale is None else error.mul_(ctx.scale),
-            (product(g.t(), a) if ctx.linear else product(a.t(), g)) if of_w else None,
-            of_bias,
-            *[None] * 4,
-        )
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        g = ctx.rounding(gradient) if gradient.numel() else gradient
+        x_grad = product(g, w if ctx.is_transposed else w.t()) if needs_x else None
+        weight_grad = None
+        if needs_weight:
+            weight_grad = product(g.t(), a) if ctx.is_transposed else product(a.t(), g)
+        return x_grad, weight_grad, None, None, None
 
 
 @torch.compiler.disable
-def sum_on_codes(
-    p: GraphPrecision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None
-) -> Tensor:
-    """Return the sum over neighbours and what follows it; arguments as those of ``Precision.neighbour_sum``."""
-    bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
-    return _Sum.apply(x, bias, graph, scale, reduce == "mean", After(p, tail))
+def aggregate(
+    precision: LayerPrecision,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    roles: tuple[str, str],
+    along: Any,
+    operand: GraphOperand,
+) -> Tensor | None:
+    """Return the sum or mean over neighbours, on codes; None where it is to be simulated."""
+    x = operands[0]
+    if not multiplies_integers(precision, x):
+        return None
+    return _Aggregate.apply(x, operand.graph, operand.reduce == "mean", precision)  # type: ignore[no-any-return]
 
 
-class _Sum(torch.autograd.Function):
+class _Aggregate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, graph: Graph, scale: Tensor | None, mean: bool, after: After
-    ) -> Tensor:
-        ctx.graph, ctx.scale, ctx.mean, ctx.after = graph, scale, mean, after
-        p = after.precision
-        if p.quantizers["aggregation"].grid in ONE_RANGE:
-            h = total(graph, encoded(p, "aggregation", x if scale is None else x * scale))
+    def forward(ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision) -> Tensor:
+        ctx.graph, ctx.is_mean, ctx.rounding = graph, is_mean, GradientRounding(precision)
+        if precision.quantizers["aggregation"].grid in ONE_RANGE:
+            h = total(graph, encoded(precision, "aggregation", x))
         else:
-            h = graph.aggregate(p.scaled_operand("aggregation", x, scale))
-        return after.forward(h.div_(_divisors(graph)) if mean else h, bias)
+            h = graph.aggregate(precision.operand("aggregation", x))
+        return h.div_(_divisors(graph)) if is_mean else h
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_x = ctx.needs_input_grad[0]
-        g, of_bias = ctx.after.backward(gradient, of_x)
-        error = None
-        if of_x:
-            error = total(ctx.graph.transposed, values(g) / _divisors(ctx.graph) if ctx.mean else g)
-            error = error if ctx.scale is None else error.mul_(ctx.scale)
-        return error, of_bias, *[None] * 4
+        g = ctx.rounding(gradient) if gradient.numel() else gradient
+        divided = values(g) / _divisors(ctx.graph) if ctx.is_mean else g
+        return total(ctx.graph.transposed, divided), None, None, None
 
 
 def total(graph: Graph, x: Operand) -> Tensor:
@@ -130,75 +139,7 @@ def _divisors(graph: Graph) -> Tensor:
     return graph.in_degrees.clamp_min(1).unsqueeze(1)
 
 
-class After:
-    """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h."""
-
-    def __init__(self, precision: GraphPrecision, tail: Tail | None) -> None:
-        self.precision, self.rounding = precision, GradientRounding(precision)
-        self.scale_of = (lambda h: None) if tail is None else tail.scale
-        self.biased = tail is not None and tail.bias is not None
-        self.scale: Tensor | None = None
-
-    def forward(self, h: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what follows h, (N, F), which may be changed; the bias is rounded already."""
-        self.scale = self.scale_of(h)
-        if bias is None:
-            return h if self.scale is None else h.mul_(self.scale)
-        p = self.precision
-        if p._in_one_pass("input", h):
-            return operators.active.scale_round_add(h, self.scale, bias, p.levels, p.quantizers["input"].grid)
-        return p.operand("input", h if self.scale is None else h * self.scale) + bias
-
-    def backward(self, gradient: Tensor, further: bool) -> tuple[Operand, Tensor | None]:
-        """Return the gradient of h, rounded if it goes ``further``, and that of the bias."""
-        g, of_bias = gradient, None
-        if gradient.numel() == 0:
-            return gradient, gradient.sum(0) if self.biased else None
-        if self.biased:
-            p = self.precision
-            quantizer = p.quantizers["grad"]
-            if further and self.rounding.encodes and quantizer.grid in WHOLE:  # in two passes
-                key = p.noise_key if quantizer.rounding == "stochastic" else None
-                found = operators.active.round_scale_encode(gradient, self.scale, p.grad_levels, key)
-                codes, low, width, of_bias = found
-                if p.observed:
-                    self._observe_both(gradient, key)
-                if key is not None:
-                    key.add_(2)
-                return QuantizedTensor.with_codes(codes, low, width, p.grad_levels), of_bias
-            once = self.rounding(gradient)
-            g, of_bias = values(once), sums(once)
-        if not further:
-            return g, of_bias
-        return self.rounding(g if self.scale is None else g * self.scale), of_bias
-
-    def _observe_both(self, gradient: Tensor, key: Tensor | None) -> None:
-        """Show both gradients that ``round_scale_encode`` rounds, the second when the key is that of its noise."""
-        p = self.precision
-        p.observe("grad", gradient)
-        once = operators.fake_quantize(gradient, p.grad_levels, "per_tensor", key)[0]
-        if key is not None:
-            key.add_(1)
-        p.observe("grad", once if self.scale is None else once * self.scale)
-        if key is not None:
-            key.sub_(1)
-
-
-# --- the operators ----------------------------------------------------------------------------------------------------
-
-
-def _round_scale_encode(
-    ops: Any, gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
-    low, width = ops.range(gradient, "per_tensor")
-    codes = ops.encode(gradient, low, width, levels, key, key is not None)
-    rounded, totals, rows = QuantizedTensor.with_codes(codes, low, width, levels), codes.sum(0), len(codes)
-    once = rounded.dequantize() if scale is None else rounded.dequantize() * scale
-    whole = (totals + rows * rounded.half.long()).double()  # exact
-    of_bias = (whole * rounded.scale.double() + rows * low.double()).float()
-    low, width = ops.range(once, "per_tensor")
-    return ops.encode(once, low, width, levels, None if key is None else key + 1, key is not None), low, width, of_bias
+# --- the operator -----------------------------------------------------------------------------------------------------
 
 
 def _sum_neighbours(
@@ -216,11 +157,6 @@ def _sum_neighbours(
 
 
 OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and without numbers
-    "round_scale_encode": (
-        "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)",
-        _round_scale_encode,
-        lambda g, *_: (torch.empty_like(g, dtype=torch.int8), *(g.new_empty(size) for size in ((), (), g.shape[1:]))),
-    ),
     "sum_neighbours": (
         "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
         _sum_neighbours,
@@ -230,3 +166,6 @@ OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and 
 for _family, _library in operators.LIBRARIES.items():
     for _name, (_schema, _plain, _fake) in OPERATORS.items():
         operators.define(_library, _name, _schema, partial(_plain, getattr(torch.ops, _family)), _fake)
+for _execution in ("integer", "auto"):
+    EXECUTORS[_execution, "graph_linear"] = project
+    EXECUTORS[_execution, "aggregation"] = aggregate

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+import cpt_core.codes.graph_layers  # noqa: F401 - registers its executors
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.execution import describe_execution as describe_execution
 from cpt_core.codes.execution import multiplies_integers

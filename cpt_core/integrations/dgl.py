@@ -1,6 +1,7 @@
-"""Quantised forms of DGL's own ``GraphConv`` and mean ``SAGEConv``, for models that were written with DGL.
+"""Conversion of DGL's own ``GraphConv`` and mean ``SAGEConv``, for models that were written with DGL.
 
-Imported by ``quantize_`` only when the program uses ``dgl.nn`` itself.
+Loaded by ``quantize_`` only when a model has modules of DGL. A converted layer runs the functions of
+``cpt_core.graphs`` instead of its own forward: DGL's operations are no functions of torch that a mode could see.
 """
 
 from __future__ import annotations
@@ -8,35 +9,54 @@ from __future__ import annotations
 from typing import Any
 
 from dgl.nn import GraphConv, SAGEConv
-from torch import Tensor, nn
+from torch import Tensor
 
+from cpt_core.graphs.functional import Features, check_in_degrees, graph_conv, sage_conv
 from cpt_core.graphs.graph import as_graph
-from cpt_core.graphs.layers import Features, sage_convolution
-from cpt_core.quantization.graph_layers import _QuantGraphConv, _QuantSAGEConv
+from cpt_core.quantization.graph_handlers import GRAPH_LAYERS, GraphLayer
 
 
-class QuantDGLGraphConv(_QuantGraphConv, GraphConv):
-    """``dgl.nn.GraphConv`` with quantised operands."""
+def graph_conv_forward(
+    module: GraphConv, graph: Any, feat: Features, weight: Tensor | None = None, edge_weight: Tensor | None = None
+) -> Tensor:
+    """Compute ``dgl.nn.GraphConv``: (S, I) -> (D, O)."""
+    if weight is not None or edge_weight is not None:
+        raise ValueError("a quantised graph convolution takes neither edge weights nor a weight from outside")
+    graph = as_graph(graph)
+    if not module._allow_zero_in_degree:
+        check_in_degrees(graph)
+    h = graph_conv(graph, feat, module.weight, module.bias, module._norm)
+    return h if module._activation is None else module._activation(h)
 
-    FLOAT = GraphConv
+
+def sage_conv_forward(module: SAGEConv, graph: Any, feat: Features, edge_weight: Tensor | None = None) -> Tensor:
+    """Compute ``dgl.nn.SAGEConv`` with ``aggregator_type="mean"``: (S, I) -> (D, O)."""
+    if edge_weight is not None:
+        raise ValueError("a quantised graph convolution takes no edge weights")
+    dropped = tuple(map(module.feat_drop, feat)) if isinstance(feat, tuple) else module.feat_drop(feat)
+    bias = module.fc_self.bias if module.fc_neigh.bias is None else module.fc_neigh.bias  # the one that there is
+    h = sage_conv(as_graph(graph), dropped, module.fc_neigh.weight, module.fc_self.weight, bias)
+    h = h if module.activation is None else module.activation(h)
+    return h if module.norm is None else module.norm(h)
 
 
-class QuantDGLSAGEConv(_QuantSAGEConv, SAGEConv):
-    """``dgl.nn.SAGEConv`` with ``aggregator_type="mean"`` and quantised operands."""
+def _graph_conv_reason(module: GraphConv) -> str:
+    return "" if module.weight is not None else "it has no weight of its own"
 
-    FLOAT = SAGEConv
 
-    def forward(self, graph: Any, feat: Features, edge_weight: Tensor | None = None) -> Tensor:
-        """(S, I) -> (D, O)."""
-        if edge_weight is not None:
-            raise ValueError("a quantised graph convolution takes no edge weights")
-        dropped = tuple(map(self.feat_drop, feat)) if isinstance(feat, tuple) else self.feat_drop(feat)
-        h = self._in_float32(sage_convolution, as_graph(graph), dropped)
-        h = h if self.activation is None else self.activation(h)
-        return h if self.norm is None else self.norm(h)
+def _sage_conv_reason(module: SAGEConv) -> str:
+    kind = module._aggre_type
+    return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
 
-    @classmethod
-    def why_not(cls, module: nn.Module) -> str:
-        """Only the mean aggregator has a quantised form."""
-        kind = module._aggre_type
-        return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
+
+GRAPH_LAYERS[GraphConv] = GraphLayer(
+    features=lambda module: (module._in_feats, module._out_feats),
+    float32_reason=_graph_conv_reason,
+    forward=graph_conv_forward,
+)
+GRAPH_LAYERS[SAGEConv] = GraphLayer(
+    features=lambda module: (module._in_src_feats, module._out_feats),
+    has_parts=True,
+    float32_reason=_sage_conv_reason,
+    forward=sage_conv_forward,
+)

@@ -34,7 +34,6 @@ from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
 from cpt_core.quantization.convert import all_precisions, layer_precisions
-from cpt_core.quantization.layers import module_kind
 from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
@@ -146,7 +145,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
         module = model.get_submodule(name)
         kind = _kind(module)
         if kind == "graph":
-            raise ValueError(f"layer {name!r} is a {module_kind(module).__name__}, and a program takes no graphs")
+            raise ValueError(f"layer {name!r} is a {type(module).__name__}, and a program takes no graphs")
         if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
             raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
         running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]

@@ -23,9 +23,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
 from cpt_core.checks import choose, declared, unsharded, whole
-from cpt_core.quantization import op_handlers
+from cpt_core.quantization import graph_handlers, op_handlers
 from cpt_core.quantization.fake_quantize import INT64
-from cpt_core.quantization.layers import QuantizedLayer, own_form
+from cpt_core.quantization.graph_handlers import graph_layer_class, graph_layer_of
 from cpt_core.quantization.lstm import lstm_roles
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
@@ -135,6 +135,7 @@ def quantize_(
     unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
+    _load_extensions(model, config)
     excluded = _excluded(model, config.float32)
     chosen = {}
     for name, module in convertible(model):
@@ -162,24 +163,17 @@ def quantize_(
 def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
     op_handlers.register_library_operators()
-    if config.execution != "simulated":
-        extensions.load("int8")
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     keys = {name: index for index, name in enumerate(order)}
     mode = QuantizedOpsMode()
     for name, module in list(model.named_modules()):
         precision = None
-        kind = op_handlers.module_kind(module)
+        kind = _kind(module)
         if name in chosen:
             extensions.load_handlers(kind)
-            form = own_form(type(module))
-            key = _key(config.seed, keys[name])
-            if form is not None and not form.why_not(module):
-                form.from_float(module, config, key)
-                precision = module.precision
-            else:
-                precision = _add_precision(module, kind, config, key)
+            graph_handlers.replace_forward(module)
+            precision = _add_precision(module, kind, config, _key(config.seed, keys[name]))
             precision.name = name
         if name in chosen or _may_multiply(module):
             per_feature = op_handlers.has_keys_per_feature(module)
@@ -187,6 +181,20 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         if hasattr(module, HOOK) and _has_own_forward(module):
             module.register_forward_pre_hook(enter_module)
             module.register_forward_hook(leave_module, prepend=True, always_call=True)
+
+
+def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
+    """Load the optional parts that the library of a model, or a configuration, asks for."""
+    libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    if "dgl" in libraries:
+        extensions.load("dgl")
+    if config.execution != "simulated":
+        extensions.load("int8")
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the kind of a layer, which is the prefix of its own roles."""
+    return "graph" if graph_layer_of(module) is not None else op_handlers.module_kind(module)
 
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
@@ -198,7 +206,7 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     device = next((p.device for p in module.parameters()), None)
     precision.to(device)
     precision.execution = config.execution
-    precision.splits = kind != "lstm"  # whose recurrence rounds a gradient once for both of its uses
+    precision.splits = kind not in ("lstm", "graph")  # which round a gradient once for both of its uses
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
     precision.has_weights = holds_weights(module)
@@ -215,6 +223,10 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
     own = f"{kind}_"
     roles = {role.removeprefix(own): q for role, q in config.quantizers.items() if role.startswith(own)}
     roles["bias"] = config.quantizers["bias"]
+    if kind == "graph":
+        if config.aggregation != "quantized":
+            del roles["aggregation"]
+        return roles
     granularity = {"linear_input": "per_row", "conv_input": "per_channel"}
     for role, quantizer in config.quantizers.items():
         if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
@@ -252,9 +264,8 @@ def is_convertible(module: nn.Module) -> bool:
     """Return whether a module can be given a precision."""
     if not _may_multiply(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
         return False
-    form = own_form(type(module))
-    if form is not None and form.KIND == "graph":
-        return not form.why_not(module)
+    if graph_layer_class(module) is not None:
+        return graph_layer_of(module) is not None
     return holds_weights(module) or _has_own_forward(module)
 
 
@@ -275,8 +286,8 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
     """Return modules -> the layer they are part of: of graph convolutions, and all inside a parametrisation."""
     parts: dict[str, str] = {}
     for name, module in model.named_modules():
-        form = own_form(module.FLOAT if isinstance(module, QuantizedLayer) else type(module))
-        if form is not None and form.WHOLE and not form.why_not(module):
+        layer = graph_layer_of(module)
+        if layer is not None and layer.has_parts:
             parts |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
         if isinstance(module, ParametrizationList):
             owner = name.rpartition(".parametrizations")[0]
@@ -286,6 +297,8 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
 
 def holds_weights(module: nn.Module) -> bool:
     """Return whether a module holds matrices that it, or its parent, multiplies by."""
+    if graph_layer_of(module) is not None:
+        return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):  # also where the weight is computed
@@ -295,11 +308,8 @@ def holds_weights(module: nn.Module) -> bool:
 
 def _key_group(module: nn.Module) -> int:
     """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
-    form = own_form(type(module))
-    if form is not None and not form.why_not(module):
-        return 0
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    if type(module) in layers or op_handlers.module_kind(module) == "lstm":
+    if type(module) in layers or _kind(module) in ("lstm", "graph"):
         return 0
     if op_handlers.has_keys_per_feature(module):
         return 0
@@ -327,8 +337,8 @@ def float32_reason(module: nn.Module, is_left_out: bool) -> str:
         return "left out"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run the model once before it is converted"
-    form = own_form(type(module))
-    return (form.why_not(module) if form is not None else "") or "it computes no matmul or convolution"
+    layer = graph_layer_class(module)
+    return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"
 
 
 def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float, Counter[str]]:
@@ -395,12 +405,11 @@ def restore_(model: nn.Module) -> nn.Module:
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         remove_hooks(module)
+        graph_handlers.restore_forward(module)
         precision = precision_of(module)
         if precision is not None and precision.driver is not None:
             precision.driver.release(precision)
-        if isinstance(module, QuantizedLayer):
-            module.to_float()
-        elif precision is not None:
+        if precision is not None:
             del module.precision
 
 

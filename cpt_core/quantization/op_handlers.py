@@ -532,7 +532,7 @@ def _with_inner_functions_visible(function: Any) -> Callable[..., Any]:
     inside.__kwdefaults__ = function.__kwdefaults__
     takes_options = "options" in inspect.signature(function).parameters
 
-    def visible(*args: Any, **kwargs: Any) -> Any:
+    def visible(mode: QuantizedOpsMode, *args: Any, **kwargs: Any) -> Any:
         if takes_options:
             kwargs.pop("options", None)  # those of a fused cross entropy hide its products to save memory
         return inside(*args, **kwargs)

@@ -38,7 +38,8 @@ HOOK = "_interception"  # name of the attribute that a hooked module has
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(mode, function, *args, **kwargs)
 # (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
 EXECUTORS: dict[tuple[str, str], Callable[..., Tensor | None]] = {}
-COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}  # function of torch -> the same function, its inner ones visible
+# function -> ``composite(mode, *args, **kwargs)``, the same function with its inner ones visible
+COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
 # reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
 COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
@@ -140,7 +141,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the handlers in the process that a stored model comes to."""
-        from cpt_core.quantization import lstm, op_handlers  # noqa: F401 - they register when they are imported
+        from cpt_core.quantization import graph_handlers, lstm, op_handlers  # noqa: F401 - they register when they are imported
 
         vars(self).update(state)
 
@@ -153,7 +154,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         if handler is None:
             if function in COMPOSITE_OPS:
                 with self:
-                    return COMPOSITE_OPS[function](*args, **kwargs)
+                    return COMPOSITE_OPS[function](self, *args, **kwargs)
             return function(*args, **kwargs)
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             kwargs = {name: value for name, value in kwargs.items() if name != "out"}
@@ -291,7 +292,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         name: str,
         compute: Callable[..., Tensor],
         operands: tuple[Tensor, Tensor, Tensor | None],
-        roles: tuple[str, str],
+        roles: tuple[str | None, str | None],
         macs: Callable[[Tensor, Tensor, Tensor], int],
         gradient: str,
         *,
@@ -305,7 +306,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             name: of the operation, for reports.
             compute: ``compute(first, second, bias)``, linear in each operand.
             operands: first operand, second operand, and the bias or None.
-            roles: of the first and second operand, keys of ``QUANTIZERS``.
+            roles: of the first and second operand, keys of ``QUANTIZERS``; None for one that is not to be rounded.
             macs: first, second, output -> multiply-accumulates of the forward pass.
             gradient: role of the output's gradient.
             along: dimension of the first and second operand over which the operation sums; None for that of the role.

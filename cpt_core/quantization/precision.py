@@ -197,7 +197,7 @@ class LayerPrecision(RunningState):
     @property
     def keeps_by_bits(self) -> bool:
         """Whether what the layer computes of constant features is kept, and is another thing for every bit width."""
-        return False
+        return self.kind == "graph" and ("aggregation" in self.quantizers or self.execution != "simulated")
 
     def on_codes(self, x: Tensor) -> bool:
         """Return whether operations with ``x`` run on 8-bit integers now; for layers without an executor."""
@@ -216,7 +216,7 @@ class LayerPrecision(RunningState):
         self,
         compute: Callable[..., Tensor],
         operands: tuple[Tensor, Tensor, Tensor | None],
-        roles: tuple[str, str],
+        roles: tuple[str | None, str | None],
         gradient: str,
         along: tuple[int | None, int | None] = (None, None),
     ) -> Tensor:
@@ -225,15 +225,17 @@ class LayerPrecision(RunningState):
         Args:
             compute: linear in each operand.
             operands: first operand, second operand, and the bias or None.
-            roles: of the first and second operand, keys of ``QUANTIZERS``.
+            roles: of the first and second operand, keys of ``QUANTIZERS``; None for one that is not to be rounded.
             gradient: role of the output's gradient.
             along: dimension of each operand over which the operation sums; None for that of the role.
         """
         first, second, bias = operands
         rounded_bias = None if bias is None else self.operand("bias", bias)
-        rounded_first = self.operand(self.own_role(roles[0]), first, along[0])
-        rounded_second = self.operand(self.own_role(roles[1]), second, along[1])
-        return self.multiplied(compute, rounded_first, rounded_second, rounded_bias, role=self.own_role(gradient))
+        if roles[0] is not None:
+            first = self.operand(self.own_role(roles[0]), first, along[0])
+        if roles[1] is not None:
+            second = self.operand(self.own_role(roles[1]), second, along[1])
+        return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator.

@@ -1,0 +1,180 @@
+"""Functions of graph convolutions, in plain torch: project features, sum over neighbours, scale and add a bias.
+
+    GCN:   H' = D_in^-1/2 A D_out^-1/2 H W + b        SAGE:  h'_i = W_self h_i + W_neigh mean_j h_j + b
+
+A function mode sees every function here, as it sees those of torch: that is how ``cpt_core.quantize_`` rounds their
+operands, see ``quantization.graph_handlers``. The narrower side of the weight is summed over neighbours: the product
+comes first where a layer has fewer outputs than inputs.
+
+>>> graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([2, 2]), num_nodes=3)
+>>> graph_conv(graph, torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[10.0]]), norm="none").tolist()
+[[0.0], [0.0], [30.0]]
+
+Paper: section 4.3, equation 1.
+
+Shapes: S source and D destination nodes of a graph, I inputs, O outputs, F features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from cpt_core.graphs.graph import Graph, check_features
+
+Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
+Function = TypeVar("Function", bound=Callable[..., Any])
+# norm -> exponents of the degrees: of out-degrees, before the sum over neighbours, and of in-degrees, behind it
+NORM_EXPONENTS = {"both": (-0.5, -0.5), "left": (-1.0, 0.0), "right": (0.0, -1.0), "none": (0.0, 0.0)}
+
+
+def overridable(function: Function) -> Function:
+    """Show calls of a function to the function mode that is on, if there is one."""
+
+    @functools.wraps(function)
+    def visible(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(visible, (), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return visible  # type: ignore[return-value]
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+@overridable
+def project(
+    graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, is_transposed: bool = False
+) -> Tensor:
+    """Return ``(x * out_degrees ** out_exponent) @ weight``, (S, O).
+
+    Args:
+        graph: whose out-degrees scale the features; where it scales nothing, x may be of other nodes.
+        x: (S, I).
+        weight: (I, O).
+        out_exponent: of the out-degrees; 0 scales nothing.
+        is_transposed: whether the weight is (O, I), as that of a linear layer.
+    """
+    scaled = scale_rows(x, out_degree_scale(graph, out_exponent, x))
+    return torch.nn.functional.linear(scaled, weight) if is_transposed else torch.matmul(scaled, weight)
+
+
+@overridable
+def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum") -> Tensor:
+    """Return the sum or mean of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F).
+
+    Of features that are constant, see ``Graph.set_constant``, it is computed once.
+
+    Args:
+        graph: whose edges are followed.
+        x: (S, F).
+        out_exponent: of the out-degrees; 0 scales nothing.
+        reduce: "sum" or "mean".
+    """
+
+    def compute() -> Tensor:
+        return graph.aggregate(scale_rows(x, out_degree_scale(graph, out_exponent, x)), reduce)
+
+    if is_constant(graph, x):
+        return graph.keep(x, (out_exponent, reduce), compute)  # type: ignore[no-any-return]
+    return compute()
+
+
+@overridable
+def scale_and_add_bias(graph: Graph, h: Tensor, in_exponent: float = 0.0, bias: Tensor | None = None) -> Tensor:
+    """Return ``h * in_degrees ** in_exponent + bias``, (D, O).
+
+    Args:
+        graph: whose in-degrees scale the rows.
+        h: (D, O).
+        in_exponent: of the in-degrees; 0 scales nothing.
+        bias: (O,) or None.
+    """
+    h = scale_rows(h, in_degree_scale(graph, in_exponent, h))
+    return h if bias is None else h + bias
+
+
+def out_degree_scale(graph: Graph, exponent: float, like: Tensor) -> Tensor | None:
+    """Return a power of the out-degrees, (S, 1) of the type of ``like``; None for the exponent 0."""
+    return _power(graph.out_degrees, exponent, like) if exponent else None
+
+
+def in_degree_scale(graph: Graph, exponent: float, like: Tensor) -> Tensor | None:
+    """Return a power of the in-degrees, (D, 1) of the type of ``like``; None for the exponent 0."""
+    return _power(graph.in_degrees, exponent, like) if exponent else None
+
+
+def _power(degrees: Tensor, exponent: float, like: Tensor) -> Tensor:
+    """Return powers of degrees as a column; degree 0 counts as 1."""
+    return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
+
+
+def scale_rows(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``x * scale``: x (N, F), scale (N, 1) or None."""
+    return x if scale is None else x * scale
+
+
+def is_constant(graph: Graph, x: Tensor) -> bool:
+    """Return whether what is computed of x is cached; compiled code would be compiled anew for every bit width."""
+    return x is graph.constant and not torch.compiler.is_compiling()
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@overridable
+def graph_conv(
+    graph: Graph, features: Features, weight: Tensor, bias: Tensor | None = None, norm: str = "both"
+) -> Tensor:
+    """Return the GCN layer of features, (D, O): weight (I, O), bias (O,).  Paper: equation 1."""
+    x, _ = source_and_destination(graph, features)
+    before, behind = NORM_EXPONENTS[norm]
+    if weight.shape[0] > weight.shape[1]:  # fewer features to sum
+        h = project(graph, x, weight, before)
+        h = neighbour_sum(graph, h)
+    else:
+        h = neighbour_sum(graph, x, before)
+        h = project(graph, h, weight)
+    return scale_and_add_bias(graph, h, behind, bias)
+
+
+@overridable
+def sage_conv(
+    graph: Graph, features: Features, neighbour_weight: Tensor, self_weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return the mean GraphSAGE layer of features, (D, O): both weights (O, I), bias (O,).  Paper: section 4.3."""
+    source, destination = source_and_destination(graph, features)
+    if neighbour_weight.shape[1] > neighbour_weight.shape[0]:  # fewer features to sum
+        h = project(graph, source, neighbour_weight, is_transposed=True)
+        neighbours = neighbour_sum(graph, h, reduce="mean")
+    else:
+        h = neighbour_sum(graph, source, reduce="mean")
+        neighbours = project(graph, h, neighbour_weight, is_transposed=True)
+    own = project(graph, destination, self_weight, is_transposed=True)
+    return scale_and_add_bias(graph, own + neighbours, bias=bias)
+
+
+def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
+    """Return the features of both ends of the edges; in a block the destinations are the first of the sources."""
+    is_pair = isinstance(features, tuple) and len(features) == 2
+    source, destination = features if is_pair else (features, features)
+    check_features(source, graph.num_src)
+    if isinstance(destination, Tensor) and len(destination) != graph.num_dst:
+        destination = destination[: graph.num_dst]
+    check_features(destination, graph.num_dst)
+    return source, destination
+
+
+def check_in_degrees(graph: Graph) -> None:
+    """Raise ValueError for a graph with nodes that no edge leads to."""
+    if bool((graph.in_degrees == 0).any()):
+        raise ValueError(
+            "the graph has nodes without in-edges, which get no message: add self-loops, or make the layer with "
+            "allow_zero_in_degree=True"
+        )

@@ -1,0 +1,222 @@
+"""Handlers of the functions of graph convolutions: operands, roles and MACs of each.  Paper: section 4.3, equation 1.
+
+The layers are those of ``cpt_core.graphs``, and others that are registered in ``GRAPH_LAYERS``. Roles: "graph_input"
+(one range per node), "graph_weight", "bias", "graph_grad", and with Q-Agg "graph_aggregation". FP-Agg keeps the sum
+over neighbours in float32; Q-Agg rounds what enters it, and the gradient behind it. What the degrees have scaled is
+rounded once more before the bias is added, as the authors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.graphs import functional
+from cpt_core.graphs.functional import in_degree_scale, is_constant, out_degree_scale, scale_rows
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.quantization import autocast_matmul, fake_quantize, op_handlers
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
+from cpt_core.quantization.precision import LayerPrecision, in_float32
+
+
+class GraphLayer(NamedTuple):
+    """How a class of graph convolutions is converted.
+
+    Attributes:
+        features: module -> features of its inputs, and of its outputs.
+        has_parts: whether its child modules are parts of it, never converted by themselves.
+        float32_reason: module -> why it is not converted as a graph convolution, or "".
+        forward: ``forward(module, *args)``, which runs instead of its own while it is converted; None for its own.
+    """
+
+    features: Callable[[Any], tuple[int, int]]
+    has_parts: bool = False
+    float32_reason: Callable[[Any], str] = lambda module: ""
+    forward: Callable[..., Tensor] | None = None
+
+
+GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {
+    GraphConv: GraphLayer(lambda module: (module._in_feats, module._out_feats)),
+    SAGEConv: GraphLayer(lambda module: (module._in_src_feats, module._out_feats), has_parts=True),
+}
+
+
+def graph_layer_class(module: nn.Module) -> GraphLayer | None:
+    """Return how a graph convolution is converted; None for other modules, and for those with a forward of their own."""
+    layer = None
+    for kind in type(module).__mro__:
+        if kind in GRAPH_LAYERS and type(module).forward is kind.forward:
+            layer = GRAPH_LAYERS[kind]
+            break
+    replaced = vars(module).get("forward")
+    if layer is None or (replaced is not None and getattr(replaced, "func", None) is not layer.forward):
+        return None
+    return layer
+
+
+def graph_layer_of(module: nn.Module) -> GraphLayer | None:
+    """Return how a graph convolution is converted; None also for one that cannot be."""
+    layer = graph_layer_class(module)
+    return None if layer is None or layer.float32_reason(module) else layer
+
+
+def replace_forward(module: nn.Module) -> None:
+    """Let a graph convolution of another library run its quantised forward."""
+    layer = graph_layer_of(module)
+    if layer is not None and layer.forward is not None:
+        vars(module)["forward"] = partial(layer.forward, module)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo ``replace_forward``."""
+    layer = graph_layer_of(module)
+    if layer is not None and layer.forward is not None:
+        vars(module).pop("forward", None)
+
+
+def quantizes_aggregation(precision: LayerPrecision | None) -> bool:
+    """Return whether sums over neighbours are rounded (Q-Agg)."""
+    return precision is not None and precision.kind == "graph" and "aggregation" in precision.quantizers
+
+
+class GraphOperand(NamedTuple):
+    """The operation of a graph convolution that runs, for executors.
+
+    Attributes:
+        graph: whose edges or degrees it uses.
+        x: the operand before it was scaled: constant features, perhaps.
+        out_exponent: of the out-degrees that have scaled it.
+        is_transposed: of a projection, whether the weight is (O, I).
+        reduce: of a sum over neighbours.
+    """
+
+    graph: Graph
+    x: Tensor
+    out_exponent: float
+    is_transposed: bool = False
+    reduce: str = "sum"
+
+
+class GraphHandlers:
+    """Handlers of ``project``, ``neighbour_sum`` and ``scale_and_add_bias``; subclasses may fuse their roundings."""
+
+    def project(
+        self, mode: QuantizedOpsMode, function: Any, graph: Graph, x: Tensor, weight: Tensor,
+        out_exponent: float = 0.0, is_transposed: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Quantise a projection: a range per node, and one per row of the weight."""
+        layer = mode.running.stack[-1].interception
+        scale = out_degree_scale(graph, out_exponent, x)
+        if layer.kind != "graph":
+            multiply: Any = op_handlers.linear if is_transposed else op_handlers.matmul
+            return multiply(mode, function, scale_rows(x, scale), weight)  # type: ignore[no-any-return]
+        scaled, role = self.scaled_operand(layer.precision, "graph_input", x, scale)
+        return self.run(
+            mode,
+            layer,
+            "graph_linear",
+            lambda x, w, bias: self.multiply(x, w, is_transposed),
+            (scaled, weight),
+            (role, "graph_weight"),
+            lambda x, w, y: len(x) * w.numel(),
+            (None, -1 if is_transposed else -2),
+            GraphOperand(graph, x, out_exponent, is_transposed=is_transposed),
+        )
+
+    def neighbour_sum(
+        self, mode: QuantizedOpsMode, function: Any, graph: Graph, x: Tensor, out_exponent: float = 0.0,
+        reduce: str = "sum",
+    ) -> Tensor:  # fmt: skip
+        """Quantise a sum over neighbours in Q-Agg; what is computed of constant features is cached per bit width."""
+        layer = mode.running.stack[-1].interception
+        precision = layer.precision
+        if precision is None or not quantizes_aggregation(precision):
+            in_float32 = layer._replace(precision=None)
+            compute = lambda x, indices, bias: function(graph, x, out_exponent, reduce)  # noqa: E731
+            roles = "graph_aggregation", None
+            return self.run(mode, in_float32, "aggregation", compute, (x, graph.indices), roles, _edge_macs)
+
+        def quantized_sum() -> Tensor:
+            scaled, role = self.scaled_operand(precision, "graph_aggregation", x, out_degree_scale(graph, out_exponent, x))
+            return self.run(
+                mode,
+                layer,
+                "aggregation",
+                lambda x, indices, bias: graph.aggregate(x, reduce),
+                (scaled, graph.indices),
+                (role, None),
+                _edge_macs,
+                options=GraphOperand(graph, x, out_exponent, reduce=reduce),
+            )
+
+        if not is_constant(graph, x):
+            return quantized_sum()
+        active = precision.quantizers["aggregation"], precision.now.formats.activation, precision.execution
+        return graph.keep(x, (out_exponent, reduce, *active), quantized_sum)  # type: ignore[no-any-return]
+
+    def scale_and_add_bias(
+        self, mode: QuantizedOpsMode, function: Any, graph: Graph, h: Tensor, in_exponent: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Quantise both terms of the addition of a bias, and the gradient behind it."""
+        layer = mode.running.stack[-1].interception
+        precision = layer.precision
+        if precision is None or layer.kind != "graph" or bias is None:
+            return function(graph, h, in_exponent, bias)  # type: ignore[no-any-return]
+        scaled = scale_rows(h, in_degree_scale(graph, in_exponent, h))
+        total = precision.operand("input", scaled) + precision.operand("bias", bias)
+        return precision.gradient("grad", total)
+
+    def scaled_operand(
+        self, precision: LayerPrecision | None, role: str, x: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, str | None]:
+        """Return ``x * scale``, and the role in which it is still to be rounded."""
+        return scale_rows(x, scale), role
+
+    def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+        """Return x (N, I) times a weight."""
+        if is_transposed:
+            return fake_quantize.operators.linear(x, weight)  # type: ignore[no-any-return]
+        return autocast_matmul.matmul(x, weight)
+
+    def run(
+        self, mode: QuantizedOpsMode, layer: Interception, name: str, compute: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor], roles: tuple[str | None, str | None], macs: Callable[..., int],
+        along: tuple[int | None, int | None] = (None, None), options: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """Run an operation by ``mode.run``; arguments as there."""
+        first, second = operands
+        return mode.run(
+            layer, name, compute, (first, second, None), roles, macs, "graph_grad", along=along, options=options
+        )
+
+    def register(self) -> None:
+        """Let these handlers run instead of the functions."""
+        OP_HANDLERS[functional.project] = self.project
+        OP_HANDLERS[functional.neighbour_sum] = self.neighbour_sum
+        OP_HANDLERS[functional.scale_and_add_bias] = self.scale_and_add_bias
+
+
+def _edge_macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
+    return indices.numel() * x.shape[1]
+
+
+def _in_float32(function: Any) -> Callable[..., Tensor]:
+    """Return a layer as a function that is computed in float32 between its operations, which a mode sees."""
+
+    def layer(mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any) -> Tensor:
+        precision = mode.running.stack[-1].interception.precision
+        x = features[0] if isinstance(features, tuple) else features
+        return in_float32(precision, x, lambda *inputs: function(*inputs, **more), graph, features, *rest)  # type: ignore[no-any-return]
+
+    return layer
+
+
+GraphHandlers().register()
+for _layer in (functional.graph_conv, functional.sage_conv):
+    COMPOSITE_OPS[_layer] = _in_float32(_layer.__wrapped__)  # type: ignore[attr-defined]
