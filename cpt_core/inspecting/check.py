@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cpt_core.bitops.conventions import PRODUCTS, Work
-from cpt_core.bitops.counting import counting, is_within, tensors_in
+from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
 from cpt_core.checks import arguments, unsharded
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
@@ -103,10 +103,9 @@ class Check:
             lines.append(f"{e.layer or '(model)':<{width}}  {e.operation:<24} {pass_:<8}  {e.macs:>15,}  {kind}{note}")
         macs = sum(e.macs for e in self.operations if not e.backward)
         lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
-        if self.bypassed:
-            lines.append(f"listed as quantised, but used in float32: {', '.join(self.bypassed)}")
-        if self.unused:
-            lines.append(f"took no part in the step: {', '.join(self.unused)}")
+        for what, names in (("listed as quantised, but used in float32", self.bypassed), ("took no part in the step", self.unused)):
+            if names:
+                lines.append(f"{what}: {', '.join(name or '(model)' for name in names)}")
         if self.no_gradient:
             lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
         return "\n".join(lines)
@@ -153,7 +152,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     operations = tuple(Executed(*key, n) for key, n in macs.items())
     used = {e.layer for e in operations if e.intercepted}
     silent = [name for name in layer_precisions(model) if name not in used]
-    with_gradient = {name for name in silent if any(is_within(parameter, [name]) for parameter in trained)}
+    with_gradient = {parameter.rpartition(".")[0] for parameter in trained}
     is_complete = all(e.intercepted for e in operations)
     bypassed = () if is_complete else tuple(name for name in silent if name in with_gradient)
     unused = tuple(name for name in silent if name not in with_gradient)
@@ -223,7 +222,7 @@ class _NotIntercepted(TorchDispatchMode):
         else:
             layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
             function = getattr(type(node), "_forward_cls", None)
-            if function is not None:  # written in Python, by us or by the model
+            if function is not None and not function.__module__.startswith("torch."):  # written in Python
                 is_intercepted = function.__module__.startswith("cpt_core.")
         output = func(*args, **kwargs)
         if not is_intercepted:

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.conventions import CONVENTIONS
-from cpt_core.bitops.plan import count_step
+from cpt_core.bitops.plan import count_bitops, count_step
 from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models import MODELS
 from cpt_core.models.lstm_lm import LanguageModel
