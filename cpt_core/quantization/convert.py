@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
@@ -179,8 +180,34 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
             per_feature = op_handlers.has_keys_per_feature(module)
             vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
         if hasattr(module, HOOK) and _has_own_forward(module):
-            module.register_forward_pre_hook(enter_module)
-            module.register_forward_hook(leave_module, prepend=True, always_call=True)
+            _add_hooks(module)
+            if isinstance(module, fx.GraphModule):
+                module._register_deepcopy_hook(_CopiesOfGraphs())
+                module.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HOOK] = getattr(module, HOOK)
+
+
+def _add_hooks(module: nn.Module) -> None:
+    module.register_forward_pre_hook(enter_module)
+    module.register_forward_hook(leave_module, prepend=True, always_call=True)
+
+
+class _CopiesOfGraphs:
+    """Hook on copies of a module that torch made of a graph: torch copies neither forward hooks nor such children."""
+
+    def __call__(self, copied: nn.Module) -> None:
+        """Convert a copy, whose interception has been copied."""
+        precision = getattr(copied, HOOK).precision
+        if precision is not None:
+            _attach(copied, precision)
+        _add_hooks(copied)
+
+    def __deepcopy__(self, memo: Any) -> _CopiesOfGraphs:
+        """Stay the same in copies of copies."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be stored: torch calls nothing when it reads the module."""
+        raise ValueError("a converted graph cannot be stored whole; store its state_dict, or call restore_(model) first")
 
 
 def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
@@ -209,13 +236,18 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     precision.splits = kind not in ("lstm", "graph")  # which round a gradient once for both of its uses
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
-    precision.has_weights = holds_weights(module)
+    precision.has_weights = isinstance(module, LAYERS_OF_TORCH)
     precision.train(module.training)
-    if precision.has_weights:
+    _attach(module, precision)
+    return precision
+
+
+def _attach(module: nn.Module, precision: LayerPrecision) -> None:
+    """Let a module have a precision: as a child where it holds weights."""
+    if holds_weights(module):
         module.precision = precision
     else:  # no child: containers run their children, and this one is not to be run
         vars(module)["precision"] = precision
-    return precision
 
 
 def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
@@ -243,6 +275,15 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
 ELEMENTWISE_MODULES = frozenset(
     "activation batchnorm channelshuffle container dropout flatten fold instancenorm loss normalization padding "
     "pixelshuffle pooling sparse upsampling".split()
+)
+# modules of torch that surely multiply when they run; of others it is known once they have run
+LAYERS_OF_TORCH = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
 )
 MIN_NOTABLE_SHARE = 0.1  # of a model's weights: less stays in float32 without a warning
 
@@ -283,12 +324,15 @@ def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return modules -> the layer they are part of: of graph convolutions, and all inside a parametrisation."""
+    """Return modules -> the layer they are part of: of graph convolutions, lists of parameters, parametrisations."""
     parts: dict[str, str] = {}
     for name, module in model.named_modules():
         layer = graph_layer_of(module)
         if layer is not None and layer.has_parts:
             parts |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+        if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and name:
+            parent = name.rpartition(".")[0]
+            parts[name] = parts.get(parent, parent)
         if isinstance(module, ParametrizationList):
             owner = name.rpartition(".parametrizations")[0]
             parts |= {f"{name}.{part}".rstrip("."): owner for part, _ in module.named_modules()}
@@ -301,7 +345,7 @@ def holds_weights(module: nn.Module) -> bool:
         return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
-    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):  # also where the weight is computed
+    if isinstance(module, LAYERS_OF_TORCH):  # also where the weight is computed
         return True
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
@@ -319,7 +363,7 @@ def _key_group(module: nn.Module) -> int:
 def _check_module(name: str, module: Any) -> None:
     """Raise ValueError for a module that would silently stay in float32, or that uses a name of converted modules."""
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if attention not in (None, "eager", "sdpa"):
+    if "Attention" in type(module).__name__ and attention not in (None, "eager", "sdpa"):
         raise ValueError(
             f"the model computes attention with {attention!r}, which cannot be quantised; load it with "
             "attn_implementation='eager' (or 'sdpa')"
@@ -416,6 +460,9 @@ def _undo(model: nn.Module) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """Let operations of a module be intercepted no longer."""
     vars(module).pop(HOOK, None)
+    if isinstance(module, fx.GraphModule):
+        module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {}).pop(HOOK, None)
+        module._deepcopy_hooks = [hook for hook in module._deepcopy_hooks if not isinstance(hook, _CopiesOfGraphs)]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
             hooks.pop(key)

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from cpt_core.quantization.precision import LayerPrecision
@@ -43,6 +45,8 @@ COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
 # reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
 COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
+# code that computes a weight from its parameters: its operations stay in float32
+WEIGHT_CODES = frozenset({ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__})
 
 
 class Operation(NamedTuple):
@@ -209,8 +213,11 @@ class QuantizedOpsMode(TorchFunctionMode):
         current = None if torch.compiler.is_compiling() else sys._getframe(1)
         while stack:
             entry = stack[-1]
-            if entry.frame is None or current is None or _is_running(entry.frame, current):
+            if entry.frame is None or current is None:
                 return True
+            codes = _running_codes(entry.frame, current)
+            if codes is not None:
+                return codes.isdisjoint(WEIGHT_CODES)
             if entry.switched_on:  # the mode cannot be switched off here, where it hides itself
                 return False
             stack.pop()
@@ -359,6 +366,15 @@ def _is_running(frame: Any, current: Any) -> bool:
     return current is not None
 
 
+def _running_codes(frame: Any, current: Any) -> set[Any] | None:
+    """Return the code that runs from a frame to the current one; None where the frame runs no longer."""
+    codes = set()
+    while current is not None and current is not frame:
+        codes.add(current.f_code)
+        current = current.f_back
+    return None if current is None else codes
+
+
 def _autograd_state() -> tuple[Any, bool]:
     return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
 
@@ -400,10 +416,20 @@ def enter_module(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: note that a module runs."""
     interception: Any = module._interception
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    if "_is_replica" in vars(module):
+        interception = _with_own_precision(module, interception)
     precision = interception.precision
     if precision is not None and precision.training != module.training:  # it is no child of the module
         precision.train(module.training)
     interception.mode.enter(module, interception, frame)
+
+
+def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
+    """Return the interception of a copy that ``DataParallel`` made, whose attributes are those of the original."""
+    precision = replica._modules.get("precision", interception.precision)
+    if precision is interception.precision is not None:
+        precision = interception.precision._replicate_for_data_parallel()
+    return interception._replace(precision=precision)
 
 
 def leave_module(module: nn.Module, args: Any, output: Any) -> None:

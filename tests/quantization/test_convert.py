@@ -1,13 +1,15 @@
 import copy
 import itertools
+import re
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEAREST, identical, pictures, small
+from helpers import NEAREST, Does, identical, pictures, reported, small
 from torch import nn
+from torch.nn.utils import parametrizations
 
-from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.backend import backend as kernels_in_force
 from cpt_core.kernels.backend import reference
@@ -149,7 +151,7 @@ CAUGHT = {
     "encoder": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
         SEQUENCES,
-        ["linear1", "linear2", "self_attn"],
+        ["linear1", "linear2", "self_attn", "self_attn.out_proj"],
     ),
     "parametrised": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), SEQUENCES, [""]),
     "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), SEQUENCES, [""]),
@@ -176,10 +178,12 @@ def test_any_module_runs_its_own_forward_with_quantised_products(kind, mode):
     for a, b, c in zip(*map(tensors, (expected, y, near)), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(c, a, rtol=0.01, atol=0.01)
-    products = [p for p in check(other, (x,)).products if not p.backward]
-    assert {p.layer for p in products if p.quantized} == set(names)
-    assert {p.layer for p in products if not p.quantized} <= {"parametrizations.weight.0"}  # what makes a weight
-    assert set(names) <= {row.name for row in summary(other).quantized}
+    with precision(model, 4):
+        operations = reported(other, x)
+    layers = [f"other.{name}".rstrip(".") for name in names]
+    assert {operation.layer for operation in operations if operation.precision is not None} == set(layers)
+    makers = {"other.parametrizations.weight.0"}  # what makes a weight
+    assert {operation.layer for operation in operations if operation.precision is None} <= makers
     assert torch.equal(tensors(restore_(model)["other"].eval()(x))[0], tensors(plain.eval()(x))[0])
 
 
@@ -206,10 +210,56 @@ def test_what_is_not_converted_is_listed_with_its_reason():
     table = summary(model)
     assert quantized_names(model) == ["linear"]
     assert [row.reason for row in table.float32] == [
-        "its forward names no product",
+        "it computes no matmul or convolution",
         "lazy: run the model once before it is converted",
     ]
     assert all(row.reason in str(table) for row in table.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
+        (Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])), None, ""),
+        (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), None, ""),
+        (nn.Sequential(nn.Linear(4, 4), nn.PReLU(9)), None, ""),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), QuantConfig(float32=("1",)), ""),  # as asked for
+        (nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4), nn.LayerNorm(4)), None, ""),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.ParameterList([torch.ones(4, 4)])), None,
+            r"^50% .* float32: 1 ParameterList \(it computes no matmul or convolution\)",
+        ),
+        (nn.Sequential(nn.Linear(4, 40), nn.ParameterList([torch.ones(4, 4)])), None, ""),  # less than a tenth
+    ],
+)  # fmt: skip
+def test_quantize_warns_of_weights_in_float32(model, config, message):
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        quantize_(model, config)
+    assert len(seen) == bool(message)
+    for warning in seen:
+        assert re.match(message, str(warning.message))
+        assert "\n" not in str(warning.message)
+        assert warning.filename == __file__
+
+
+class Owner(nn.Module):
+    """Its ``parameters`` is a method of its own, as in loops that learn to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.w)
+
+    def parameters(self):
+        return [self.w]
+
+
+def test_model_may_have_parameters_of_its_own():
+    model = quantize_(Owner())
+    with precision(model, 4):
+        assert [operation.layer for operation in reported(model, torch.randn(2, 8))] == [""]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +286,7 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
             assert said.format("reference") in repr(model)
         first, *others = layers.values()
         first.set_levels(Levels(7, 3, 5, 5))
-        roles = "activation=affine7, weight=affine3, error=affine5, weight_gradient=affine5"
+        roles = "activation=7, weight=3, error=5, weight_gradient=5"
         assert str(summary(model)).splitlines()[-2:] == [
             f"in force in 1 layer: {roles}, execution={execution}, kernels={kernels}",
             f"in force in {len(others)} layers: {said.format(kernels)}",

@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from helpers import NEAREST, Does, reported
+from helpers import NAN, NEAREST, Does, reported
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import bias
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
@@ -379,3 +380,95 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
             loss.backward()
         found.append((loss.detach(), head.head.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# --- attention, and sums over one element -----------------------------------------------------------------------------
+
+
+def outer(m, x):
+    """Fast weights: keys times values, then read out."""
+    q, k, v = m.qkv(x).chunk(3, -1)
+    m.product = k.unsqueeze(-1) @ v.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ m.product).squeeze(-2)
+
+
+def outer_by_einsum(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    m.product = torch.einsum("bi,bj->bij", k, v)
+    return torch.einsum("bi,bij->bj", q, m.product)
+
+
+@pytest.mark.parametrize("forward", [outer, outer_by_einsum])
+def test_sum_over_one_element_is_a_scaling(forward):
+    """In training as in evaluation, with gradients or without."""
+    model, x = quantize_(Does(forward, qkv=nn.Linear(8, 24))), torch.randn(4, 8)
+    with precision(model, 2, 8):
+        assert [operation.layer for operation in reported(model, x) if operation.precision is not None] == ["qkv", ""]
+        trained = model(x)
+        _, k, v = model.qkv(x).chunk(3, -1)
+        assert torch.equal(model.product, k.unsqueeze(-1) * v.unsqueeze(-2))
+        with torch.no_grad():
+            assert torch.equal(model(x), trained)
+
+
+def test_an_encoder_takes_padding_at_evaluation():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model, x = quantize_(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 4, 8)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    with precision(model, 20, 20), torch.no_grad():
+        y = model(x, src_key_padding_mask=padding)
+        alone = model(x[1:, :2])
+    torch.testing.assert_close(y[1:, :2], alone, rtol=1e-3, atol=1e-3)
+
+
+def masked():
+    """Attention of torch with what a test gives it."""
+    return quantize_(Does(lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)))
+
+
+def test_what_torch_does_not_read_is_not_read():
+    """Scores of attention are added to nothing where there is no mask."""
+    nothing, x = torch.full((2, 3, 3), NAN), torch.randn(2, 3, 4)
+    model = quantize_(Does(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5)))
+    with precision(model, 20, 20):
+        torch.testing.assert_close(model(x), 0.5 * x @ x.mT, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_token_that_sees_nothing_gets_nothing(kind):
+    model, x = masked(), torch.randn(1, 3, 4, requires_grad=True)
+    sees = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    mask = sees if kind == torch.bool else torch.zeros(3, 3).masked_fill(~sees, -torch.inf)
+    with precision(model, 20, 20):
+        y = model(x, x, x, attn_mask=mask)
+    y.sum().backward()
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x, attn_mask=mask), rtol=1e-3, atol=1e-3)
+    assert not y[0, 1].any()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [bias.causal_lower_right, bias.causal_upper_left])
+def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
+    model, q, x = masked(), torch.randn(1, 2, 4), torch.randn(1, 3, 4)
+    mask = torch.ones(2, 3).tril(1 if causal is bias.causal_lower_right else 0).bool()
+    for bits in (4, "float"):
+        with precision(model, bits):
+            assert torch.equal(model(q, x, x, attn_mask=causal(2, 3)), model(q, x, x, attn_mask=mask))
+
+
+def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
+    model = masked()
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    with precision(model, 20, 20):
+        same = model(q, k, v.expand(1, 2, 3, 8), enable_gqa=True)
+        assert torch.equal(model(q, k, v, enable_gqa=True), same)
+        with pytest.raises(RuntimeError, match="a mask or is_causal=True"):
+            model(q, q, q, attn_mask=torch.zeros(3, 3), is_causal=True)
+
+
+def test_an_einsum_that_sums_over_nothing_is_no_product():
+    outer = Does(lambda m, x: torch.einsum("bd,dn->bdn", x, m.w), w=nn.Parameter(torch.randn(4, 3)))
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), outer))
+    with precision(model, 3):
+        x = model[0](torch.randn(5, 4))
+        assert torch.equal(model[1](x), x.unsqueeze(-1) * model[1].w)

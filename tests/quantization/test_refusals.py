@@ -4,16 +4,13 @@ import functools
 
 import pytest
 import torch
-from cpt_core.quantization.operations import QuantOperations
-from helpers import pictures, refused, small
+from helpers import pictures, refused, reported, small
 from quantization.test_attention import bert, unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from cpt_core.quantization import convert
-from cpt_core.quantization.convert import QuantConfig, QuantizationWarning, quantize_, restore_
-from cpt_core.quantization.layers import QuantConv2d, QuantizedLayer, QuantLinear
-from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.convert import QuantConfig, QuantizationWarning, precision_of, quantize_, restore_
 from cpt_core.quantization.scheduler import precision
 
 
@@ -46,11 +43,10 @@ def everything(model):
     return found, {name: id(p) for name, p in model.named_parameters()}
 
 
-def hiding(name):
-    """A model with a layer that has a forward of its own."""
+def holding(value):
+    """A model with an attribute that conversion would hide."""
     model = net()
-    layer = model.get_submodule(name)
-    layer.forward = functools.partial(type(layer).forward, layer)
+    model["own"].precision = value
     return model
 
 
@@ -75,12 +71,13 @@ REFUSED = {  # what -> model, arguments, and what is said
     "nothing selected": (net, (None, lambda module, name: False), f"{NOTHING}ModuleDict was selected by filter_fn"),
     "nothing left": (net, (QuantConfig(float32=("*",)),), f"{NOTHING}ModuleDict was selected$"),
     "nothing to convert": (nn.ReLU, (), f"^{NOTHING}ReLU was selected$"),
-    "nothing known to multiply": (
-        lambda: nn.Sequential(Own()), (), rf"^{NOTHING}Sequential was selected; 1 Own \(its forward names no product\)",
+    "nothing but a list": (
+        lambda: nn.Sequential(nn.ParameterList([torch.ones(4, 4)])), (), rf"^{NOTHING}Sequential was selected; 1 Param",
     ),
     "a filter that fails": (net, (None, failing_filter), "lstm"),
-    "a forward of its own": (lambda: hiding("lstm"), (), "layer 'lstm' has a forward of its own"),
-    "a forward of its own, inside": (lambda: hiding("mlp.2"), (), "layer 'mlp.2' has a forward of its own"),
+    "a name that is taken": (lambda: holding(2.0), (), r"Own\.precision has a name .* rename it"),
+    "a parameter's name that is taken": (lambda: holding(nn.Parameter(torch.ones(4))), (), r"Own\.precision has a name"),
+    "a module's name that is taken": (lambda: holding(nn.ReLU()), (), r"Own\.precision has a name"),
     "an unknown config": (net, (3,), "config must be QuantConfig or a string or None, got 3"),
     "attention of another kind": (
         unknown_attention, (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
@@ -99,37 +96,32 @@ def test_a_refused_model_is_what_it_was(name):
     assert everything(model) == before
 
 
-KINDS = {"conv": QuantConv2d, "linear": QuantLinear, "lstm": QuantLSTM, "attention": QuantOperations}
-
-
-@pytest.mark.parametrize("stage", [*KINDS, "hooks", "KeyboardInterrupt", "a warning made an error"])
-def test_what_fails_midway_leaves_the_model_as_it_was(stage, monkeypatch):
-    model = bert() if stage == "attention" else net()
+@pytest.mark.parametrize("stage", ["precision", "hooks", "KeyboardInterrupt", "a warning made an error"])
+@pytest.mark.parametrize("make", [net, bert])
+def test_what_fails_midway_leaves_the_model_as_it_was(make, stage, monkeypatch):
+    model, calls = make(), []
     before = everything(model)
 
-    def fails(*args, **kwargs):
-        raise KeyboardInterrupt if stage == "KeyboardInterrupt" else RuntimeError("midway")
+    def failing(real):
+        def later(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == 3:
+                raise KeyboardInterrupt if stage == "KeyboardInterrupt" else RuntimeError("midway")
+            return real(*args, **kwargs)
 
-    calls, real = [], QuantizedLayer.lengths
+        return later
 
-    def later(cls, module):
-        calls.append(module)
-        return real(module) if len(calls) < 2 else fails()
-
-    if stage in KINDS:
-        monkeypatch.setattr(KINDS[stage], "lengths", classmethod(later))
-    elif stage == "hooks":
-        monkeypatch.setattr(convert.coverage, "FirstPass", fails)
-    elif stage == "KeyboardInterrupt":
-        monkeypatch.setattr(QuantLSTM, "lengths", fails)
-    if stage in ("conv", "lstm"):
-        calls.append(None)  # there is one of each
+    if stage == "hooks":
+        monkeypatch.setattr(convert, "Interception", failing(convert.Interception))
+    elif stage == "a warning made an error":
+        monkeypatch.setattr(convert, "MIN_NOTABLE_SHARE", -1.0)
+    else:
+        monkeypatch.setattr(convert, "_add_precision", failing(convert._add_precision))
     with pytest.raises((RuntimeError, KeyboardInterrupt, QuantizationWarning)):  # warnings are errors in these tests
         quantize_(model)
     assert everything(model) == before
     monkeypatch.undo()
-    config = QuantConfig(float32=("own",)) if stage != "attention" else None
-    assert everything(restore_(quantize_(model, config))) == before
+    assert everything(restore_(quantize_(model))) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
@@ -142,14 +134,15 @@ def test_a_script_inside_stays_as_it_is(traced):
     before, y = everything(model), model(torch.ones(2, 4))
     with pytest.warns(QuantizationWarning, match="33% of the weights stay in float32: 1 "):
         quantize_(model)
-    assert [type(model[0]), type(model[2][1]), model[1] is script] == [QuantLinear, QuantLinear, True]
+    assert None not in (precision_of(model[0]), precision_of(model[2][1]))
+    assert model[1] is script
     with precision(model, 16):
         torch.testing.assert_close(model(torch.ones(2, 4)), y, atol=1e-3, rtol=0)
     assert everything(restore_(model)) == before
     assert torch.equal(model(torch.ones(2, 4)), y)
 
 
-# --- restore_, after something else has changed the converted layers ------------------------------
+# --- what else changes layers -------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -157,44 +150,54 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-class Subclass(QuantLinear):
+class Subclass(nn.Linear):
     pass
 
 
-def removed(layer):
+def put_doubled(layer):
+    parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+def remove_parametrisation(layer):
     parametrize.remove_parametrizations(layer, "weight")
 
 
-def made_a(kind):
-    return lambda layer: setattr(layer, "__class__", kind)
-
-
 CHANGES = {
-    "parametrisation": (lambda m: parametrize.register_parametrization(m, "weight", Doubled()), removed),
-    "weight norm": (parametrizations.weight_norm, removed),
-    "spectral norm": (lambda m: parametrizations.spectral_norm(m).eval(), removed),
-    "subclass": (made_a(Subclass), made_a(QuantLinear)),
-}
+    "parametrisation": (put_doubled, remove_parametrisation),
+    "weight norm": (parametrizations.weight_norm, remove_parametrisation),
+    "spectral norm": (lambda m: parametrizations.spectral_norm(m).eval(), remove_parametrisation),
+    "subclass": (lambda m: setattr(m, "__class__", Subclass), lambda m: setattr(m, "__class__", nn.Linear)),
+    "forward of the instance": (
+        lambda m: setattr(m, "forward", functools.partial(type(m).forward, m)), lambda m: delattr(m, "forward"),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_what_quantize_did_not_make_is_refused_until_it_is_undone(change):
-    model = quantize_(small()).eval()
+@pytest.mark.parametrize("order", ["before quantize_", "after quantize_", "after quantize_, undone before restore_"])
+def test_changed_layers_run_quantised_and_are_restored(change, order):
     put, undo = CHANGES[change]
-    put(model[5])  # not the first one: nothing may have happened to that
-    kinds = [type(m) for m in model.modules()]
-    with precision(model, 4):
-        expected = model(pictures())
-    kind = type(model[5]).__name__
-    refused(f"layer '5' was made a {kind} after quantize_; undo that first", restore_, model)
-    assert [type(m) for m in model.modules()] == kinds
-    with precision(model, 4):
-        assert torch.equal(model(pictures()), expected)
+    plain, model = small().eval(), small().eval()
+    put(plain[5])
+    if order == "before quantize_":
+        put(model[5])
+    quantize_(model)
+    if order != "before quantize_":
+        put(model[5])
+    plain.load_state_dict(model.state_dict())
+    expected = plain(pictures())
     with precision(model, "float"):
-        expected = model(pictures())
-    undo(model[5])
-    assert [type(m) for m in restore_(model).modules()] == [type(m) for m in small().modules()]
-    torch.testing.assert_close(model(pictures()), expected)
+        assert torch.equal(model(pictures()), expected)
+    with precision(model, 4):
+        layers = [operation.layer for operation in reported(model, pictures()) if operation.precision is not None]
+        assert layers == ["0", "3", "5"]
+        assert not torch.equal(model(pictures()), expected)
+    if order.endswith("restore_"):
+        undo(model[5])
+        undo(plain[5])
+    assert torch.equal(restore_(model)(pictures()), plain(pictures()))
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -1,0 +1,62 @@
+"""Half precision, under autocast or of the model, leaves operands on their grid."""
+
+import pytest
+import torch
+from helpers import Ran
+from torch import nn
+from torch.nn import functional as F
+
+from cpt_core.kernels import operators
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.precision import HALF
+from cpt_core.quantization.scheduler import precision
+
+HALF_MODELS = {
+    "linear": (lambda: nn.Linear(300, 1, bias=False), lambda: torch.rand(64, 300) + 10),
+    "conv": (lambda: nn.Conv2d(3, 1, 3, bias=False), lambda: torch.rand(4, 3, 20, 20) + 10),
+    "lstm": (lambda: nn.LSTM(300, 1, bias=False), lambda: torch.rand(1, 64, 300) + 10),
+}
+
+
+@pytest.mark.parametrize("kind", HALF_MODELS)
+@pytest.mark.parametrize("way", ["autocast", "model"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
+    """Inputs between 10 and 11, where bfloat16 has 17 values: the 256 of 8 bits reach the product all the same."""
+    if kind == "lstm" and dtype == torch.float16 and way == "model":
+        pytest.skip("torch has no such LSTM on the CPU")
+    torch.manual_seed(0)
+    make, inputs = HALF_MODELS[kind]
+    model, x = quantize_(make()), inputs()
+    exact = x if way == "autocast" else x.to(dtype).float()
+    if way == "model":
+        model, x = model.to(dtype), x.to(dtype)
+
+    with Ran() as ran:
+        with torch.autocast("cpu", dtype, enabled=way == "autocast"), precision(model, 8):
+            y, *state = model(x) if kind == "lstm" else (model(x), ())
+            types = {t.dtype for t in (y, *state[0])}
+            assert types == {torch.float32 if kind == "lstm" and way == "autocast" else dtype}
+        y.float().square().sum().backward()
+    names = ("mm", "bmm", "convolution", "addmm")
+    products = [[t for t in operands if t.dim() > 1] for name, operands in ran.calls if name in names]
+    assert all(t.dtype == torch.float32 for operands in products for t in operands)
+    assert max(t.unique().numel() for t in products[0]) > 0.9 * min(256, exact.unique().numel())
+    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_autocast_is_torch_s_own_where_nothing_is_quantised():
+    """What is quantised gives the float32 result, rounded once: test_integer_interplay."""
+    model, x = quantize_(nn.Sequential(nn.Linear(30, 20, bias=False))), torch.rand(64, 30) + 10
+    with precision(model, "float"), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), F.linear(x, model[0].weight))
+
+
+@pytest.mark.parametrize("family", ["cpt", "cpt_reference"])
+def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
+    monkeypatch.setattr(operators, "active", getattr(torch.ops, family))
+    model = quantize_(nn.Linear(4, 4))
+    with precision(model, 4, 8), torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(2, 4)).float().sum()
+        with pytest.warns(UserWarning, match="under autocast, which rounds quantised products once more"):
+            loss.backward()

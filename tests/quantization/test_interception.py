@@ -1,0 +1,483 @@
+"""The mode of a converted model is on while its modules run, never longer, and knows whose operation it sees."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from helpers import Does, mode_of, refused, reported
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, precision_of, quantize_, restore_
+from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.scheduler import precision
+
+
+def modes_on():
+    """Return how many modes of converted models are on in this thread."""
+    return sum(isinstance(mode, QuantizedOpsMode) for mode in _get_current_function_mode_stack())
+
+
+def layers_of(model, *inputs):
+    """Return the name of the layer of every operation of a forward pass, None for float32."""
+    return [op.layer if op.precision is not None else None for op in reported(model, *inputs)]
+
+
+def stored(model):
+    """Return the model written to a file and read."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"the model": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+          "torch.save": stored}  # fmt: skip
+
+
+# --- whose operation it is --------------------------------------------------------------------------------------------
+
+
+class Past(nn.Module):
+    """Uses the weight of a child past its forward, as Swin's attention does; the child may lie in a list."""
+
+    def __init__(self, in_list):
+        super().__init__()
+        self.in_list, self.first = in_list, nn.Linear(4, 4)
+        self.inner = nn.ModuleList([nn.Linear(4, 4)]) if in_list else nn.Linear(4, 4)
+
+    def forward(self, x):
+        inner = self.inner[0] if self.in_list else self.inner
+        return F.linear(self.first(x), inner.weight, inner.bias)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize(("in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")])
+def test_weight_used_by_parent_belongs_to_its_layer(in_list, name, copied):
+    torch.manual_seed(0)
+    model, x = COPIES[copied](quantize_(nn.Sequential(nn.Linear(4, 4), Past(in_list)))), torch.randn(8, 4)
+    layer = model.get_submodule(name)
+    with precision(model, 2):
+        y = model[1](x)
+        expected = F.linear(
+            quantize(model[1].first(x), 2, "linear_input"),
+            quantize(layer.weight, 2, "linear_weight"),
+            quantize(layer.bias, 2, "bias"),
+        )
+        assert torch.equal(y, expected)
+        assert layers_of(model, x) == ["0", "1.first", name]
+    assert layer.precision.running_input[2] > 0
+    restore_(model)(x)
+
+
+class Own(nn.Module):
+    """Multiplies by a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def two(forward, **parts):
+    return Does(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **parts)
+
+
+def tie(model):
+    model.second.weight = model.first.weight
+    return model
+
+
+def in_a_hook(model):
+    model.first.register_forward_hook(lambda m, args, y: y @ m.weight)
+    return model
+
+
+FOREIGN = nn.Parameter(torch.randn(4, 4))
+OWNERS = {  # what -> model, the layers of its operations
+    "tied weights": (lambda: tie(two(lambda m, x: m.second(m.first(x)))), ["first", "second"]),
+    "tied weight, transposed": (lambda: two(lambda m, x: m.first(x) @ m.first.weight), ["first", "first"]),
+    "slice of a weight": (lambda: two(lambda m, x: F.linear(x, m.second.weight[:2])), ["second"]),
+    "shared module": (lambda: two(lambda m, x: m.first(m.first(x))), ["first", "first"]),
+    "activations": (lambda: two(lambda m, x: m.first(x) @ x.mT), ["first", ""]),
+    "computed weight": (lambda: two(lambda m, x: F.linear(x, 2 * m.first.weight)), [""]),
+    "weight of nobody": (lambda: two(lambda m, x: F.linear(x, FOREIGN)), [""]),
+    "list of parameters": (lambda: Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])), [""]),
+    "container of a weight": (lambda: Does(lambda m, x: x @ m.part.w, part=nn.Module()), ["part"]),
+    "forward called directly": (lambda: two(lambda m, x: m.first.forward(x)), ["first"]),
+    "hook of a user": (lambda: in_a_hook(two(lambda m, x: m.first(x))), ["first", "first"]),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), [""]),
+    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), [""]),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)).eval(), [""]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_operation_belongs_to_the_layer_of_its_weight(name):
+    make, expected = OWNERS[name]
+    model = make()
+    if name == "container of a weight":
+        model.part.w = nn.Parameter(torch.randn(4, 4))
+    quantize_(model)
+    with precision(model, 4):
+        found = layers_of(model, torch.randn(3, 4))
+        assert layers_of(copy.deepcopy(model), torch.randn(3, 4)) == found
+    in_float32 = [layer for layer in found if layer is None]  # what computes a weight
+    assert [*in_float32, *expected] == found
+    assert not in_float32 or parametrize.is_parametrized(model)
+
+
+def test_functional_call_computes_as_the_module_does():
+    model, x = quantize_(two(lambda m, x: m.own(m.first(x)) @ m.second.weight, own=Own())), torch.randn(3, 4)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with precision(model, 3, 8):
+        expected, layers = model(x), layers_of(model, x)
+        assert torch.equal(torch.func.functional_call(model, values, (x,)), expected)
+        around = Does(lambda m, x: torch.func.functional_call(m.model, values, (x,)), model=model)
+        assert layers_of(around, x) == layers == ["first", "own", "second"]
+
+
+def test_module_added_later_runs_in_float32_inside_a_converted_one():
+    model = quantize_(Does(lambda m, x: m.late(m.first(x)), first=nn.Linear(4, 4)))
+    model.late = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    with precision(model, 2):
+        y = model(x)
+    assert y.isfinite().all()
+
+
+class Listed(nn.Module):
+    """Multiplies by weights that a list of parameters holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.held = nn.Linear(4, 4), nn.ParameterList([torch.randn(4, 4)])
+
+    def forward(self, x):
+        return self.layer(x).relu() @ self.held[0]
+
+
+GRAPHS = {
+    "plain": lambda model: model,
+    "fx": fx.symbolic_trace,
+    "export": lambda model: torch.export.export(model, (torch.ones(8, 4),)).module(),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graph_modules_run_quantised(graph):
+    plain, x = Listed(), torch.randn(8, 4)
+    model = quantize_(GRAPHS[graph](copy.deepcopy(plain)))
+    copied = copy.deepcopy(model)
+    with precision(model, 3), precision(copied, 3):
+        assert torch.equal(copied(x), model(x))
+        assert not torch.equal(model(x), plain(x))
+        assert None not in layers_of(model, x)
+    assert torch.equal(restore_(copied)(x), plain(x))
+
+
+def test_copy_of_a_submodule_does_not_hold_the_model():
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(1000, 1000)))
+    with precision(model, 4):
+        model[0](torch.randn(2, 4))
+        assert len(pickle.dumps(model[0])) < 1e5
+    copied = copy.deepcopy(model[0])
+    with precision(copied, 2):
+        assert layers_of(copied, torch.randn(2, 4)) == ["0"]
+        assert mode_of(copied) is not mode_of(model)
+
+
+def test_parameters_of_a_forward_pass_are_not_held():
+    seen = []
+
+    def forward(m, x):
+        made = nn.Parameter(torch.randn(4, 4))
+        seen.append(weakref.ref(made))
+        return F.linear(x, made)
+
+    model = quantize_(two(forward))
+    with precision(model, 4):
+        model(torch.randn(2, 4)).sum()
+    gc.collect()
+    assert seen[0]() is None
+
+
+# --- when the mode is on ----------------------------------------------------------------------------------------------
+
+
+class Stopped(nn.Module):
+    """Calls something between two layers."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+
+    def forward(self, x):
+        return self.last(self.between(self, self.first(x)))
+
+
+def unchanged(model, x):
+    return x
+
+
+def raising(error):
+    def between(model, x):
+        raise error
+
+    return between
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_failed_forward_leaves_no_mode_to_the_next(error):
+    model, x = quantize_(nn.Sequential(Stopped(raising(error)))), torch.randn(2, 4)
+    with precision(model, 4), pytest.raises(error):
+        model(x)
+    w = nn.Parameter(torch.randn(4, 4))
+    assert torch.equal(F.linear(x, w), x @ w.detach().T)  # after an interrupt the mode is on, and idle
+    model[0].between = unchanged
+    with precision(model, 4):
+        assert layers_of(model, x) == ["0.first", "0.last"]
+    assert modes_on() == 0
+    assert not mode_of(model).running.stack
+
+
+def test_interrupts_of_two_models_leave_no_mode():
+    models, x = [quantize_(Stopped(raising(KeyboardInterrupt))) for _ in range(2)], torch.ones(2, 4)
+    for model in models:
+        with precision(model, 4), pytest.raises(KeyboardInterrupt):
+            model(x)
+    for model in models:
+        model.between = unchanged
+        with precision(model, 4):
+            model(x)
+    assert modes_on() == 0
+
+
+def test_interrupted_child_may_be_caught_by_its_parent():
+    def caught(m, x):
+        with pytest.raises(KeyboardInterrupt):
+            m.part(x)
+        return m.first(x) @ x.mT
+
+    part = Stopped(raising(KeyboardInterrupt))
+    model = quantize_(Does(caught, part=part, first=nn.Linear(4, 4)))
+    with precision(model, 4):
+        assert layers_of(model, torch.randn(2, 4)) == ["part.first", "first", ""]
+    assert modes_on() == 0
+
+
+def test_failing_hook_of_a_user_leaves_no_mode():
+    model, x = quantize_(Stopped(unchanged)), torch.randn(2, 4)
+    handles = [
+        model.last.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True),
+        model.last.register_forward_hook(lambda *_: 1 / 0),
+    ]
+    with precision(model, 4):
+        for handle in handles:
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+            handle.remove()
+            assert modes_on() == 0
+        assert layers_of(model, x) == ["first", "last"]
+
+
+def test_converted_models_inside_each_other():
+    inner = quantize_(Stopped(unchanged))
+    seen = []
+
+    def run(m, x):
+        y = inner(x)
+        seen.append(modes_on())
+        return y @ y.mT
+
+    outer = quantize_(Does(run, first=nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    with precision(inner, 4), precision(outer, 4):
+        assert layers_of(outer, x) == [""]
+        assert layers_of(inner, x) == ["first", "last"]
+    assert seen == [1]
+    assert modes_on() == 0
+
+
+def test_model_that_calls_itself():
+    def forward(m, x, depth=2):
+        y = m.first(x)
+        return m(y, depth - 1) @ y.mT if depth else y
+
+    model = quantize_(Does(lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4)))
+    with precision(model, 4):
+        assert layers_of(model, torch.randn(4, 4)) == ["first"] * 3 + ["", ""]
+    assert modes_on() == 0
+
+
+def test_generators_of_a_model_leave_no_mode():
+    def parts(m, x):
+        yield m.first(x)
+        yield m.second(x)
+
+    model, x = quantize_(two(lambda m, x: parts(m, x))), torch.randn(2, 4)
+    with precision(model, 4):
+        generator = model(x)
+        next(generator)
+        assert modes_on() == 0
+        next(generator)
+        generator.close()
+        assert modes_on() == 0
+
+
+def test_threads_run_one_model_at_a_time_each():
+    meeting = threading.Barrier(3, timeout=60)
+
+    def between(model, x):
+        meeting.wait()
+        return x @ x.mT @ x
+
+    model, inputs = quantize_(Stopped(between)).eval(), torch.randn(3, 5, 4)
+
+    def run(x):
+        with torch.no_grad():
+            y = model(x)
+        return y, modes_on()
+
+    with precision(model, 3):
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(run, inputs))
+        meeting = threading.Barrier(1)
+        for x, (y, modes) in zip(inputs, found, strict=True):
+            assert torch.equal(run(x)[0], y)
+            assert modes == 0
+
+
+def test_replicas_of_data_parallel_have_states_of_their_own():
+    model, x = quantize_(nn.Linear(4, 4)), torch.randn(3, 4)
+    with precision(model, 3):
+        replica = model._replicate_for_data_parallel()
+        replica.weight, replica.bias = model.weight.detach().clone(), model.bias.detach().clone()
+        replica._modules["precision"] = model.precision._replicate_for_data_parallel()
+        replica._modules["precision"]._buffers = {k: b.clone() for k, b in model.precision._buffers.items()}
+        assert torch.equal(replica(x), model(x))
+        assert float(replica.precision.running_input[2]) > 0
+
+
+def test_other_modes_inside_and_around_stay():
+    def forward(m, x):
+        with torch.device("cpu"):
+            return m.second(m.first(x)) + torch.zeros(4)
+
+    model, x = quantize_(two(forward)), torch.randn(2, 4)
+    with precision(model, 4), torch.device("meta"):
+        assert model(x).device.type == "cpu"
+        assert torch.empty(1).is_meta
+        assert modes_on() == 0
+
+
+# --- checkpoints and graphs -------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Self-attention, perhaps with a checkpoint around a function of it."""
+
+    def __init__(self, fused=False):
+        super().__init__()
+        self.qkv, self.out, self.fused, self.how = nn.Linear(8, 24), nn.Linear(8, 8), fused, HOW["none"]
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
+
+    def forward(self, x):
+        return self.out(self.how(self.attend, *self.qkv(x).chunk(3, -1)))
+
+
+class Checkpoint(torch.autograd.Function):
+    """One of those that others have written."""
+
+    @staticmethod
+    def forward(state, run, *xs):
+        state.function, state.xs = run, xs
+        with torch.no_grad():
+            return run(*xs)
+
+    @staticmethod
+    def backward(state, *gradients):
+        xs = [x.detach().requires_grad_() for x in state.xs]
+        with torch.enable_grad():
+            y = state.function(*xs)
+        return None, *torch.autograd.grad(y, xs, gradients)
+
+
+HOW = {"none": lambda run, *xs: run(*xs), "own": Checkpoint.apply}
+HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
+HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](partial(HOW["torch's, True"], run), *xs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", [*HOW][1:])
+def test_checkpointed_function_is_quantised_when_computed_again(fused, how):
+    model, x = quantize_(Attention(fused)), torch.randn(2, 5, 8)
+    found = []
+    for way in ("none", how, how):
+        model.how = HOW[way]
+        model.zero_grad()
+        with precision(model, 3, 32):
+            y = model(x)
+            y.square().sum().backward()
+        found.append((y.detach(), model.qkv.weight.grad))
+    for y, gradient in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(gradient, found[0][1])
+    assert modes_on() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_checkpointed_module_computes_the_same(whole, reentrant):
+    model, x, found = quantize_(nn.Sequential(Attention(), Attention())), torch.randn(2, 5, 8, requires_grad=True), []
+    first, second = (model, nn.Identity()) if whole else model
+    for run in (lambda module, x: module(x), partial(checkpoint, use_reentrant=reentrant)):
+        with precision(model, 3, 32):
+            y = run(second, run(first, x))
+            y.square().sum().backward()
+        found.append((y.detach(), x.grad, *(p.running_input.clone() for p in layer_precisions(model).values() if p.has_weights)))
+        x.grad = None
+        for p in layer_precisions(model).values():
+            for buffer in p.buffers():
+                buffer.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert modes_on() == 0
+
+
+class Keeps(torch.autograd.Function):
+    """No checkpoint: what it keeps runs in its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, x, w, back):
+        ctx.back = back
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        assert ctx.back is torch.matmul
+        return ctx.back(gradient, w.t()), ctx.back(x.t(), gradient), None
+
+
+def test_functions_kept_for_the_backward_pass_stay_as_they_are():
+    model = quantize_(Does(lambda m, x: Keeps.apply(x, m.w, torch.matmul), w=nn.Parameter(torch.randn(4, 4))))
+    x = torch.randn(3, 4, requires_grad=True)
+    with precision(model, 2, 8):
+        model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 4) @ model.w.t())
