@@ -128,7 +128,7 @@ def _row(name: str, module: nn.Module, layer: nn.Module, is_left_out: bool, shar
     own = [p for p in module._parameters.values() if p is not None]
     row = LayerSummary(
         name=name,
-        kind=getattr(type(module), "FLOAT", type(module)).__name__,
+        kind=type(module).__name__,
         parameters=sum(0 if is_lazy(p) else p.numel() for p in own),  # a lazy module has no shapes yet
         quantized=True,
         reason="",

@@ -105,7 +105,7 @@ def test_parts_of_a_layer_follow_it():
     model = quantize_(their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",)))
     rows = {r.name: r for r in summary(model).rows}
     assert {n: r.quantized for n, r in rows.items()} == {
-        "conv1.fc_neigh": False, "conv1.fc_self": False, "conv2.fc_neigh": True, "conv2.fc_self": True, "out": True,
+        "conv1.fc_neigh": False, "conv1.fc_self": False, "conv2": True, "conv2.fc_neigh": True, "conv2.fc_self": True, "out": True,
     }  # fmt: skip
     assert rows["conv1.fc_self"].reason == "left out"
     with pytest.raises(ValueError, match=r"'\*\.fc_self' matches part of 'conv1'; name it"):
@@ -133,7 +133,7 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
     for kind in ("fp", "quantized"):
         torch.manual_seed(0)
         model = quantize_(GraphNet("gcn", 6, 3, hidden=8, dropout=0.0), QuantConfig(aggregation=kind))
-        assert all(c.quantizes_aggregation == (kind == "quantized") for c in model.convs)
+        assert all(("aggregation" in c.precision.quantizers) == (kind == "quantized") for c in model.convs)
         with precision(model, 3, q_grad=32):
             results[kind] = model(graph(), x)
     assert not torch.equal(results["fp"], results["quantized"])
@@ -145,13 +145,20 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
         (lambda m: m(graph(), features()[:-1]), ValueError, r"must be \(40, F\).*got \(39, 6\)"),
         (lambda m: m(graph(), features().unsqueeze(1)), ValueError, r"got \(40, 1, 6\)"),
         (lambda m: m("graph", features()), TypeError, "graph must be a Graph or a DGLGraph, got str"),
-        (lambda m: m(graph(), features(), edge_weight=torch.ones(190)), ValueError, "neither edge weights"),
+        (lambda m: m(graph(), features(), edge_weight=torch.ones(190)), TypeError, "argument 'edge_weight'"),
     ],
 )
 def test_bad_calls(call, error, message):
     model = quantize_(GraphConv(6, 3))
     with precision(model, 8), pytest.raises(error, match=message):
         call(model)
+
+
+@pytest.mark.parametrize("layer", [dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")], ids=["GCN", "SAGE"])
+def test_dgl_layers_refuse_edge_weights(layer):
+    model = quantize_(layer)
+    with precision(model, 8), pytest.raises(ValueError, match="takes n.* edge weights"):
+        model(graph()._dgl, features(), edge_weight=torch.ones(190))
 
 
 def test_nodes_without_in_edges():
