@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_lab.experiments.spec import RunSpec

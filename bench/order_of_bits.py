@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.layered import LayeredSchedule

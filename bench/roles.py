@@ -18,9 +18,9 @@ import math
 
 import torch
 
-from cpt_core.checks import write_text
 from cpt_core.choosing.allocation import allocate
 from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_core.files import write_text
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.experiments.spec import RunSpec

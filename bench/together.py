@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec, run_spec

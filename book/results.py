@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from book import figures
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab import commands
 from cpt_lab.analysis import claims, deficit_dates, levels, preregistered, reproduction

@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE, Exponential, Rex
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.statistics import ALPHA

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_core.checks import choose, declared, library, offer, whole, write_atomically
+from cpt_core.checks import choose, declared, library, offer, whole
+from cpt_core.files import write_atomically
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])

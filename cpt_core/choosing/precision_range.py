@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpt_core.checks import library, nulled
+from cpt_core.checks import library
+from cpt_core.files import nan_to_none
 
 MODES = {"reset": 0.8, "continuing": 0.05}  # and their thresholds
 
@@ -48,7 +49,7 @@ class PrecisionRange:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON; a NaN becomes None."""
-        return nulled(asdict(self))
+        return nan_to_none(asdict(self))
 
     def __str__(self) -> str:
         seeds = f"{len(self.start)} seed{'s' * (len(self.start) > 1)}"

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import MOST_BITS, choose, declared, library, nulled, shown, whole
+from cpt_core.checks import MOST_BITS, choose, declared, library, shown, whole
+from cpt_core.files import nan_to_none
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules
@@ -199,7 +200,7 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON; a NaN becomes None."""
-        return nulled(asdict(self))
+        return nan_to_none(asdict(self))
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Sensitivity:

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.checks import nulled, number, whole
+from cpt_core.checks import number, whole
 from cpt_core.choosing.trials import TrainStep, of_model
 from cpt_core.choosing.tried import WIDTHS, Arm, Result, Tried, tried
+from cpt_core.files import nan_to_none
 from cpt_core.quantization.convert import QuantConfig, is_converted
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS
@@ -118,7 +119,7 @@ def try_precision(
                     value = number("evaluate must return a quality", evaluate())
             result = Result(value, time.perf_counter() - began)
             if path is not None:
-                line = {"of": what, "arm": arm.name, "seed": seed, **nulled(result._asdict())}
+                line = {"of": what, "arm": arm.name, "seed": seed, **nan_to_none(result._asdict())}
                 with path.open("a", encoding="utf-8") as file:
                     file.write("\n" + json.dumps(line))  # after a line that was cut off, too
             return {arm.name: result}

@@ -46,12 +46,12 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
         column_codes: of b: z and sum (k - z), int32 (2, G N).
         column_values: of b: s, r and s sum (k - z) + K r, and the bias, float32 (4, G N).
     """
-    M, N = product.shape
-    G = column_codes.shape[1] // N
-    (sums, zero_a), (scale_a, scaled, rest_a) = (v.view(len(v), G, -1, 1) for v in (row_codes, row_values))
+    rows, columns = product.shape
+    groups = column_codes.shape[1] // columns
+    (sums, zero_a), (scale_a, scaled, rest_a) = (v.view(len(v), groups, -1, 1) for v in (row_codes, row_values))
     (zero_b, sums_b), (scale_b, rest_b, total_b, bias) = (
-        v.view(len(v), G, 1, N) for v in (column_codes, column_values)
+        v.view(len(v), groups, 1, columns) for v in (column_codes, column_values)
     )
-    t = (product.view(G, -1, N) - zero_b * sums - zero_a * sums_b).float()
+    t = (product.view(groups, -1, columns) - zero_b * sums - zero_a * sums_b).float()
     y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * total_b + bias
-    product.copy_(y.view(M, N).view(torch.int32))
+    product.copy_(y.view(rows, columns).view(torch.int32))

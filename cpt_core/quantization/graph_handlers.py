@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from cpt_core.graphs import functional

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import warnings
 import weakref
@@ -24,7 +25,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from cpt_core.checks import check_bits, declared, nulled, whole
+from cpt_core.checks import check_bits, declared, whole
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.missing_step_warning import MissingStepWarning
@@ -199,7 +200,7 @@ class PrecisionScheduler:
         whole("last_step", state["last_step"], 0)
         theirs, mine = _bare(state), _bare({**self.state_dict(), "layers": self._layers})
         for key in ("schedules", "q_grad", "ladders"):
-            if nulled(theirs[key]) != nulled(mine[key]):  # tuples are lists, as after JSON
+            if json.dumps(theirs[key]) != json.dumps(mine[key]):  # tuples are lists there
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = mine["layers"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock
 
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 from cpt_core.processor import cpu
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir

@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from cpt_core.checks import nulled, sync, write_atomically
+from cpt_core.files import nan_to_none, sync, write_atomically
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
@@ -124,7 +124,7 @@ def append_row(store: Path, row: Row) -> Row:
 def settled(row: Row) -> Row:
     """Return a row as it is stored: a number that is not finite is null, and its run diverged unless it failed."""
     lost: list[str] = []
-    row = nulled(row, lost)
+    row = nan_to_none(row, lost)
     if lost and row["status"] == "ok":
         row |= {"status": "diverged", "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}"}
     return row

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.conventions import CONVENTIONS
-from cpt_core.checks import nulled
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.files import nan_to_none
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_lab.experiments.spec import RunSpec
@@ -200,7 +200,7 @@ def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
         found = session.task.evaluate(session.forward)
     kept = session.model.state_dict().items()
     lost = [name for name, x in kept if x.is_floating_point() and not bool(x.isfinite().all())]
-    row = {"step": step, "precision": policy, "bits": bits, **nulled(found, lost)}
+    row = {"step": step, "precision": policy, "bits": bits, **nan_to_none(found, lost)}
     return {**row, "not_finite": lost} if lost else row
 
 

@@ -17,6 +17,7 @@ import dgl.nn
 import pytest
 import stand_in_geometric
 import torch
+from cpt_core.quantization.coverage import QuantizationWarning, float32_reason
 from helpers import refused, said_by
 from torch import nn
 
@@ -24,7 +25,6 @@ import cpt_core as cpt
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.graphs.graph import Graph
 from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.quantization.coverage import QuantizationWarning, float32_reason
 
 NODES, REAL = 40, find_spec("torch_geometric") is not None
 Q_AGG = cpt.QuantConfig(aggregation="quantized")

@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from cpt_core.checks import write_text
+from cpt_core.files import write_text
 
 log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
