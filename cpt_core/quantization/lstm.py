@@ -6,9 +6,9 @@ both weights. The gates, the cell state and the hidden state itself stay in floa
     gates_t = q(x_t) q(W)' + q(b) + q(h_{t-1}) q(U)' + q(b')
     i, f, o = sigmoid(gates)   g = tanh(gates)   c_t = f c_{t-1} + i g   h_t = o tanh(c_t)
 
-The handler takes the arguments of the function apart, goes through layers and directions, and reports the work. A
-function for one direction of one layer computes: ``run_by_steps`` here, or a faster one (``lstm_handler``) to the same
-numbers. LSTMs with a projection, subclasses of ``nn.LSTM`` and cells run by ``recurrences`` instead.
+The handler takes the arguments of the function apart and goes through layers and directions. What computes one of them
+is ``run_by_steps``, or a faster function to the same numbers, see ``lstm_handler``. LSTMs with a projection, subclasses
+of ``nn.LSTM`` and cells run by ``recurrences`` instead.
 
 Without quantisation ("float", or 24 bits and more) torch's own LSTM runs. Output and gates are computed in float32 also
 under autocast.
@@ -36,13 +36,11 @@ from torch.nn import functional
 from cpt_core.quantization import fake_quantize, recurrences
 from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.op_handlers import functions_named, recurrence_handler, register_handler
-from cpt_core.quantization.op_interception import Interception, Operation, QuantizedOpsMode
+from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
 
 State = tuple[Tensor, Tensor]  # h and c
-ELEMENTWISE_PER_STEP = 27  # operations per hidden unit of gates and cell, as the counters of the authors have it
-ELEMENTWISE_PER_SEQUENCE = 5
 
 
 class LSTMDirection(NamedTuple):
@@ -101,22 +99,18 @@ class _Call(NamedTuple):
     def of(cls, x: Tensor, args: tuple[Any, ...]) -> _Call:
         """Return a call of either form; ``args``: those behind x."""
         if isinstance(args[0], Tensor):
-            return cls(x, tuple(args[0].tolist()), *args[1:], batch_first=False)
+            return cls(x, tuple(args[0].tolist()), *args[1:], False)
         return cls(x, None, *args)
 
     @property
     def directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    @property
-    def weights_each(self) -> int:
-        """Weights and biases of a direction of a layer."""
-        return 4 if self.has_biases else 2
-
     def weights_of(self, index: int) -> list[Tensor | None]:
         """Return weights of input and hidden state, and their biases, of a direction of a layer."""
-        own: list[Tensor | None] = [*self.weights[index * self.weights_each : (index + 1) * self.weights_each]]
-        return own + [None] * (4 - len(own))
+        count = 4 if self.has_biases else 2
+        own: list[Tensor | None] = [*self.weights[index * count : (index + 1) * count]]
+        return own if self.has_biases else [*own, None, None]
 
 
 # --- what conversion needs to know ------------------------------------------------------------------------------------
@@ -145,13 +139,9 @@ def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
         layer = mode.running.stack[-1].interception
         if layer.kind != "lstm":
             return unrolled(mode, function, input, *args)
-        call = _Call.of(input, args)
         if layer.precision is None or not mode.is_active(layer.precision):
-            results = function(input, *args)
-        else:
-            results = _run(layer.precision, run_direction, call)
-        _report(mode, layer, call, results)
-        return results
+            return function(input, *args)
+        return _run(layer.precision, run_direction, _Call.of(input, args))
 
     return handler
 
@@ -193,8 +183,8 @@ def _run_layers(
     for layer in range(call.num_layers):
         outputs = []
         for index in range(layer * call.directions, (layer + 1) * call.directions):
-            own = [None if w is None else w.to(x.dtype) for w in call.weights_of(index)]
-            direction = LSTMDirection(precision, names[index], *own, steps, sizes)  # type: ignore[arg-type]
+            own = (None if w is None else w.to(x.dtype) for w in call.weights_of(index))
+            direction = LSTMDirection(precision, names[index], *own, steps=steps, sizes=sizes)  # type: ignore[arg-type]
             y, h, c = run_direction(direction, x, call.state[0][index], call.state[1][index])
             outputs.append(y)
             ends.append((h, c))
@@ -206,49 +196,30 @@ def _run_layers(
 
 def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer, one time step after the other."""
-    precision = direction.precision
+    precision, name = direction.precision, direction.name
     input_weight = precision.operand("weight", direction.input_weight)
     hidden_weight = precision.operand("weight", direction.hidden_weight)
-    biases = [
+    input_bias, hidden_bias = (
         None if bias is None else precision.operand("bias", bias)
         for bias in (direction.input_bias, direction.hidden_bias)
-    ]
+    )
 
     def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        role = "input" if weight is input_weight else "hidden"
-        rounded = precision.operand(f"{role}_{direction.name}", operand)
-        return precision.multiplied(fake_quantize.operators.linear, rounded, weight, bias)
+        return precision.multiplied(fake_quantize.operators.linear, operand, weight, bias)
 
-    xs = x.split(direction.rows_of_steps(x))
-    weights = input_weight, hidden_weight, *biases, None
-    ys, end = recurrences.run_direction(
-        recurrences.lstm, multiply, xs[::-1] if direction.is_reverse else xs, (h, c), weights
-    )
-    return torch.cat(ys[::-1] if direction.is_reverse else ys), *end
+    def step(multiply: recurrences.Multiply, x: Tensor, state: Any, weights: Any) -> recurrences.State:
+        hidden, cell = state
+        input_gates = multiply(precision.operand(f"input_{name}", x), input_weight, input_bias)
+        hidden_gates = multiply(precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias)
+        return recurrences.lstm_state(input_gates + hidden_gates, cell)
 
-
-def _report(mode: QuantizedOpsMode, layer: Interception, call: _Call, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Report both matmuls of every direction of every layer, and the elementwise operations of the gates.
-
-    What deeper layers take in is reported as the output, which has its shape.
-    """
-    if mode.on_operation is None or torch.compiler.is_compiling():
-        return
-    y = results[0]
-    rows = y.numel() // y.shape[-1]
-    hidden = y[..., : y.shape[-1] // call.directions]
-    for index in range(call.num_layers * call.directions):
-        input_weight, hidden_weight = call.weights[index * call.weights_each : index * call.weights_each + 2]
-        input = call.x if index < call.directions else y
-        for function, first, second in (("lstm_input", input, input_weight), ("lstm_hidden", hidden, hidden_weight)):
-            macs = rows * second.numel()
-            elements = first.numel(), second.numel(), rows * len(second)
-            mode.on_operation(Operation(layer.name, function, macs, first, second, results, layer.precision, elements))
-
-    units = call.num_layers * y.shape[-1]
-    sequences = call.state[0].shape[1]
-    operations = units * (ELEMENTWISE_PER_STEP * rows + ELEMENTWISE_PER_SEQUENCE * sequences)
-    mode.on_operation(Operation(layer.name, "lstm_gates", operations, y, y, results, layer.precision, part="gates"))
+    steps = list(x.split(direction.rows_of_steps(x)))
+    if direction.is_reverse:
+        steps.reverse()
+    ys, (last_h, last_c) = recurrences.run_direction(step, multiply, steps, (h, c), ())
+    if direction.is_reverse:
+        ys.reverse()
+    return torch.cat(ys), last_h, last_c
 
 
 unrolled = recurrence_handler(recurrences.unrolled, "lstm")

@@ -1,7 +1,9 @@
-"""RNN, GRU and LSTM of torch step by step, from products: what ``operations`` quantises inside of them.
+"""RNN, GRU and LSTM of torch step by step, from matmuls, which ``op_handlers`` quantises.
 
-``nn.LSTM`` itself has a faster form of its own, see ``lstm``; this one serves cells, GRUs, plain RNNs and LSTMs with
-projections. ``multiply(x, weight, bias)`` is x (N, K) times weight (M, K) transposed, plus bias.
+``nn.LSTM`` itself has a handler of its own, see ``lstm``, which takes ``run_direction`` from here; the others serve
+cells, GRUs, plain RNNs and LSTMs with projections.
+
+``multiply(x, weight, bias)`` is x (N, K) times weight (M, K) transposed, plus bias.
 
 Shapes: T steps, N sequences, H hidden units.
 """
@@ -40,10 +42,15 @@ def gru(multiply: Multiply, x: Tensor, state: State, w: Weights) -> State:
 def lstm(multiply: Multiply, x: Tensor, state: State, w: Weights) -> State:
     """Take a step of an LSTM, perhaps with a projection."""
     gates = multiply(x, w[0], w[2]) + multiply(state[0], w[1], w[3])  # type: ignore[arg-type]
-    i, f, g, o = gates.chunk(4, -1)
-    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-    h = torch.sigmoid(o) * torch.tanh(c)
+    h, c = lstm_state(gates, state[1])
     return (h if w[4] is None else multiply(h, w[4], None)), c
+
+
+def lstm_state(gates: Tensor, c: Tensor) -> State:
+    """Return the hidden state and that of the cell behind a step, from gates (B, 4 H) and the cell's state before."""
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
 
 
 STEPS: dict[str, Callable[..., State]] = {
