@@ -20,6 +20,7 @@ EXTENSIONS = {
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
     "graph": "cpt_core.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
+    "follow": "cpt_core.integrations.following",  # schedulers that step with an optimizer
     "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL
 }
 

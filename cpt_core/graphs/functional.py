@@ -49,9 +49,7 @@ def overridable(function: Function) -> Function:
 
 
 @overridable
-def project(
-    graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, is_transposed: bool = False
-) -> Tensor:
+def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, is_transposed: bool = False) -> Tensor:
     """Return ``(x * out_degrees ** out_exponent) @ weight``, (S, O).
 
     Args:

@@ -103,7 +103,10 @@ class Check:
             lines.append(f"{e.layer or '(model)':<{width}}  {e.operation:<24} {pass_:<8}  {e.macs:>15,}  {kind}{note}")
         macs = sum(e.macs for e in self.operations if not e.backward)
         lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
-        for what, names in (("listed as quantised, but used in float32", self.bypassed), ("took no part in the step", self.unused)):
+        for what, names in (
+            ("listed as quantised, but used in float32", self.bypassed),
+            ("took no part in the step", self.unused),
+        ):
             if names:
                 lines.append(f"{what}: {', '.join(name or '(model)' for name in names)}")
         if self.no_gradient:

@@ -207,7 +207,9 @@ class _CopiesOfGraphs:
 
     def __reduce__(self) -> Any:
         """Refuse to be stored: torch calls nothing when it reads the module."""
-        raise ValueError("a converted graph cannot be stored whole; store its state_dict, or call restore_(model) first")
+        raise ValueError(
+            "a converted graph cannot be stored whole; store its state_dict, or call restore_(model) first"
+        )
 
 
 def _load_extensions(model: nn.Module, config: QuantConfig) -> None:

@@ -141,7 +141,9 @@ class GraphHandlers:
             return self.run(mode, in_float32, "aggregation", compute, (x, graph.indices), roles, _edge_macs)
 
         def quantized_sum() -> Tensor:
-            scaled, role = self.scaled_operand(precision, "graph_aggregation", x, out_degree_scale(graph, out_exponent, x))
+            scaled, role = self.scaled_operand(
+                precision, "graph_aggregation", x, out_degree_scale(graph, out_exponent, x)
+            )
             return self.run(
                 mode,
                 layer,

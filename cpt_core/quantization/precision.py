@@ -75,7 +75,9 @@ class LayerPrecision(RunningState):
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called = False
     unseen = True  # no gradient of a training has come yet
-    has_weights = True  # its module is a layer of torch; others are listed, and in checkpoints, once they have multiplied
+    has_weights = (
+        True  # its module is a layer of torch; others are listed, and in checkpoints, once they have multiplied
+    )
     int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``codes.execution``
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere

@@ -15,8 +15,7 @@ import itertools
 import json
 import re
 import warnings
-import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from cpt_core import extensions
 from cpt_core.checks import check_bits, declared, whole
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
@@ -35,8 +35,6 @@ from cpt_core.schedules.schedule import Levels, Schedule
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
-KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
-_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler | None] = weakref.WeakKeyDictionary()  # or nobody
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
@@ -83,6 +81,7 @@ class PrecisionScheduler:
         self.schedules = assign_schedules(schedule, self._layers)
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
+        self.followed_optimizer: Callable[[], Optimizer | None] = _no_optimizer  # a weak reference
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
         changes = False
@@ -92,7 +91,7 @@ class PrecisionScheduler:
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         if optimizer is not None:
-            follow(optimizer, self)
+            extensions.load("follow").follow(optimizer, self)
         self._apply()
         if changes:
             MissingStepWarning(self, model)
@@ -110,7 +109,7 @@ class PrecisionScheduler:
     @property
     def follows(self) -> bool:
         """Whether the steps of an optimizer are those of the scheduler."""
-        return any(s is self for s in _followers.values())
+        return self.followed_optimizer() is not None
 
     @property
     def drives(self) -> bool:
@@ -121,7 +120,7 @@ class PrecisionScheduler:
         """Drive a layer no longer, as another scheduler or nobody does; who drives none follows no optimizer."""
         layer.driver = None
         if not self.drives:
-            _followers.update({o: None for o, s in _followers.items() if s is self})
+            self.followed_optimizer = _no_optimizer
 
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
@@ -166,7 +165,7 @@ class PrecisionScheduler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the optimizer out of a copy."""
-        return {**vars(self), "follows": self.follows}
+        return {**vars(self), "followed_optimizer": _no_optimizer, "follows": self.follows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drive the layers that were copied together with their scheduler."""
@@ -217,52 +216,8 @@ class PrecisionScheduler:
         self._apply()
 
 
-def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
-    """Let a scheduler follow an optimizer, or the one that accelerate or Lightning wrapped, alone."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if (former := _followers.get(optimizer)) is not None:
-        if any(p.driver is former for p in set(former._layers.values()) - set(scheduler._layers.values())):
-            raise ValueError(
-                "the optimizer is followed already, by a scheduler that drives other layers: make one scheduler for "
-                "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
-            )
-    elif optimizer not in _followers:
-        kept = getattr(optimizer, "state", {}).values()  # none of a Lookahead
-        if any(float(of.get("step", 1)) > 0 for of in kept if of):
-            said = "the optimizer has a state already, and the schedule begins at step 0: to resume a run, make the "
-            warnings.warn(f"{said}PrecisionScheduler before optimizer.load_state_dict", stacklevel=3)
-        try:
-            optimizer.register_state_dict_post_hook(_kept)
-            optimizer.register_load_state_dict_pre_hook(_load)
-            optimizer.register_step_post_hook(_stepped)
-        except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
-            raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
-    for layer in scheduler._layers.values():  # of which one at most follows
-        if layer.driver is not None:
-            layer.driver.release(layer)
-    _followers[optimizer] = scheduler
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    left_out = getattr(optimizer, "found_inf", None)  # GradScaler lets fused optimizers find that out by themselves
-    if (scheduler := _followers[optimizer]) is not None and (left_out is None or not left_out):
-        scheduler.advance()
-
-
-def _kept(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, KEY: s.state_dict()} if (s := _followers[optimizer]) is not None else state
-
-
-def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    scheduler = _followers[optimizer]
-    if KEY not in state and scheduler is not None:
-        said = "the optimizer's state has no PrecisionScheduler: to start one there, make it after load_state_dict"
-        raise ValueError(f"{said}; with torch.distributed.checkpoint call step() and save its state_dict() yourself")
-    if scheduler is not None:
-        scheduler.load_state_dict(state[KEY])
-    return {name: value for name, value in state.items() if name != KEY}
+def _no_optimizer() -> None:
+    """Return nothing: the reference of a scheduler that follows no optimizer."""
 
 
 def assign_schedules(
