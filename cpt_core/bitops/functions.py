@@ -8,7 +8,6 @@ A counter has the form ``counter(mode, output, *args, **kwargs) -> operations``,
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.bitops.conventions import AGGREGATION, GATES, NORM, UPSAMPLING
+from cpt_core.graphs import functional as graph_functional
+from cpt_core.graphs.functional import source_and_destination
 from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import spread_norm
 from cpt_core.quantization.op_handlers import functions_named
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode
 
@@ -183,12 +185,9 @@ def _neighbour_sum(
 COUNTED_FUNCTIONS |= {
     functional.batch_norm: batch_norm,
     functional.layer_norm: layer_norm,
+    spread_norm: layer_norm,
     functional.interpolate: interpolate,
+    graph_functional.graph_conv: graph_conv,
+    graph_functional.sage_conv: sage_conv,
     **{function: partial(recurrence, kind) for kind in NUM_GATES for function in functions_named(kind)},
 }
-
-if importlib.util.find_spec("cpt_core.graphs.functional") is not None:
-    from cpt_core.graphs import functional as graph_functional
-    from cpt_core.graphs.functional import source_and_destination
-
-    COUNTED_FUNCTIONS |= {graph_functional.graph_conv: graph_conv, graph_functional.sage_conv: sage_conv}

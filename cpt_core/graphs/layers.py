@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import choose, declared, whole
-from cpt_core.graphs.functional import NORM_EXPONENTS, Features, check_in_degrees, graph_conv, sage_conv
+from cpt_core.graphs.functional import NORM_EXPONENTS, Features, check_in_degrees, graph_conv, overridable, sage_conv
 from cpt_core.graphs.graph import as_graph
 
 MAX_FEATURES = 2**31 - 1
@@ -98,11 +98,12 @@ class MatrixNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, F) -> (N, F), mean 0 and variance 1 over all entries."""
-        return _spread_norm(x) if x.is_cuda else nn.functional.layer_norm(x, x.shape)
+        return spread_norm(x) if x.is_cuda else nn.functional.layer_norm(x, x.shape)
 
 
-def _spread_norm(x: Tensor) -> Tensor:
-    """The same up to rounding, for a whole GPU: its layer norm leaves a row, here all there is, to one block."""
+@overridable
+def spread_norm(x: Tensor) -> Tensor:
+    """Normalise all entries with a whole GPU: torch's layer norm leaves a row, here all there is, to one block."""
     wide = x.float()
     variance, mean = torch.var_mean(wide, correction=0)
     return ((wide - mean) * torch.rsqrt(variance + LAYER_NORM_EPS)).to(x.dtype)

@@ -156,7 +156,6 @@ LAYERS_OF_DGL = {
     # MACs of a forward pass on three nodes with six features each
     "SAGE pool": (lambda: dgl.nn.SAGEConv(6, 4, "pool"), 3 * (36 + 24 + 24)),
     "SAGE mean": (lambda: dgl.nn.SAGEConv(6, 4, "mean"), 3 * 48),
-    "GraphConv": (lambda: dgl.nn.GraphConv(6, 4), 3 * 24),
     "GAT": (lambda: dgl.nn.GATConv(6, 4, 2), 3 * 48),
     # an edge is a step of a sequence, a node has a sequence: products, gates, and two linear layers
     "SAGE lstm": (lambda: dgl.nn.SAGEConv(6, 4, "lstm"), 4 * 4 * 6 * (6 + 6) + 6 * (27 * 4 + 5 * 3) + 2 * 3 * 24),
@@ -174,6 +173,14 @@ def test_layers_of_dgl(name):
         layer(graph, x)
     assert ledger.by_pass("paper")["forward"] == macs
     assert ledger.unpriced == plan.unpriced
+
+
+def test_dgl_graph_conv_counts_its_sum_once_converted():
+    layer, graph, x = dgl.nn.GraphConv(6, 4), dgl.graph(EDGES), torch.randn(3, 6)
+    plain = count_bitops(layer, (graph, x), convention="paper")
+    assert (plain.forward_macs, plain.unpriced) == (0, {"(products)": 3 * 24})  # its sum is no function of torch
+    plan = count_bitops(quantize_(layer), (graph, x), convention="paper")
+    assert (plan.forward_macs, plan.unpriced) == (3 * 24, {"(aggregation)": 4 * 4})
 
 
 @pytest.mark.parametrize(("sizes", "sums"), [((6, 9), 3 * 6), ((9, 6), 4 * 9)])  # the narrower side is summed

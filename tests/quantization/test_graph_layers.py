@@ -184,7 +184,7 @@ def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
     x = (torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale + 5 * scale).to(dtype)
     upstream = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
-    for norm in (MatrixNorm(), graph_layers._spread_norm):
+    for norm in (MatrixNorm(), graph_layers.spread_norm):
         mine = x.clone().requires_grad_()
         y = norm(mine)
         assert y.dtype == dtype
