@@ -238,7 +238,7 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     precision.splits = kind not in ("lstm", "graph")  # which round a gradient once for both of its uses
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
-    precision.has_weights = isinstance(module, LAYERS_OF_TORCH)
+    precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
     precision.train(module.training)
     _attach(module, precision)
     return precision
