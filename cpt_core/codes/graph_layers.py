@@ -65,9 +65,13 @@ def project(
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, codes: Callable[[], QuantizedTensor], is_transposed: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        codes: Callable[[], QuantizedTensor],
+        is_transposed: bool,
         precision: LayerPrecision,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         a, w = codes(), encoded(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.is_transposed, ctx.rounding = is_transposed, GradientRounding(precision)

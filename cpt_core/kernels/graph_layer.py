@@ -71,9 +71,14 @@ class FusedGraphHandlers(GraphHandlers):
         return super().multiply(x, weight, is_transposed)
 
     def run(
-        self, mode: QuantizedOpsMode, layer: Interception, name: str, compute: Callable[..., Tensor],
-        *args: Any, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        mode: QuantizedOpsMode,
+        layer: Interception,
+        name: str,
+        compute: Callable[..., Tensor],
+        *args: Any,
+        **options: Any,
+    ) -> Tensor:
         """Run an operation; its result also knows what it was before its gradient was to be rounded."""
         if torch.compiler.is_compiling():
             return super().run(mode, layer, name, compute, *args, **options)
@@ -89,9 +94,14 @@ class FusedGraphHandlers(GraphHandlers):
         return y
 
     def scale_and_add_bias(
-        self, mode: QuantizedOpsMode, function: Any, graph: Graph, h: Tensor, in_exponent: float = 0.0,
+        self,
+        mode: QuantizedOpsMode,
+        function: Any,
+        graph: Graph,
+        h: Tensor,
+        in_exponent: float = 0.0,
         bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Scale, round and add in one pass; with the rounding of the gradient of ``h``, where h is a product."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision

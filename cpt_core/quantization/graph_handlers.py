@@ -46,7 +46,7 @@ GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {
 
 
 def graph_layer_class(module: nn.Module) -> GraphLayer | None:
-    """Return how a graph convolution is converted; None for other modules, and for those with a forward of their own."""
+    """Return how a graph convolution is converted; None for modules with another forward."""
     layer = None
     for kind in type(module).__mro__:
         if kind in GRAPH_LAYERS and type(module).forward is kind.forward:
@@ -105,9 +105,15 @@ class GraphHandlers:
     """Handlers of ``project``, ``neighbour_sum`` and ``scale_and_add_bias``; subclasses may fuse their roundings."""
 
     def project(
-        self, mode: QuantizedOpsMode, function: Any, graph: Graph, x: Tensor, weight: Tensor,
-        out_exponent: float = 0.0, is_transposed: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        mode: QuantizedOpsMode,
+        function: Any,
+        graph: Graph,
+        x: Tensor,
+        weight: Tensor,
+        out_exponent: float = 0.0,
+        is_transposed: bool = False,
+    ) -> Tensor:
         """Quantise a projection: a range per node, and one per row of the weight."""
         layer = mode.running.stack[-1].interception
         scale = out_degree_scale(graph, out_exponent, x)
@@ -128,22 +134,31 @@ class GraphHandlers:
         )
 
     def neighbour_sum(
-        self, mode: QuantizedOpsMode, function: Any, graph: Graph, x: Tensor, out_exponent: float = 0.0,
+        self,
+        mode: QuantizedOpsMode,
+        function: Any,
+        graph: Graph,
+        x: Tensor,
+        out_exponent: float = 0.0,
         reduce: str = "sum",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Quantise a sum over neighbours in Q-Agg; what is computed of constant features is cached per bit width."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
         if precision is None or not quantizes_aggregation(precision):
-            in_float32 = layer._replace(precision=None)
-            compute = lambda x, indices, bias: function(graph, x, out_exponent, reduce)  # noqa: E731
-            roles = "graph_aggregation", None
-            return self.run(mode, in_float32, "aggregation", compute, (x, graph.indices), roles, _edge_macs)
+            return self.run(
+                mode,
+                layer._replace(precision=None),
+                "aggregation",
+                lambda x, indices, bias: function(graph, x, out_exponent, reduce),
+                (x, graph.indices),
+                ("graph_aggregation", None),
+                _edge_macs,
+            )
 
         def quantized_sum() -> Tensor:
-            scaled, role = self.scaled_operand(
-                precision, "graph_aggregation", x, out_degree_scale(graph, out_exponent, x)
-            )
+            scale = out_degree_scale(graph, out_exponent, x)
+            scaled, role = self.scaled_operand(precision, "graph_aggregation", x, scale)
             return self.run(
                 mode,
                 layer,
@@ -161,9 +176,14 @@ class GraphHandlers:
         return graph.keep(x, (out_exponent, reduce, *active), quantized_sum)  # type: ignore[no-any-return]
 
     def scale_and_add_bias(
-        self, mode: QuantizedOpsMode, function: Any, graph: Graph, h: Tensor, in_exponent: float = 0.0,
+        self,
+        mode: QuantizedOpsMode,
+        function: Any,
+        graph: Graph,
+        h: Tensor,
+        in_exponent: float = 0.0,
         bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Quantise both terms of the addition of a bias, and the gradient behind it."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
@@ -186,10 +206,17 @@ class GraphHandlers:
         return autocast_matmul.matmul(x, weight)
 
     def run(
-        self, mode: QuantizedOpsMode, layer: Interception, name: str, compute: Callable[..., Tensor],
-        operands: tuple[Tensor, Tensor], roles: tuple[str | None, str | None], macs: Callable[..., int],
-        along: tuple[int | None, int | None] = (None, None), options: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        mode: QuantizedOpsMode,
+        layer: Interception,
+        name: str,
+        compute: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor],
+        roles: tuple[str | None, str | None],
+        macs: Callable[..., int],
+        along: tuple[int | None, int | None] = (None, None),
+        options: Any = None,
+    ) -> Tensor:
         """Run an operation by ``mode.run``; arguments as there."""
         first, second = operands
         return mode.run(

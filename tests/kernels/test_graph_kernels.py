@@ -85,24 +85,6 @@ def test_gradients_pass_the_roundings_unchanged(name, scaled):
 # --- on codes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("layout", [name for name, x in LAYOUTS.items() if x.dtype.itemsize > 2])
-def test_codes_of_a_gradient_rounded_twice_are_those_of_its_values(threaded, layout, threads):
-    x = LAYOUTS[layout]
-    threaded(threads)
-    scale, key = normal(len(x), 1).abs().to(x), torch.tensor(-7)
-    for n, scaled, noise in ((1.0, scale, None), (7.0, None, key), (7.0, scale, key), (255.0, None, None)):
-        given = x, scaled, torch.tensor(n), noise
-        found = torch.ops.cpt.round_scale_encode(*given)
-        assert identical(found, torch.ops.cpt_reference.round_scale_encode(*given))
-        codes, low, width, of_bias = found
-        values, _ = plain("round_scale_round", x, scaled, None, *given[2:])
-        assert identical([((codes + (n + 1) / 2) * (width / n).clamp_min(1e-8) + low).to(x)], [values])
-        once = torch.ops.cpt_reference.fake_quantize(x, given[2], "per_tensor", noise)[0].double()
-        near = 1e-6 * float(once.nan_to_num(0).abs().sum(0).max())  # of exact sums
-        torch.testing.assert_close(of_bias, once.sum(0).float(), rtol=0, atol=near, equal_nan=True)
-
-
 def edges(kind, sources, rows, count):
     drawn = torch.Generator().manual_seed(count)
     destination = torch.randint(rows, (count,), generator=drawn).div(2, rounding_mode="floor")  # half have none

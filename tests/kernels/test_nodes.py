@@ -109,7 +109,6 @@ WITH_GRADIENT = {
 }
 ON_CODES = {
     "encode": (torch.randn(2, 3, 4, 5), torch.tensor(-1.0), torch.tensor(2.0), torch.tensor(7.0), None, True, True),
-    "round_scale_encode": (X, None, LEVELS, None),
     "sum_neighbours": (BYTES, ONE, ONE, ONE, *EDGES),
 }
 

@@ -310,8 +310,8 @@ def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
 def test_what_is_rounded_in_passing_is_seen(backend, config):
     found = cpt.check(cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(backend=backend), features()))
     assert found.ok, str(found)
-    assert all(p.quantized for p in found.products), str(found)
-    assert {p.layer for p in found.products if p.backward} == {"convs.0", "convs.1", "convs.2"}
+    assert all(e.quantized or "aggregation" in e.layer for e in found.operations), str(found)
+    assert {e.layer for e in found.operations if e.backward} >= {"convs.0", "convs.1", "convs.2"}
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage"])

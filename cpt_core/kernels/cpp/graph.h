@@ -109,66 +109,6 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
   return {y, sums};
 }
 
-// The same, the second rounding as codes, with its range. Between the two there are codes as well, a quarter of the
-// memory; their sums are exact.
-std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const optional<Tensor>& scale,
-                                                        const Grid& first, const Grid& second) {
-  const Rows rows(x);
-  const int64_t n = rows.length;
-  Tensor codes = at::empty_like(x, x.options().dtype(at::kChar));
-  const float *from = x.const_data_ptr<float>(), *by = numbers(scale);
-  int8_t* to = codes.mutable_data_ptr<int8_t>();
-  float low, width;
-  ranges(Layout::whole(x.numel()), from, &low, &width);
-  const float half = (first.levels + 1.f) / 2.f, step = scale_of(width, first.levels);
-  const auto values = [to, n, half, step, low, by](int64_t row, float* place) {  // of the first rounding, scaled
-    const int8_t* k = to + row * n;
-    for (int64_t i = 0; i < n; ++i) place[i] = (static_cast<float>(k[i]) + half) * step + low;
-    if (by) {
-      const float factor = by[row];
-      for (int64_t i = 0; i < n; ++i) place[i] *= factor;
-    }
-  };
-  std::vector<Extremes> found(at::get_num_threads());
-  std::vector<std::vector<int64_t>> totals(found.size());
-  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
-    constexpr int64_t FEW = 1 << 16;  // rows whose codes are summed in int32
-    std::vector<float> place(n);
-    std::vector<int32_t> some(n);
-    Extremes e = found[at::get_thread_num()];
-    auto& all = totals[at::get_thread_num()];
-    all.resize(n);
-    for (int64_t row = begin; row < end; ++row) {
-      int8_t* k = to + row * n;
-      int32_t* sums = some.data();
-      round_line(from + row * n, k, n, low, step, first, row * n);
-      for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
-      if ((row + 1) % FEW == 0 || row + 1 == end) {
-        for (int64_t i = 0; i < n; ++i) all[i] += sums[i];
-        std::fill(some.begin(), some.end(), 0);
-      }
-      values(row, place.data());
-      extend(e, place.data(), n);
-    }
-    found[at::get_thread_num()] = e;
-  });
-  Tensor sums = at::empty({n}, x.options());
-  for (int64_t i = 0; i < n; ++i) {
-    int64_t total = rows.count * static_cast<int64_t>(half);
-    for (const auto& part : totals) total += part.empty() ? 0 : part[i];
-    sums.mutable_data_ptr<float>()[i] = static_cast<float>(static_cast<double>(total) * static_cast<double>(step) +
-                                                           static_cast<double>(rows.count) * static_cast<double>(low));
-  }
-  finish(joined(found), low, width);  // `values` keeps the first
-  const Tensor after = at::full({}, low, x.options()), across = at::full({}, width, x.options());
-  const float again = scale_of(width, second.levels);
-  over_rows(rows, [&](int64_t row, auto& place, Extremes&) {
-    values(row, place.data());
-    round_line(place.data(), to + row * n, n, low, again, second, row * n);
-  });
-  return {codes, after, across, sums};
-}
-
 // Sums of the rows of codes that edges lead from, in int32; what makes values of them is said in integer.py.
 template <typename Index>
 Tensor sum_rows(const Tensor& codes, int64_t zero, float scale, float rest, const Tensor& indptr,

@@ -246,15 +246,6 @@ std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optio
   return round_twice(gradient, scale, first, second);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> round_scale_encode(const Tensor& gradient, const optional<Tensor>& scale,
-                                                              const Tensor& levels, const optional<Tensor>& key) {
-  if (!fits(gradient) || !fits_rows(gradient, scale)) {
-    return reference<decltype(round_scale_encode)>("round_scale_encode", gradient, scale, levels, key);
-  }
-  const auto [first, second] = grids_of(levels, key);
-  return encode_twice(gradient, scale, first, second);
-}
-
 Tensor sum_neighbours(const Tensor& codes, const Tensor& zero, const Tensor& scale, const Tensor& rest,
                       const Tensor& indptr, const Tensor& indices) {
   const bool wide = indices.scalar_type() == at::kLong;
@@ -385,7 +376,6 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);
   m.impl("round_scale_round", round_scale_round);
-  m.impl("round_scale_encode", round_scale_encode);
   m.impl("sum_neighbours", sum_neighbours);
 }
 
