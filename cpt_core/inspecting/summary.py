@@ -28,6 +28,8 @@ from cpt_core.checks import declared
 from cpt_core.codes.reasons import products_of, simulated_products
 from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
 
+IDLE = "no matmul or convolution has run in it"
+
 
 @dataclass(frozen=True)
 class LayerSummary:
@@ -137,6 +139,8 @@ def _row(name: str, module: nn.Module, layer: nn.Module, is_left_out: bool, shar
     precision = precision_of(layer)
     if precision is None:
         return replace(row, quantized=False, reason=float32_reason(layer, is_left_out))
+    if not (precision.listed or share):
+        return replace(row, quantized=False, reason=IDLE)
     if precision.execution == "simulated":
         return row
     return replace(row, products=products_of(layer), simulated=simulated_products(layer))
