@@ -2,6 +2,7 @@ import copy
 import os
 import pickle
 import sys
+from types import SimpleNamespace
 
 import dgl
 import pytest
@@ -78,6 +79,17 @@ def test_graphs_and_blocks_of_dgl():
     small = as_graph(block)
     assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
     refused("graph must be a Graph or a DGLGraph, got Tensor", as_graph, torch.eye(3), error=TypeError)
+
+
+def test_graph_from_pyg_takes_edges_without_weights():
+    """``Data`` of PyTorch Geometric has these attributes."""
+    edges = random_edges()
+    data, x = SimpleNamespace(edge_index=edges, num_nodes=30), torch.randn(30, 3)
+    assert torch.equal(Graph.from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x))
+    weighted = SimpleNamespace(**vars(data), edge_weight=torch.ones(200))
+    refused("and no edge_weight, got a Tensor and a Tensor", Graph.from_pyg, weighted)
+    for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=edges.t(), num_nodes=30)):
+        refused(r"data must have an edge_index, a tensor \(2, E\), and no ", Graph.from_pyg, bad)
 
 
 @pytest.mark.parametrize(
