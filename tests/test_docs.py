@@ -40,8 +40,6 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    if name == "cpt_core.integrations.pyg":  # of a library that the lock does not hold
-        pytest.importorskip("torch_geometric")
     module = importlib.import_module(name)
     outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert outcome.failed == 0

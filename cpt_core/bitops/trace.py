@@ -31,6 +31,7 @@ from cpt_core.bitops.watch import (
     within,
 )
 from cpt_core.checks import arguments
+from cpt_core.graphs.graph import as_graph
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.layers import PASSES
 from cpt_core.quantization.operations import QuantOperations
@@ -255,7 +256,8 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
     if isinstance(module, PLAIN):
         call = call.part(PRODUCTS)
     if (form := counted.graph_form(module)) is not None:
-        graph, (inside, out) = form.graph_in(module, *inputs), form.lengths(module).activation
+        graph = as_graph(inputs[0])
+        inside, out = form.lengths(module).activation
         width, first = min(inside, out), inside <= out  # the narrower side is summed
         rows, root = graph.num_dst if first else graph.num_src, graph.num_dst * form.ROOT
         read = rows * inside + root * getattr(module, "_in_dst_feats", inside)  # DGL's destinations may have others

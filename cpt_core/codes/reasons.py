@@ -31,7 +31,6 @@ SEVERAL: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 NEVER: Mapping[str, Mapping[str, str]] = {  # form -> products that are simulated whatever the ranges are
     "QuantLSTM": {"weight": "every step has ranges of its own"},
-    "QuantPyGGraphConv": {},
     "_QuantSAGEConv": {SUMS[1]: "a mean divides every node's gradient by its own degree"},
 }
 

@@ -165,21 +165,20 @@ def _power(graph: Graph, norm: str, side: str, like: Tensor) -> Tensor:
     return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
 
 
-def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features, reduce: str = "mean") -> Tensor:
-    """The mean GraphSAGE layer, in either precision, or one with sums.  Paper: section 4.3."""
+def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features) -> Tensor:
+    """The mean GraphSAGE layer, in either precision.  Paper: section 4.3."""
     source, destination = _pair(features, graph)
 
     def product(x: Tensor, rows_of: Tensor, linear: nn.Linear) -> Tensor:
         return p.product(x, None, linear.weight, _keep(graph, rows_of, len(x)), linear=True)
 
     if layer.fc_neigh.weight.shape[1] > layer.fc_neigh.weight.shape[0]:
-        neighbours = _of_sums(p).neighbour_sum(graph, product(source, source, layer.fc_neigh), None, reduce)
+        neighbours = _of_sums(p).neighbour_sum(graph, product(source, source, layer.fc_neigh), None, "mean")
     else:
-        mean = _constant_sum(p, graph, source, "", reduce, lambda: None)
+        mean = _constant_sum(p, graph, source, "", "mean", lambda: None)
         neighbours = product(mean, mean, layer.fc_neigh)
     own = product(destination, destination if isinstance(features, tuple) else source, layer.fc_self)
-    bias = layer.fc_self.bias if layer.fc_neigh.bias is None else layer.fc_neigh.bias  # the one that there is
-    return p.scaled_and_biased(own + neighbours, False, None, bias)
+    return p.scaled_and_biased(own + neighbours, False, None, layer.fc_self.bias)
 
 
 class GraphConv(nn.Module):

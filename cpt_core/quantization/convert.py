@@ -127,8 +127,8 @@ def quantize_(
             converted. After any error the model is what it was, also where a warning is made an error.
 
     Warns:
-        QuantizationWarning: when more than a tenth of the weights, or sums over neighbours in Q-Agg, stay in float32
-            unasked, and after the first forward pass where products ran that nothing caught.
+        QuantizationWarning: when more than a tenth of the weights stay in float32 unasked, and after the first forward
+            pass where products ran that nothing caught.
     """
     declared(quantize_, locals())
     if not isinstance(config, QuantConfig):
@@ -169,8 +169,6 @@ def quantize_(
         _leave_out(model)
         coverage.FirstPass(model, asked, unseen)
         coverage.warn_of_float32(model, asked)
-        if config.aggregation == "quantized":
-            coverage.warn_of_sums(model, asked)
     except BaseException:
         _undo(model)
         raise

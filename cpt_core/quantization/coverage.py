@@ -38,9 +38,6 @@ FORMS = {
     "cpt_core.graphs.layers.SAGEConv": "quantization.graph_layers:QuantSAGEConv",
     "dgl.nn.pytorch.conv.graphconv.GraphConv": "integrations.dgl:QuantDGLGraphConv",
     "dgl.nn.pytorch.conv.sageconv.SAGEConv": "integrations.dgl:QuantDGLSAGEConv",
-    "torch_geometric.nn.conv.gcn_conv.GCNConv": "integrations.pyg:QuantPyGGCNConv",
-    "torch_geometric.nn.conv.sage_conv.SAGEConv": "integrations.pyg:QuantPyGSAGEConv",
-    "torch_geometric.nn.conv.graph_conv.GraphConv": "integrations.pyg:QuantPyGGraphConv",
 }
 # functions of torch that multiply and have a rule in ``operations``, and of libraries that do so; those that have none.
 # By ``_nested_tensor_from_mask`` an encoder leaves for a path without its layers, which it does not where it is caught.
@@ -120,18 +117,6 @@ def warn_of_float32(model: nn.Module, asked: Collection[str]) -> None:
             QuantizationWarning,
             stacklevel=3,
         )
-
-
-def warn_of_sums(model: nn.Module, asked: Collection[str]) -> None:
-    """Name the layers of PyTorch Geometric whose sums over neighbours stay in float32 although Q-Agg is asked for."""
-    left = [
-        f"{module_kind(m).__name__} {name!r}"
-        for name, m in model.named_modules()
-        if hasattr(m, "propagate") and hasattr(m, "aggregate") and name not in asked and not hasattr(m, "graph_in")
-    ]
-    if left:
-        said = f"sums over neighbours stay in float32 in {', '.join(left)}: they have no quantised form"
-        warnings.warn(said, QuantizationWarning, stacklevel=3)
 
 
 def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter[str]]:

@@ -134,11 +134,6 @@ class _QuantGraph(QuantizedLayer):
         return {role: q for role, q in roles.items() if role != "aggregation" or config.aggregation == "quantized"}
 
     @classmethod
-    def graph_in(cls, module: Any, graph: Any, *rest: Any) -> Graph:
-        """Return the graph among the arguments of a call of such a module."""
-        return as_graph(graph)
-
-    @classmethod
     def lengths(cls, module: Any) -> Levels:
         """Features; what is added to the bias has those of the output."""
         inside, out = int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
