@@ -160,18 +160,18 @@ class Entry:
         return self._words(True), self._words(False)
 
     def evidence(self) -> list[str]:
-        """Return every effect in words, with its word; and what it says by itself where Holm's correction takes it."""
-        lines = []
+        """Return every effect in words after the word that it has."""
+        return [f"{word}: {effect}" for effect, word in self.worded()]
+
+    def worded(self) -> list[tuple[Effect, str]]:
+        """Return every effect with its word, and the word that it has by itself where Holm's correction takes it."""
+        found = []
         for e, v in self.effects:
             alone = said(self.claim, e)
             if v != alone:
                 v = f"{v} ({self._named(alone, e)} by itself, not among {len(self._tested(_of_paper(e)))})"
-            lines.append(f"{self._named(v, e)}: {e}")
-        return lines
-
-    def stores(self) -> list[str]:
-        """Return the names of the stores that the effects come from."""
-        return sorted({name for e, _ in self.effects for name in e.stores})
+            found.append((e, self._named(v, e)))
+        return found
 
     def rule(self) -> str:
         """Return the date of the rule, and whether rows are older; a line that was just written has no date yet."""

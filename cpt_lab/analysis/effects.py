@@ -47,10 +47,15 @@ class Effect:
         """Return it in words; exact ones have no interval."""
         if self.scale == "exact":
             return self.what
-        found = range_tests().get(self.place, {}).get("q_min") or 0
-        below = f" (below the {found} that the range test finds)" if self.bits < f"q_min {found}" else ""
+        higher = self.higher_range_test()
+        below = f" (below the {higher} that the range test finds)" if higher else ""
         level = f"; {self.level}" if self.level else ""
         return f"{self.experiment}{below}{level}: {'; '.join(e.number() for e in (self, *self.others))}"
+
+    def higher_range_test(self) -> int:
+        """Return the q_min that the range test finds if it is higher than that of the runs, else 0."""
+        found = int(range_tests().get(self.place, {}).get("q_min") or 0)
+        return found if self.bits < f"q_min {found}" else 0
 
     def number(self) -> str:
         """Return what was compared with its effect."""

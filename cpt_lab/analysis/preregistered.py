@@ -42,7 +42,6 @@ class Answer:
     lost: int = 0  # how many runs diverged or failed
     adjusted: float = math.nan  # ``p`` by Holm's correction over the tests of a study
     word: str = ""
-    told: str = ""  # the outcome at length, where primary effects do not tell it
     # the outcome where both sides are evaluated alike, by the name of a rule in ``estimates.RULES``; also where it is
     # the registered one. Empty where the question has one rule alone
     by_rule: tuple[tuple[str, str], ...] = ()

@@ -190,7 +190,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         *([_claims_not_run(tables)] if tables else []),
-        Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
+        Section("Differences from the paper", points=tuple((entry, place) for place, entry in differences())),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
     notes = [
@@ -258,23 +258,23 @@ def _versions() -> str:
     return f"Written {written} with {versions}; commit {where}."
 
 
-def harvest(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield (place in the code, text) of every ``Paper:`` or ``Differs:`` line."""
+def differences() -> Iterator[tuple[str, str]]:
+    """Yield (place in the code, text) of every ``Differs:`` line."""
     for path in sorted(ROOT.glob("cpt_*/**/*.py")):
         place = path.relative_to(ROOT).as_posix()
         source = path.read_text(encoding="utf-8")
-        nodes = ast.walk(ast.parse(source)) if f"{kind}: " in source else ()
+        nodes = ast.walk(ast.parse(source)) if "Differs: " in source else ()
         for node in nodes:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 name = "" if isinstance(node, ast.Module) else f" {node.name}"
-                for entry in _entries(ast.get_docstring(node) or "", kind):
+                for entry in _entries(ast.get_docstring(node) or ""):
                     yield f"{place}{name}", entry
         for comment in re.findall(r"((?:^ *# .*\n)+)", source, flags=re.M):
-            for entry in _entries(re.sub(r"^ *# ?", "", comment, flags=re.M), kind):
+            for entry in _entries(re.sub(r"^ *# ?", "", comment, flags=re.M)):
                 yield place, entry
 
 
-def _entries(text: str, kind: str) -> list[str]:
-    """Cut the entries out of a text: from the word to the next such word, a blank line or a line of less indent."""
-    found = re.findall(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S)
+def _entries(text: str) -> list[str]:
+    """Return the differences in a text: each ends at a ``Paper:`` line, a blank line or a line of less indent."""
+    found = re.findall(r"(?:^|\s)Differs: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S)
     return [" ".join(entry.split()) for entry in found]

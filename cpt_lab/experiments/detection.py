@@ -85,7 +85,7 @@ EXPERIMENT = Experiment(
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
     own="own-pictures", card="own-pictures.md",
-    needs="boxes in Pascal VOC's layout: Annotations/, JPEGImages/, ImageSets/Main/train.txt",
+    needs="boxes in Pascal VOC's layout",
     layouts=tuple(
         f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
         for place in ("", "VOC*/", "VOCdevkit/VOC*/")

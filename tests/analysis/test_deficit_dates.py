@@ -187,7 +187,7 @@ def test_window_claim_shows_equal_recovery_by_decay(committed):
 def test_other_claims_read_no_preregistered_runs(committed):
     """They are pooled with nothing: of the claims on deficits, two have an effect in H3."""
     deficits = [claim.id for claim in claims.claims() if claim.id.startswith("deficit")]
-    names = {entry.claim.id for entry in claims.judged(committed, deficits) if entry.stores()}
+    names = {entry.claim.id for entry in claims.judged(committed, deficits) if entry.effects}
     assert names == {"deficit_decay", "deficit_window"}
     assert all(IDS[name].measure in claims.ASKED_TOO for name in names)
 

@@ -117,7 +117,7 @@ def test_an_effect_has_its_word_in_both_directions(claim):
         e = entry(rows_of(made, lambda s, gap=gap: 0.7 + gap * bool(has(s)), metric), claim)
         assert e.verdict(made[0].scale == "paper") == word
         assert len(e.effects) == 1
-        assert e.stores() == ["made_up.jsonl"]
+        assert e.effects[0][0].stores == ("made_up.jsonl",)
     usual = [s for s in made if claim != "deficit_decay" or s.recipe.milestones == made[0].recipe.milestones]
     without = [s for s in usual if not has(s)]
     assert 0 < len(without) < len(made)

@@ -77,7 +77,7 @@ def quick(monkeypatch):
     """Pages without what does not depend on rows, and of no study; one of all rows is whole."""
     monkeypatch.setattr(report, "studies", lambda part: ())
     monkeypatch.setattr(report, "figure_2", Figure)
-    monkeypatch.setattr(report, "harvest", lambda kind: ())
+    monkeypatch.setattr(report, "differences", tuple)
     monkeypatch.setattr(report, "_versions", str)
     for name in ("ptb_costs", "cost_groups"):
         monkeypatch.setitem(MEASURES, name, lambda runs, claim: [])

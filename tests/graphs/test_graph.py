@@ -67,6 +67,18 @@ def test_parallel_edges_self_loops_and_graphs_without_edges(backend):
     assert x.grad.eq(0).all()
 
 
+def test_from_pyg_takes_edge_index_alone():
+    source, destination = random_edges()
+    data = SimpleNamespace(edge_index=torch.stack([source, destination]), num_nodes=30)
+    found, expected = Graph.from_pyg(data), Graph.from_edges(source, destination, 30)
+    assert torch.equal(found.indptr, expected.indptr)
+    assert torch.equal(found.indices, expected.indices)
+    with pytest.raises(ValueError, match="and no edge_weight, got a Tensor and a Tensor"):
+        Graph.from_pyg(SimpleNamespace(**vars(data), edge_weight=torch.ones(200)))
+    for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=data.edge_index.t(), num_nodes=30)):
+        refused(r"data must have an edge_index, a tensor \(2, E\), and no ", Graph.from_pyg, bad)
+
+
 def test_graphs_and_blocks_of_dgl():
     source, destination = random_edges()
     g = dgl.graph((source, destination), num_nodes=30)

@@ -278,3 +278,11 @@ def test_operations_of_dgls_layers():
         for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), graph()._dgl))
     ]
     assert plans[0].forward_macs == plans[1].forward_macs == NODES * 6 * 3 + graph().num_edges * 3
+
+
+def test_count_bitops_binds_keyword_arguments_by_name():
+    layer = quantize_(Does(lambda m, g, x: m.conv(features=x, graph=g), conv=SAGEConv(6, 4)))
+    swapped = count_bitops(layer, (graph(), features()))
+    restore_(layer)
+    layer = quantize_(Does(lambda m, g, x: m.conv(g, x), conv=layer.conv))
+    assert swapped.macs == count_bitops(layer, (graph(), features())).macs

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from book.results import sentence
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome
@@ -150,5 +149,3 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     assert set(found["word"]) == {"open: where bits matter has not been measured"}
     assert len(summary(found)) == len(CASES) * len(ARMS)
     assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
-    said = sentence(outcome.answers(table([]))[0])
-    assert said.endswith("? Open: runs of digits, facebook, characters, cifar10-jpeg are missing.")

@@ -233,9 +233,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     ]  # fmt: skip
     if rules := robustness(parts):
         words += f"; depends on the rule: {' and '.join(rules)}"
-    told = ". ".join([said, *(f"{arm.capitalize()} {text}" for arm, text in rules.items())])
     by_rule = () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
-    return [Answer("H5", ASKS, tuple(primary), word=words, told=told, by_rule=by_rule)]
+    return [Answer("H5", ASKS, tuple(primary), word=words, by_rule=by_rule)]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:

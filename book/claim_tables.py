@@ -1,0 +1,169 @@
+"""Tables of docs/reproducing about the paper's claims: verdicts with all effects, and the experiments behind them."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import pandas as pd
+
+from cpt_lab.analysis import reproduction
+from cpt_lab.analysis.claims import Entry
+from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
+from cpt_lab.analysis.metrics import interval_text
+from cpt_lab.analysis.pages import markdown
+
+UNDECIDED = "inconclusive"
+FEW_SEEDS = f"fewer than {LEAST_SEEDS} seeds"
+ONLY_ARMS = r" \([^()]* alone\)"  # the arms that stand for a group of savings of which some were not run
+DATA_TITLES = {
+    "cifar10-jpeg": "CIFAR-10 copies",
+    "digit-scenes": "scenes of digits",
+    "facebook": "Facebook",
+    "facebook_ogb_layout": "Facebook",
+    "planetoid/cora": "Cora",
+    "ptb": "Penn Treebank",
+    "pydoc": "characters",
+    "voc2007-first16": "Pascal VOC (16 pictures)",
+    "voc2007-subset320": "Pascal VOC (320 pictures)",
+    "xnli": "XNLI",
+}
+
+
+class ClaimTables:
+    """The claims of a page as two tables in Markdown: claims with their effects, and experiments.
+
+    Args:
+        entries: the claims with their effects.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = list(entries)
+        self.effects: dict[str, list[Effect]] = {}  # by experiment
+        for entry in self.entries:
+            for effect, _ in entry.effects:
+                if effect.scale != "exact":
+                    self.effects.setdefault(experiment_name(effect), []).append(effect)
+
+    def claims(self) -> str:
+        """Return a line per claim: verdict, effects, date of the rule, and whether rows are older than it."""
+        lines = []
+        for entry in self.entries:
+            date = entry.rule().partition(" ")[0]
+            older = re.search(r"(some )?rows older", entry.rule())
+            rule = f"{date} ({'some' if older[1] else 'all'})" if older else date
+            claim = f"{entry.claim.claim} ({entry.claim.place})"
+            lines.append((claim, f"**{verdict_text(entry)}**", self._measured(entry), rule))
+        return markdown(pd.DataFrame(lines, columns=["the paper says", "verdict", "measured", "rule of (older rows)"]))
+
+    def experiments(self) -> str:
+        """Return a line per experiment: what was trained, its level, and the files of its rows."""
+        lines = []
+        for name, effects in self.effects.items():
+            trained = effects[0].experiment.rpartition(", ")[0]
+            if effects[0].higher_range_test():
+                trained += f"; range test finds {effects[0].higher_range_test()} bits"
+            level = "see the effects" if self._has_several_levels(name) else effects[0].level
+            files = dict.fromkeys(store.removesuffix(".jsonl") for effect in effects for store in effect.stores)
+            lines.append((name, trained, level, " ".join(f"`{file}`" for file in files)))
+        return markdown(pd.DataFrame(lines, columns=["experiment", "trained", "level", "rows"]))
+
+    def _has_several_levels(self, name: str) -> bool:
+        return len({effect.level for effect in self.effects[name]}) > 1
+
+    def _measured(self, entry: Entry) -> str:
+        """Return the effects of a claim, a line each below their word; what most of them compare comes first."""
+        if not entry.effects:
+            return "–"
+        if entry.effects[0][0].scale == "exact":
+            return entry.effects[0][0].what
+        shared, times = Counter(_compared(effect) for effect, _ in entry.effects).most_common(1)[0]
+        if times == 1 < len(entry.effects):
+            shared = ""
+        by_word: dict[str, list[str]] = {}
+        for effect, word in entry.worded():
+            label = re.sub(r"^open", UNDECIDED, word) if effect.n >= LEAST_SEEDS else FEW_SEEDS
+            by_word.setdefault(label, []).append(self._effect_text(effect, shared))
+        lines = [f"{shared}:"] if shared else []
+        for word in sorted(by_word, key=lambda word: (word == FEW_SEEDS, word.startswith(UNDECIDED))):
+            if len(by_word) > 1 or word == FEW_SEEDS:  # else the verdict has the word
+                lines.append(f"*{word}*")
+            lines += by_word[word]
+        return "<br>".join(lines)
+
+    def _effect_text(self, effect: Effect, shared: str) -> str:
+        """Return an effect with its experiment, and with its comparison unless all effects share it."""
+        name = experiment_name(effect)
+        level = f" ({effect.level})" if self._has_several_levels(name) else ""
+        first = _compared(effect)
+        values = []
+        for part in (effect, *effect.others):
+            compared = _compared(part)
+            head, _, tail = compared.rpartition(", ")
+            if re.sub(ONLY_ARMS, "", compared) == shared:
+                compared = " ".join(re.findall(ONLY_ARMS, compared)).strip()
+            elif part is not effect and first.startswith(f"{head}, "):
+                compared = tail
+            lost = f", {part.diverged} of {len(part.started)} runs diverged" if part.diverged else ""
+            is_empty = math.isnan(part.interval[0])
+            value = f"no seed to compare{lost}" if is_empty else f"{interval_text(*part.interval)} ({part.n}{lost})"
+            values.append(f"{compared} {value}".strip())
+        return f"{name}{level}: {' and '.join(values)}"
+
+
+def verdict_text(entry: Entry) -> str:
+    """Return the verdict at the paper's scale, and at smaller scales unless it is exact, without the experiments."""
+    at_paper, smaller = (words.partition(": ")[0] for words in entry.verdicts())
+    if smaller == "–":
+        return at_paper
+    if at_paper == smaller == "open (not run)":
+        return "not run"
+    at_paper, smaller = (words.replace("open", UNDECIDED) for words in (at_paper, smaller))
+    if at_paper.endswith("(not run)"):
+        return smaller
+    return f"paper's scale: {at_paper}; smaller scales: {smaller}"
+
+
+def experiment_name(effect: Effect) -> str:
+    """Return data, model, lowest and highest bits of an effect, such as "digits/mlp6 3-8"."""
+    bits = effect.experiment.rpartition(", ")[2].removesuffix(" bits").replace(" to ", "-")
+    name = with_titles(effect.place)
+    if "(Q-Agg)" in effect.experiment:
+        name += " Q-Agg"
+    elif effect.task == "graph" and "(FP-Agg)" not in effect.experiment:
+        name += " FP-Agg/Q-Agg"
+    return f"{name} {bits}, paper scale" if effect.scale == "paper" else f"{name} {bits}"
+
+
+def _compared(effect: Effect) -> str:
+    """Return what an effect compares, in words that experiments of several q_max share."""
+    q_max = effect.experiment.rpartition(" to ")[2].removesuffix(" bits")
+    return re.sub(rf"\bstatic {q_max}\b(?! bits|,)", "static q_max", effect.what)
+
+
+def printed_numbers(topic: str) -> tuple[str, str]:
+    """Return the numbers that the paper prints beside ours, as a table, and a sentence with what all its lines share.
+
+    Args:
+        topic: a key of ``reproduction.SECTIONS``.
+    """
+    table = reproduction.printed_table(topic)
+    shared = []
+    for column in list(table.columns):
+        values = set(table[column])
+        if values == {""} or (len(values) == 1 and len(table) > 1):
+            (value,) = values
+            table = table.drop(columns=column)
+            shared += [f"{column}: {value}"] if value else []
+    sentence = f"In all lines: {'; '.join(shared)}." if shared else ""
+    return with_titles(markdown(table)), with_titles(sentence)
+
+
+def with_titles(text: str) -> str:
+    """Replace the names of data sets by their titles, except in code.
+
+    >>> with_titles("ptb/lstm of `ptb/lstm`")
+    'Penn Treebank/lstm of `ptb/lstm`'
+    """
+    pattern = rf"`[^`]*`|\b(?:{'|'.join(DATA_TITLES)})\b"
+    return re.sub(pattern, lambda found: DATA_TITLES.get(found[0], found[0]), text)
