@@ -201,14 +201,6 @@ class LayerPrecision(RunningState):
         """Whether what the layer computes of constant features is kept, and is another thing for every bit width."""
         return self.kind == "graph" and ("aggregation" in self.quantizers or self.execution != "simulated")
 
-    def on_codes(self, x: Tensor) -> bool:
-        """Return whether operations with ``x`` run on 8-bit integers now; for layers without an executor."""
-        if self.execution == "simulated":
-            return False
-        from cpt_core.codes.register import multiplies_integers
-
-        return multiplies_integers(self, x)
-
     def own_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
         own = role.removeprefix(f"{self.kind}_")

@@ -317,6 +317,66 @@ def test_an_lstm_without_an_integer_form_stays_simulated(granularity, longest, w
     assert f"on codes: none (forward simulated: {why}" in str(cpt.summary(model))
 
 
+OTHER_MATMULS = {
+    "outer": lambda x: x.flatten(0, 1)[:, :1] @ x[:1, 0],
+    "broadcast": lambda x: x @ x[0].mT.contiguous(),
+    "vector": lambda x: x @ x[0, 0],
+    "transposed": lambda x: x @ x.mT,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MATMULS)
+def test_other_matmuls_are_simulated(name):
+    x, found = drawn("two-sided", 3, 7, 12), []
+    for execution in ("integer", "simulated"):
+        model = convert(Does(lambda model, x: OTHER_MATMULS[name](x)), execution)
+        with cpt.precision(model, 8), Ran() as ran:
+            found.append(model(x))
+        assert not ran.count("cpt::encode")
+    assert torch.equal(*found)
+
+
+OTHER_CONVOLUTIONS = {
+    "groups": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "padding in words": lambda: nn.Conv2d(4, 6, 3, padding="same"),
+    "one dimension": lambda: nn.Conv1d(4, 6, 3),
+    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
+def test_integers_of_convolutions_without_their_integer_form(name):
+    """They are simulated, bit for bit."""
+    layer, x, found = OTHER_CONVOLUTIONS[name](), drawn("two-sided", 3, 4, 9, 8), []
+    x = x[..., 0] if name == "one dimension" else x
+    for execution in ("integer", "simulated"):
+        model = convert(layer, execution)
+        with Ran() as ran:
+            found += passes(model, x)[0]
+        assert not ran.count("cpt::encode")
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+
+OTHER_CLASSES = {
+    "circular padding": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (3, 4, 9, 8)),
+    "subclass": (lambda: Doubled(12, 5), (4, 12)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_integers_multiply_in_forwards_of_other_classes(name):
+    x = drawn("two-sided", *OTHER_CLASSES[name][1])
+    with Ran() as ran:
+        compare(both(made(OTHER_CLASSES, name)), [x])
+    assert ran.count("cpt::encode")
+
+
 def test_summary_says_what_stays_simulated():
     layers = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3), nn.Linear(8, 2), nn.LSTM(2, 2), nn.Conv1d(2, 2, 1)
     model = nn.Sequential(*layers)

@@ -11,6 +11,7 @@ from quantization.test_integer import attention, first
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.codes.execution import multiplies_integers
 from cpt_core.quantization.convert import layer_precisions
 
 STEPS = 6
@@ -57,7 +58,8 @@ def test_where_integers_are_slow_it_is_said_once(slow):
     with cpt.precision(again, 8), warnings.catch_warnings(action="error"):
         assert identical(passes(again, pictures()), found)
         assert "execution=integer, " in repr(again)
-    assert all(p.on_codes(torch.ones(1)) is False for p in layer_precisions(model).values())  # no bits, no codes
+    x = torch.ones(1)
+    assert not any(multiplies_integers(p, x) for p in layer_precisions(model).values())  # no bits, no integers
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     model, simulated = converted("auto"), converted("simulated")
     with cpt.precision(model, 4):
         assert "execution=auto (simulated on this device), " in repr(model)
-        assert not model[0].precision.on_codes(pictures())
+        assert not multiplies_integers(model[0].precision, pictures())
     with warnings.catch_warnings(action="error"):
         assert identical(trained(model), trained(simulated))
     rows = [row for row in cpt.summary(model).rows if row.quantized]
@@ -84,7 +86,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     monkeypatch.setattr("cpt_core.codes.execution.multiplies_codes", lambda device: True)
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)
-        assert model[0].precision.on_codes(pictures())
+        assert multiplies_integers(model[0].precision, pictures())
 
 
 # --- training and evaluation ------------------------------------------------------------------------------------------
