@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.training.session import Session
 
@@ -52,9 +53,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def tensors_of(session: Session) -> dict[str, Tensor]:
     """Return the tensors that a run has of its own: parameters, buffers, and what its precisions hold."""
+    holders = dict(session.model.named_modules())
+    for name, module in list(holders.items()):
+        layer_precision = precision_of(module)
+        if layer_precision is not None:  # that of a layer without weights is no child of it
+            holders.setdefault(f"{name}.precision".lstrip("."), layer_precision)
     found: dict[str, Tensor] = {}
-    for name, module in session.model.named_modules():
-        for held in (vars(module), module._parameters, module._buffers):
+    for name, holder in holders.items():
+        for held in (vars(holder), holder._parameters, holder._buffers):
             found |= {f"{name}.{key}": value for key, value in held.items() if isinstance(value, Tensor)}
     return found
 
