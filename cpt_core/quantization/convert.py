@@ -163,7 +163,8 @@ def quantize_(
 
 def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
-    op_handlers.register_library_operators()
+    if extensions.is_installed("operations"):
+        extensions.load("operations").register_library_operators()
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     keys = {name: index for index, name in enumerate(order)}

@@ -11,14 +11,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Does, mode_of, refused, reported
+from helpers import Does, mode_of, reported
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, precision_of, quantize_, restore_
+from cpt_core.quantization.convert import layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.scheduler import precision

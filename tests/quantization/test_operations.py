@@ -16,7 +16,7 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.quantization import op_handlers
+from cpt_core.operations import contractions
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -199,8 +199,8 @@ def test_what_comes_later_is_not_seen(implementation):
 
 def test_experts_one_after_the_other():
     a, b, offs = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
-    torch.testing.assert_close(op_handlers._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
-    biased = op_handlers._by_expert(a, b, offs, bias := torch.randn(3, 8))
+    torch.testing.assert_close(contractions._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
+    biased = contractions._by_expert(a, b, offs, bias := torch.randn(3, 8))
     torch.testing.assert_close(biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5])
 
 

@@ -1,0 +1,1 @@
+"""Handlers of functions of torch that few models use."""

@@ -1,0 +1,237 @@
+"""Functions of torch that multiply and that few models use: einsum, tensordot, bilinear, experts, chains.
+
+``quantize_`` loads this module, see ``cpt_core.extensions``; it registers a handler for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization import autocast_matmul
+from cpt_core.quantization.op_handlers import functions_named, input_role, matmul, register_handler
+from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.precision import in_float32
+
+# --- bilinear maps, experts, chains -----------------------------------------------------------------------------------
+
+
+def bilinear(
+    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Quantise ``F.bilinear``: both inputs have a range per row, the weight one per output."""
+    layer = mode.layer_of(weight)
+
+    def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        second = (
+            layer.precision.operand(layer.precision.own_role("attention_query"), y)
+            if layer.precision is not None
+            else y
+        )
+        compute = lambda x, w, b: function(x, second, w.view_as(weight), b)  # noqa: E731
+        roles = "attention_query", "linear_weight"
+        return mode.run(layer, "bilinear", compute, (x, w.flatten(1), b), roles, _bilinear_macs, "linear_grad")
+
+    return in_float32(layer.precision, first, run, first, second, weight, bias)
+
+
+def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
+    """Return those of t = x A, and of y = t z."""
+    rows = input.numel() // input.shape[-1]
+    features_of_second = weight.shape[1] // input.shape[-1]
+    return rows * weight.numel() + rows * weight.shape[0] * features_of_second
+
+
+def grouped_matmul(
+    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, *rest: Any, **more: Any
+) -> Tensor:
+    """Quantise a matmul of experts: rows (M, K), each times that one of the weights (E, K, N) that is its own."""
+    layer = mode.layer_of(second)
+
+    def compute(a: Tensor, bt: Tensor, bias: Tensor | None) -> Tensor:
+        return _by_expert(a, bt.mT, *rest, **more) if a.is_cuda else function(a, bt.mT, *rest, **more)
+
+    def macs(a: Tensor, bt: Tensor, y: Tensor) -> int:
+        return a.shape[-2] * bt.numel() if a.dim() > bt.dim() else a.numel() * bt.shape[-2]
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        roles = input_role(layer, "linear"), "linear_weight"
+        return mode.run(layer, "grouped_mm", compute, (a, b.mT, None), roles, macs, "linear_grad")
+
+    return in_float32(layer.precision, first, run, first, second)
+
+
+def _by_expert(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+    """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    parts = a[: sum(sizes)].split(sizes)
+    y = torch.cat([rows @ weight for rows, weight in zip(parts, b, strict=True)])
+    return y if bias is None else y + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+
+
+def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Tensor:
+    """Quantise a chain of matmuls, from the left to the right."""
+    first, *others = matrices[0] if isinstance(matrices[0], (list, tuple)) else matrices
+    for other in others:
+        first = matmul(mode, torch.matmul, first, other)
+    return first
+
+
+# --- sums over any dimensions -----------------------------------------------------------------------------------------
+
+
+def einsum(mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any) -> Tensor:
+    """Quantise ``torch.einsum``; of several operands those on the left are multiplied first."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) < 2:
+        return function(equation, *operands)
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, tensors = left.split(","), list(operands)
+    if not arrow:
+        single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
+        result = ("..." if "..." in left else "") + "".join(single)
+    if "..." in left and "..." not in result:  # summed over: dimensions with letters, as the others
+        free = "".join(x for x in ascii_letters if x not in left)
+        terms = [t.replace("...", free[: x.dim() + 3 - len(t)][::-1]) for t, x in zip(terms, tensors, strict=True)]
+    while len(terms) > 1:
+        wanted = set("".join([*terms[2:], result]))
+        both = terms[0] + terms[1]
+        letters = dict.fromkeys(x for x in both if x.isalpha() and x in wanted)
+        inner = ("..." if "..." in both else "") + "".join(letters)
+        outcome = inner if terms[2:] else result
+        contracted = _contract(mode, function, (terms[0], terms[1]), outcome, tensors[0], tensors[1])
+        terms, tensors = [outcome, *terms[2:]], [contracted, *tensors[2:]]
+    return tensors[0]
+
+
+def _contract(
+    mode: QuantizedOpsMode, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor
+) -> Tensor:
+    """Compute an einsum of two operands with quantised operands."""
+    equation = f"{terms[0]},{terms[1]}->{result}"
+    summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
+    weights = mode.is_weight(a), mode.is_weight(b)
+    sizes = [x.shape[i] for term, x in zip(terms, (a, b), strict=True) for i in _dims(term, x, summed)]
+    if not summed or (all(size == 1 for size in sizes) and not any(weights)):  # element by element, as a * b
+        return function(equation, a, b)
+    if weights[1]:
+        layer = mode.layer_of(b)
+    elif weights[0]:
+        layer = mode.layer_of(a)
+    else:
+        layer = mode.running.stack[-1].interception
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        first, second = (_summed_last(x, term, summed, any(weights)) for x, term in ((a, terms[0]), (b, terms[1])))
+        is_weight_first = weights == (True, False)
+        if any(weights):
+            roles = tuple("linear_weight" if weight else input_role(layer, "linear") for weight in weights)
+            gradient = "linear_grad"
+        else:
+            roles, gradient = ("attention_query", "attention_value"), "attention_grad"
+
+        def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+            x, y = (y, x) if is_weight_first else (x, y)
+            return autocast_matmul.einsum(equation, first.restore(x), second.restore(y))
+
+        def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
+            letters = {**_sizes(terms[0], a), **_sizes(terms[1], b)}
+            return math.prod(letters.values())
+
+        operands = (second.tensor, first.tensor) if is_weight_first else (first.tensor, second.tensor)
+        ordered = roles[::-1] if is_weight_first else roles
+        along = (second.along, first.along) if is_weight_first else (first.along, second.along)
+        return mode.run(layer, "einsum", compute, (*operands, None), ordered, macs, gradient, along=along)  # type: ignore[arg-type]
+
+    return in_float32(layer.precision, a, run, a, b)
+
+
+class _SummedLast:
+    """An operand of an einsum, arranged as it is rounded: with what is summed over as its last dimension.
+
+    Where a weight takes part there is one range over all that is summed, as in a linear layer.
+    """
+
+    def __init__(self, x: Tensor, dims: list[int], has_weight: bool) -> None:
+        self.order: list[int] | None = None
+        self.along = dims[-1] - x.dim() if dims else -1
+        self.tensor = x
+        if has_weight and dims:
+            self.order = [i for i in range(x.dim()) if i not in dims] + dims
+            self.shape = x.permute(self.order).shape
+            self.tensor = x.permute(self.order).flatten(x.dim() - len(dims))
+            self.along = -1
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return the rounded operand in the shape of the equation."""
+        if self.order is None:
+            return x
+        return x.view(self.shape).permute(sorted(range(len(self.shape)), key=self.order.__getitem__))
+
+
+def _summed_last(x: Tensor, term: str, summed: list[str], has_weight: bool) -> _SummedLast:
+    return _SummedLast(x, _dims(term, x, summed), has_weight)
+
+
+def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
+    """Return the dimensions of an operand of ``einsum`` that have these letters, in their order."""
+    before = term.partition(".")[0]
+    places = {letter: i if letter in before else i - len(term) + x.dim() for i, letter in enumerate(term)}
+    return [places[letter] for letter in letters if letter in term]
+
+
+def _sizes(term: str, x: Tensor) -> dict[Any, int]:
+    """Return the size of every letter of an operand, and of the dimensions behind an ellipsis, counted from the end."""
+    before, dots, after = term.partition("...")
+    sizes: dict[Any, int] = dict(zip(before, x.shape, strict=False))
+    rest = x.shape[len(before) :] if dots else ()
+    sizes |= dict(zip(after, rest[len(rest) - len(after) :], strict=True))
+    inner = rest[: len(rest) - len(after)]
+    return sizes | {i - len(inner): n for i, n in enumerate(inner)}
+
+
+def tensordot(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor, dims: Any = 2, **more: Any) -> Tensor:
+    """Quantise ``torch.tensordot`` as the einsum that it is."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    dims_a, dims_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    dims_a, dims_b = [i % a.dim() for i in dims_a], [i % b.dim() for i in dims_b]
+    left, right = list(ascii_letters[: a.dim()]), list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[j] = left[i]
+    result = [x for i, x in enumerate(left) if i not in dims_a] + [x for j, x in enumerate(right) if j not in dims_b]
+    return einsum(mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b)
+
+
+def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Quantise ``torch.inner``: sums over the last dimension of both."""
+    return tensordot(mode, torch.tensordot, a, b, ([-1], [-1]))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
+    "bilinear": (bilinear, "input1 input2 weight bias"),
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), (grouped_matmul, "mat_a mat_b")),
+    **dict.fromkeys(("chain_matmul", "multi_dot"), (chained_matmul, "tensors")),
+    "einsum": (einsum, "equation"),
+    "tensordot": (tensordot, "a b"),
+    "inner": (inner, "input other"),
+}
+for _name, (_handler, _operands) in HANDLERS.items():
+    register_handler(functions_named(_name), _handler, _operands)
+
+
+def register_library_operators() -> None:
+    """Register the operators of libraries that have been imported by now."""
+    library = getattr(torch.ops, "transformers")  # noqa: B009 - made on first use
+    packet = getattr(library, "grouped_mm_fallback", None)
+    if packet is not None:
+        register_handler([packet, packet.default], grouped_matmul, "input weight")
