@@ -56,10 +56,10 @@ def project(
 
     def encode_once() -> QuantizedTensor:
         key = "codes", operand.out_exponent, len(x), quantizer, precision.now.formats.activation
-        return operand.graph.keep(operand.x, key, encode)  # type: ignore[no-any-return]
+        return operand.graph.keep(operand.x, key, encode)
 
     codes = encode if quantizer.running else encode_once  # a running range follows every batch
-    return _Project.apply(x, weight, codes, operand.is_transposed, precision)  # type: ignore[no-any-return]
+    return _Project.apply(x, weight, codes, operand.is_transposed, precision)
 
 
 class _Project(torch.autograd.Function):
@@ -102,7 +102,7 @@ def aggregate(
     x = operands[0]
     if not multiplies_integers(precision, x):
         return None
-    return _Aggregate.apply(x, operand.graph, operand.reduce == "mean", precision)  # type: ignore[no-any-return]
+    return _Aggregate.apply(x, operand.graph, operand.reduce == "mean", precision)
 
 
 class _Aggregate(torch.autograd.Function):

@@ -80,7 +80,7 @@ def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: st
         return graph.aggregate(scale_rows(x, out_degree_scale(graph, out_exponent, x)), reduce)
 
     if is_constant(graph, x):
-        return graph.keep(x, (out_exponent, reduce), compute)  # type: ignore[no-any-return]
+        return graph.keep(x, (out_exponent, reduce), compute)
     return compute()
 
 

@@ -67,7 +67,7 @@ class FusedGraphHandlers(GraphHandlers):
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight, by the library that is faster on this processor."""
         if not is_transposed and products.in_onednn(x, weight.t()):
-            return operators.linear(x, weight.t())  # type: ignore[no-any-return]
+            return operators.linear(x, weight.t())
         return super().multiply(x, weight, is_transposed)
 
     def run(
@@ -118,7 +118,7 @@ class FusedGraphHandlers(GraphHandlers):
             return precision.gradient("grad", total)
         key = precision.noise_key if quantizer.rounding == "stochastic" else None
         levels = precision.levels, granularity, precision.grad_levels, key
-        return _ScaleAndAddBias.apply(product, scale, rounded_bias, *levels)  # type: ignore[no-any-return]
+        return _ScaleAndAddBias.apply(product, scale, rounded_bias, *levels)
 
 
 def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:

@@ -119,7 +119,7 @@ class GraphHandlers:
         scale = out_degree_scale(graph, out_exponent, x)
         if layer.kind != "graph":
             multiply: Any = op_handlers.linear if is_transposed else op_handlers.matmul
-            return multiply(mode, function, scale_rows(x, scale), weight)  # type: ignore[no-any-return]
+            return multiply(mode, function, scale_rows(x, scale), weight)
         scaled, role = self.scaled_operand(layer.precision, "graph_input", x, scale)
         return self.run(
             mode,
@@ -173,7 +173,7 @@ class GraphHandlers:
         if not is_constant(graph, x):
             return quantized_sum()
         active = precision.quantizers["aggregation"], precision.now.formats.activation, precision.execution
-        return graph.keep(x, (out_exponent, reduce, *active), quantized_sum)  # type: ignore[no-any-return]
+        return graph.keep(x, (out_exponent, reduce, *active), quantized_sum)
 
     def scale_and_add_bias(
         self,
@@ -188,7 +188,7 @@ class GraphHandlers:
         layer = mode.running.stack[-1].interception
         precision = layer.precision
         if precision is None or layer.kind != "graph" or bias is None:
-            return function(graph, h, in_exponent, bias)  # type: ignore[no-any-return]
+            return function(graph, h, in_exponent, bias)
         scaled = scale_rows(h, in_degree_scale(graph, in_exponent, h))
         total = precision.operand("input", scaled) + precision.operand("bias", bias)
         return precision.gradient("grad", total)
@@ -202,7 +202,7 @@ class GraphHandlers:
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight."""
         if is_transposed:
-            return fake_quantize.operators.linear(x, weight)  # type: ignore[no-any-return]
+            return fake_quantize.operators.linear(x, weight)
         return autocast_matmul.matmul(x, weight)
 
     def run(
@@ -240,11 +240,12 @@ def _in_float32(function: Any) -> Callable[..., Tensor]:
     def layer(mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any) -> Tensor:
         precision = mode.running.stack[-1].interception.precision
         x = features[0] if isinstance(features, tuple) else features
-        return in_float32(precision, x, lambda *inputs: function(*inputs, **more), graph, features, *rest)  # type: ignore[no-any-return]
+        return in_float32(precision, x, lambda *inputs: function(*inputs, **more), graph, features, *rest)
 
     return layer
 
 
 GraphHandlers().register()
-for _layer in (functional.graph_conv, functional.sage_conv):
-    COMPOSITE_OPS[_layer] = _in_float32(_layer.__wrapped__)  # type: ignore[attr-defined]
+_layers: tuple[Any, ...] = functional.graph_conv, functional.sage_conv
+for _layer in _layers:
+    COMPOSITE_OPS[_layer] = _in_float32(_layer.__wrapped__)

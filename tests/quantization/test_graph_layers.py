@@ -157,7 +157,7 @@ def test_bad_calls(call, error, message):
 @pytest.mark.parametrize("layer", [dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")], ids=["GCN", "SAGE"])
 def test_dgl_layers_refuse_edge_weights(layer):
     model = quantize_(layer)
-    with precision(model, 8), pytest.raises(ValueError, match="takes n.* edge weights"):
+    with precision(model, 8), pytest.raises(ValueError, match=r"takes n.* edge weights"):
         model(graph()._dgl, features(), edge_weight=torch.ones(190))
 
 
