@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.codes.execution import multiplies_integers
 from cpt_core.codes.integer import column_tables, multiply
 from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes, marked
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
-from cpt_core.kernels.lstm_layer import input_ranges
+from cpt_core.kernels.lstm_layer import input_ranges, observe_operands
+from cpt_core.kernels.products import LONGEST
 from cpt_core.quantization.lstm import LSTMDirection
+from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 
 
@@ -30,6 +33,22 @@ def step_product(
     """Return the product of a step, and its left operand: given as codes (M, K), low, width and levels."""
     rounded = QuantizedTensor.with_codes(*given)
     return multiply(ops, rounded, weight, columns), rounded
+
+
+def int8_reason(precision: LayerPrecision, hidden_size: int) -> str:
+    """Return why no matmul of an LSTM runs on int8, or ""."""
+    role = next(role for role in precision.quantizers if role.startswith("hidden_"))
+    if precision.quantizers[role].grid != "per_tensor":
+        return "hidden states have several ranges"
+    return "sums over the gates overflow 32 bits" if 4 * hidden_size > LONGEST else ""
+
+
+def lstm(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Run one direction of one layer on 8-bit integers, where these fit; None else."""
+    hidden_size = direction.hidden_weight.shape[1]
+    if not multiplies_integers(direction.precision, x) or int8_reason(direction.precision, hidden_size):
+        return None
+    return run_on_codes(direction, x, h, c)
 
 
 @torch.compiler.disable
@@ -49,6 +68,7 @@ def run_on_codes(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
     y, last_h, last_c, ranges = _Recurrence.apply(*operands, precision, role, steps, save)
     if precision.training and precision.quantizers[role].running:
         precision.track(role, *ranges)
+    observe_operands(direction, x, h, y)
     return y, last_h, last_c
 
 
@@ -106,3 +126,7 @@ class _Recurrence(torch.autograd.Function):
             low, scale = (torch.cat([x.expand(n, 1) for x, n in zip(v, rows, strict=True)]) for v in of_steps)
             d_weight = behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
         return d_gates, d_weight, behind.sum(0) if of_b else None, d_h, d_c, *[None] * 4
+
+
+for _execution in ("integer", "auto"):
+    EXECUTORS[_execution, "lstm"] = lstm

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from cpt_core.codes.lstm import int8_reason
 from cpt_core.formats.ladder_rounding import ladders_of_layer
-from cpt_core.kernels.lstm_layer import int8_reason
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.layers import ONE_RANGE, PASSES

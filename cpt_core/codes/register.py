@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-import cpt_core.codes.graph_layers  # noqa: F401 - registers its executors
+import cpt_core.codes.graph_layers
+import cpt_core.codes.lstm  # noqa: F401 - likewise
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.execution import describe_execution as describe_execution
 from cpt_core.codes.execution import multiplies_integers

@@ -6,7 +6,7 @@ every step, and the recurrence is one operator, ``cpt_core.kernels.lstm``.
 ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
 into its graph, where a layer in one direction is one node, and one more in the backward pass.
 
-Importing this module registers it. On int8 an LSTM runs by ``cpt_core.codes.lstm``.
+Importing this module registers it.
 
 Shapes: as in ``quantization.lstm``.
 """
@@ -16,47 +16,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpt_core.checks import library
-from cpt_core.codes.execution import multiplies_integers
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
-from cpt_core.kernels.products import LONGEST
 from cpt_core.quantization.lstm import LSTMDirection, lstm_handler
 from cpt_core.quantization.op_handlers import functions_named, register_handler
-from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import Range
 
 
 def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
-    precision = direction.precision
-    hidden_size = direction.hidden_weight.shape[1]
-    if multiplies_integers(precision, x) and not int8_reason(precision, hidden_size):
-        y, last_h, last_c = _run_on_int8(direction, x, h, c)
-    else:
-        y, last_h, last_c = _run_simulated(direction, x, h, c)
-    if precision.observed:
-        rows = direction.rows_of_steps(x)
-        precision.observe(f"input_{direction.name}", x, rows)
-        precision.observe(f"hidden_{direction.name}", _hidden_before(direction, y, h), rows)
-    return y, last_h, last_c
-
-
-def int8_reason(precision: LayerPrecision, hidden_size: int) -> str:
-    """Return why no matmul of an LSTM runs on int8, or ""."""
-    role = next(role for role in precision.quantizers if role.startswith("hidden_"))
-    if precision.quantizers[role].grid != "per_tensor":
-        return "hidden states have several ranges"
-    return "sums over the gates overflow 32 bits" if 4 * hidden_size > LONGEST else ""
-
-
-@torch.compiler.disable
-def _run_on_int8(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = library("cpt_core.codes.lstm:run_on_codes", "")(direction, x, h, c)
-    return found
-
-
-def _run_simulated(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     precision, role = direction.precision, f"hidden_{direction.name}"
     input_weight = precision.operand("weight", direction.input_weight)
     hidden_weight = precision.operand("weight", direction.hidden_weight)
@@ -95,7 +63,17 @@ def _run_simulated(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) ->
     )
     if precision.training and precision.quantizers[role].running and ranges.numel():
         precision.track(role, *ranges)
+    observe_operands(direction, x, h, y)
     return y, last_h, last_c
+
+
+def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) -> None:
+    """Show who records what was rounded: x (N, I) and the hidden states that entered the steps, from h to y (N, H)."""
+    precision = direction.precision
+    if precision.observed:
+        rows = direction.rows_of_steps(x)
+        precision.observe(f"input_{direction.name}", x, rows)
+        precision.observe(f"hidden_{direction.name}", _hidden_before(direction, y, h), rows)
 
 
 def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:

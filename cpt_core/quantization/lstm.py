@@ -7,7 +7,8 @@ both weights. The gates, the cell state and the hidden state itself stay in floa
     i, f, o = sigmoid(gates)   g = tanh(gates)   c_t = f c_{t-1} + i g   h_t = o tanh(c_t)
 
 The handler takes the arguments of the function apart and goes through layers and directions. What computes one of them
-is ``run_by_steps``, or a faster function to the same numbers, see ``lstm_handler``. LSTMs with a projection, subclasses
+is ``run_by_steps``, or a faster function to the same numbers, see ``lstm_handler``; or an executor "lstm" of the same
+form, of ``EXECUTORS``, that may return None. LSTMs with a projection, subclasses
 of ``nn.LSTM`` and cells run by ``recurrences`` instead.
 
 Without quantisation ("float", or 24 bits and more) torch's own LSTM runs. Output and gates are computed in float32 also
@@ -36,7 +37,7 @@ from torch.nn import functional
 from cpt_core.quantization import fake_quantize, recurrences
 from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.op_handlers import functions_named, recurrence_handler, register_handler
-from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
 
@@ -99,7 +100,7 @@ class _Call(NamedTuple):
     def of(cls, x: Tensor, args: tuple[Any, ...]) -> _Call:
         """Return a call of either form; ``args``: those behind x."""
         if isinstance(args[0], Tensor):
-            return cls(x, tuple(args[0].tolist()), *args[1:], False)
+            return cls(x, tuple(args[0].tolist()), *args[1:], False)  # type: ignore[call-arg]
         return cls(x, None, *args)
 
     @property
@@ -178,14 +179,17 @@ def _run_layers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run all layers over x (N, I), with dropout between them."""
     names = direction_names(call.num_layers, call.bidirectional)
+    executor = EXECUTORS.get((precision.execution, "lstm"))
     x = call.x
     ends: list[State] = []
     for layer in range(call.num_layers):
         outputs = []
         for index in range(layer * call.directions, (layer + 1) * call.directions):
             own = (None if w is None else w.to(x.dtype) for w in call.weights_of(index))
-            direction = LSTMDirection(precision, names[index], *own, steps=steps, sizes=sizes)  # type: ignore[arg-type]
-            y, h, c = run_direction(direction, x, call.state[0][index], call.state[1][index])
+            direction = LSTMDirection(precision, names[index], *own, steps=steps, sizes=sizes)  # type: ignore[arg-type, misc]
+            start = call.state[0][index], call.state[1][index]
+            results = None if executor is None else executor(direction, x, *start)
+            y, h, c = run_direction(direction, x, *start) if results is None else results
             outputs.append(y)
             ends.append((h, c))
         x = torch.cat(outputs, -1)

@@ -39,7 +39,7 @@ without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is
 HOOK = "_interception"  # name of the attribute that a hooked module has
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(mode, function, *args, **kwargs)
 # (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
-EXECUTORS: dict[tuple[str, str], Callable[..., Tensor | None]] = {}
+EXECUTORS: dict[tuple[str, str], Callable[..., Any]] = {}
 # function -> ``composite(mode, *args, **kwargs)``, the same function with its inner ones visible
 COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are

@@ -307,7 +307,7 @@ def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
     [("per_row", 1 << 15, "hidden states have several ranges"), ("per_tensor", 4 * 12 - 1, "sums over the gates")],
 )
 def test_an_lstm_without_an_integer_form_stays_simulated(granularity, longest, why, monkeypatch):
-    monkeypatch.setattr("cpt_core.kernels.lstm_layer.LONGEST", longest)
+    monkeypatch.setattr("cpt_core.codes.lstm.LONGEST", longest)
     config = cpt.QuantConfig(execution="integer")
     config = replace(config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)})
     model = cpt.quantize_(nn.Sequential(nn.LSTM(12, 12)), config)
