@@ -202,7 +202,7 @@ def test_a_forward_that_is_called_directly_is_its_module_s(kind):
     assert model.forward is own
 
 
-def test_a_model_that_multiplies_at_random_is_priced_as_it_ran():
+def test_a_model_that_multiplies_at_random_is_checked():
     def forward(m, x):
         for layer in m.layers:
             x = layer(x) if random.random() < 0.5 and np.random.rand() < 0.9 else x  # noqa: NPY002
