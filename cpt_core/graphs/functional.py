@@ -160,8 +160,10 @@ def sage_conv(
 
 def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
     """Return the features of both ends of the edges; in a block the destinations are the first of the sources."""
-    is_pair = isinstance(features, tuple) and len(features) == 2
-    source, destination = features if is_pair else (features, features)
+    source: Any = features
+    destination: Any = features
+    if isinstance(features, tuple) and len(features) == 2:
+        source, destination = features
     check_features(source, graph.num_src)
     if isinstance(destination, Tensor) and len(destination) != graph.num_dst:
         destination = destination[: graph.num_dst]
