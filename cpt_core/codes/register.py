@@ -1,4 +1,4 @@
-"""Integer execution: layers that multiply 8-bit integers where that is exact, and the conditions for it.
+"""Executors of integer execution: layers multiply 8-bit integers where that is exact.
 
 ``quantize_`` loads this module, by ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
 ``EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
@@ -32,14 +32,8 @@ Along = tuple[int | None, int | None]
 OWN_WEIGHT = ("input", "weight")  # roles of an operation of a layer by its own weight
 
 
-# --- conditions -------------------------------------------------------------------------------------------------------
-
-
 def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
     return precision.own_role(roles[0]), precision.own_role(roles[1])
-
-
-# --- executors --------------------------------------------------------------------------------------------------------
 
 
 def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
@@ -86,10 +80,10 @@ def _has_windows(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
 def matmul(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
     """Compute ``first @ second`` of two activations on 8-bit integers."""
     first, second, bias = operands
-    is_plain = options is None and along == (None, None) and bias is None and roles[1] != "linear_weight"
+    is_plain = along == (None, None) and bias is None and roles[1] != "linear_weight"
     if not is_plain or not first.dim() > 1 < second.dim() or not multiplies_integers(precision, first):
         return None
-    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:
+    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:  # as those of outer products
         return None
     return product_on_codes(
         precision, _own_roles(precision, roles), precision.own_role("attention_grad"), *operands[:2]

@@ -178,8 +178,7 @@ def multiply_activations(
     if is_outer:  # vectors lie across the sum
         turned = lambda at, b, bias: compute(at.mT, b, bias)  # noqa: E731
         macs = lambda at, b, y: _matmul_macs(at.mT, b)  # noqa: E731
-        operands = a.mT, b, bias
-        return mode.run(layer, "matmul", turned, operands, ATTENTION_CONTEXT, macs, "attention_grad", options="outer")
+        return mode.run(layer, "matmul", turned, (a.mT, b, bias), ATTENTION_CONTEXT, macs, "attention_grad")
     if roles == ATTENTION_SCORES and not layer.keys_per_feature:
         turned = lambda a, bt, bias: compute(a, bt.mT, bias)  # noqa: E731
         macs = lambda a, bt, y: _matmul_macs(a, bt.mT)  # noqa: E731
