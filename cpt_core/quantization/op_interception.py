@@ -24,6 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +46,11 @@ COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
 # reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
 COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
-# code that computes a weight from its parameters: its operations stay in float32
-WEIGHT_CODES = frozenset({ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__})
+# code that computes a weight from its parameters
+PARAMETRIZATION, SPECTRAL_NORM = ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__
+# files of compiled code: what calls it, and what modules that are made of graphs have
+COMPILED_RUNTIME = str(Path(torch.__file__).parent / "_functorch" / "aot_autograd.py")
+GRAPH_FILES = "<eval_with_key>"
 
 
 class Operation(NamedTuple):
@@ -215,9 +219,9 @@ class QuantizedOpsMode(TorchFunctionMode):
             entry = stack[-1]
             if entry.frame is None or current is None:
                 return True
-            codes = _running_codes(entry.frame, current)
-            if codes is not None:
-                return codes.isdisjoint(WEIGHT_CODES)
+            exempt = _runs_exempt_code(entry.frame, current)
+            if exempt is not None:
+                return not exempt
             if entry.switched_on:  # the mode cannot be switched off here, where it hides itself
                 return False
             stack.pop()
@@ -280,6 +284,9 @@ class QuantizedOpsMode(TorchFunctionMode):
         return entry.stand_ins
 
     def _owner(self, parameter: nn.Parameter) -> Interception | None:
+        if torch.compiler.is_compiling():  # compilers know no id of a parameter
+            owners = (layer for held, layer in _held_parameters(self.running.stack[0].module) if held is parameter)
+            return next(owners, None)
         known = self.owners.get(id(parameter))
         if known is None or known[0]() is not parameter:
             found = {key: (weakref.ref(p), layer) for key, (p, layer) in self.find_owners().items()}
@@ -366,13 +373,22 @@ def _is_running(frame: Any, current: Any) -> bool:
     return current is not None
 
 
-def _running_codes(frame: Any, current: Any) -> set[Any] | None:
-    """Return the code that runs from a frame to the current one; None where the frame runs no longer."""
-    codes = set()
-    while current is not None and current is not frame:
-        codes.add(current.f_code)
+def _runs_exempt_code(frame: Any, current: Any) -> bool | None:
+    """Return whether code that is not to be intercepted runs in a frame; None where the frame runs no longer.
+
+    That is code that computes a weight from its parameters, and compiled code: the mode was at work when it was made.
+    """
+    is_exempt = False
+    while current is not frame:
+        if current is None:
+            return None
+        code = current.f_code
+        if code is PARAMETRIZATION or code is SPECTRAL_NORM or code.co_filename == COMPILED_RUNTIME:
+            is_exempt = True
+        elif code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
+            is_exempt = is_exempt or "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {})
         current = current.f_back
-    return None if current is None else codes
+    return is_exempt
 
 
 def _autograd_state() -> tuple[Any, bool]:
@@ -397,16 +413,22 @@ def _stand_ins(module: nn.Module) -> list[tuple[Tensor, Interception]]:
 
 
 def _owners(root: nn.Module) -> dict[int, tuple[nn.Parameter, Interception]]:
-    """Return the layer of every parameter; of several that share one, the first that is converted."""
+    """Return the layer of every parameter by the parameter's id; of several that share one, the first."""
     owners: dict[int, tuple[nn.Parameter, Interception]] = {}
+    for parameter, interception in _held_parameters(root):
+        owners.setdefault(id(parameter), (parameter, interception))
+    return owners
+
+
+def _held_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Interception]]:
+    """Return the parameters of all layers below a module, each with its layer, those of converted layers first."""
+    converted, others = [], []
     for module in root.modules():
         interception = getattr(module, HOOK, None)
-        for parameter in module._parameters.values() if interception is not None else ():
-            if isinstance(parameter, nn.Parameter):
-                known = owners.get(id(parameter))
-                if known is None or (known[1].precision is None and interception.precision is not None):
-                    owners[id(parameter)] = parameter, interception
-    return owners
+        if interception is not None:
+            held = [(p, interception) for p in module._parameters.values() if isinstance(p, nn.Parameter)]
+            (others if interception.precision is None else converted).extend(held)
+    return converted + others
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -436,3 +458,17 @@ def leave_module(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: note that a module has run, or failed."""
     interception: Any = module._interception
     interception.mode.leave(module)
+
+
+def _run_uncompiled(hook: Callable[..., Any]) -> None:
+    """Let compilers trace a hook where it runs inside other code, and leave it alone where they meet it by itself."""
+    evaluation = torch._C._dynamo.eval_frame
+    if hasattr(evaluation, "skip_code"):  # of older torch
+        evaluation.skip_code(hook.__code__)
+    else:
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(hook.__code__, evaluation._FrameExecStrategy(skip, skip))
+
+
+_run_uncompiled(enter_module)
+_run_uncompiled(leave_module)

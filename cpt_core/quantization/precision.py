@@ -190,6 +190,7 @@ class LayerPrecision(RunningState):
                 "or use `with precision(model, bits=8):`"
             )
         if torch.compiler.is_compiling():  # asked first: compiled code is not guarded on the others
+            self.called = True
             return
         if not self.called:
             self.called = True

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Does, mode_of, reported
+from helpers import Does, identical, mode_of, reported
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -481,3 +481,78 @@ def test_functions_kept_for_the_backward_pass_stay_as_they_are():
     with precision(model, 2, 8):
         model(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 4) @ model.w.t())
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a weight of its own, perhaps with a break in its graph."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.qkv, self.w, self.breaks = nn.Linear(8, 24), nn.Parameter(torch.randn(8, 8)), breaks
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return F.layer_norm((q @ k.mT).softmax(-1) @ v @ self.w, (8,))
+
+
+class Blocks(nn.Module):
+    """Two blocks, a product of activations, and one with a weight of a child."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(breaks), Block(breaks)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return F.linear(y @ y.mT @ x, self.second.qkv.weight)
+
+
+def step(model, run, size, bits):
+    """Return the output, the gradients and the state that a step leaves."""
+    torch.manual_seed(size)
+    x = torch.randn(2, size, 8, requires_grad=True)
+    model.zero_grad()
+    with precision(model, bits, 4):
+        y = run(x)
+        y.cos().sum().backward()
+    states = (value for p in layer_precisions(model).values() for value in p.get_running().values())
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *states]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["model", "child", "model with breaks", "child with breaks"])
+def test_compiled_code_is_quantised_once(what, backend):
+    """Where modules around it run eagerly, the mode is on while compiled code runs."""
+    torch._dynamo.reset()
+    eager, model = (quantize_(Blocks("breaks" in what)) for _ in range(2))
+    if "child" in what:
+        model.first.compile(backend=backend)
+        run = model
+    else:
+        run = torch.compile(model, backend=backend, fullgraph=what == "model")
+    for bits in (3, 5, 8):
+        expected, found = step(eager, eager, 5, bits), step(model, run, 5, bits)
+        assert identical(found, expected)
+    assert modes_on() == 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_model_has_one_graph_for_all_bits():
+    torch._dynamo.reset()
+    eager, model = quantize_(Blocks()), quantize_(Blocks())
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert identical(step(model, run, 5, 3), step(eager, eager, 5, 3))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for bits in (3, 8, 2):
+            expected, found = step(eager, eager, 5, bits), step(model, run, 5, bits)
+            assert identical(found, expected)
+    torch._dynamo.reset()
