@@ -165,3 +165,33 @@ def test_older_compilers_draw_in_the_forward_pass(compiled, monkeypatch):
         assert int(model.precision.noise_key) == key + 1
         y.cos().sum().backward()
         assert int(model.precision.noise_key) == key + 1
+
+
+class CustomRoot(nn.Module):
+    """A module whose own forward multiplies, with a break of the graph where asked for."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.linear, self.conv, self.breaks = nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1), breaks
+
+    def forward(self, x):
+        h = self.conv(torch.relu(self.linear(x)).mT).mT
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.linear(h @ h.mT @ x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_compiled_root_with_own_forward_equals_eager(backend, breaks):
+    """Compilers run the hooks of the root uncompiled, so the mode is on while the graph runs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = quantize_(CustomRoot(breaks), QuantConfig().with_gradient_rounding("nearest"))
+    compiled, x, found = torch.compile(model, backend=backend, fullgraph=not breaks), torch.randn(6, 5, 8), []
+    with precision(model, 4, q_grad=8):
+        for run in (model, compiled):
+            y = run(x)
+            gradients = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+            found.append([y, *gradients])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
