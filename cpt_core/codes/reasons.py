@@ -66,7 +66,7 @@ def simulated_products(layer: nn.Module) -> dict[str, str]:
 
 
 def _kind(layer: Any) -> str:
-    return getattr(type(layer), "KIND", None) or getattr(layer, HOOK).kind
+    return getattr(layer, HOOK).kind
 
 
 def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, str]:
@@ -87,8 +87,6 @@ def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, 
 
 def unsupported_reason(layer: Any, precision: LayerPrecision) -> str:
     """Return why no matmul of a layer has an integer form, or ""."""
-    if hasattr(layer, "not_on_codes"):
-        return layer.not_on_codes()
     if _kind(layer) == "lstm":
         return int8_reason(precision, layer.hidden_size)
     return _convolution_reason(layer, precision) if _kind(layer) == "conv" else ""

@@ -143,7 +143,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
             raise ValueError(f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()")
     for name, layer in layer_precisions(model).items():
         module = model.get_submodule(name)
-        kind = _kind(module)
+        kind = getattr(module, HOOK).kind
         if kind == "graph":
             raise ValueError(f"layer {name!r} is a {type(module).__name__}, and a program takes no graphs")
         if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
@@ -169,10 +169,6 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
         )
     if bits > CODE_BITS:
         raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}")
-
-
-def _kind(module: nn.Module) -> str:
-    return getattr(type(module), "KIND", None) or getattr(module, HOOK).kind
 
 
 def _layers_used_elsewhere(model: nn.Module, inputs: tuple[Any, ...]) -> set[LayerPrecision]:
