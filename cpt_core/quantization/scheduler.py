@@ -65,8 +65,7 @@ class PrecisionScheduler:
 
     Warns:
         UserWarning: once, when ``step()`` seems not to be called, see ``MissingStepWarning``; for a copy that should
-            follow, and where
-            the optimizer to follow has taken steps before, as one that was loaded too early.
+            follow, and where the optimizer to follow has taken steps before, as one that was loaded too early.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
