@@ -78,7 +78,7 @@ def test_check_finds_complex_matmuls():
     model = Does(lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real, layer=nn.Linear(4, 4))
     model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
     found = check(quantize_(model), (torch.randn(3, 4),))
-    assert (found.ok, found.bypassed) == (False, ("",))
+    assert not found.ok
     assert [e.quantized for e in found.operations if e.layer == ""] == [False] * 2
 
 
