@@ -181,6 +181,7 @@ class CustomRoot(nn.Module):
         return self.linear(h @ h.mT @ x)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, behind a break of the graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("breaks", [False, True])
 def test_compiled_root_with_own_forward_equals_eager(backend, breaks):
