@@ -39,7 +39,7 @@ class Price(NamedTuple):
 
 def bits_of(format: Any) -> int:
     """Return the bits of an element."""
-    return format if isinstance(format, int) else format.bits  # type: ignore[no-any-return]
+    return format if isinstance(format, int) else format.bits
 
 
 def _bitops(a: Any, b: Any, macs: float, elements: tuple[float, float, float]) -> float:

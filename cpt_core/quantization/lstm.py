@@ -17,6 +17,7 @@ under autocast.
 Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
 ``PackedSequence``.
 
+>>> from torch import nn
 >>> from cpt_core.quantization.convert import quantize_
 >>> lstm = quantize_(nn.LSTM(4, 3))
 >>> lstm.precision.set_bits(5, q_grad=8)

@@ -85,7 +85,11 @@ def convolution(
     mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any,
     **more: Any,
 ) -> Tensor:  # fmt: skip
-    """Quantise a convolution, with a range per output channel of the weight."""
+    """Quantise a convolution, with a range per output channel of the weight.
+
+    Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
+    biases at all.
+    """
     layer = mode.layer_of(weight)
     is_transposed = function in TRANSPOSED_CONVOLUTIONS
 
@@ -151,12 +155,12 @@ def _run_matmul(
 
     roles = input_role(layer, "linear"), "linear_weight"
     if weights[1] and b.dim() > 1:
-        turned = lambda a, bt, bias: with_bias(a, bt.mT, bias)  # noqa: E731
-        macs = lambda a, bt, y: _matmul_macs(a, bt.mT)  # noqa: E731
+        turned = lambda first, second, bias: with_bias(first, second.mT, bias)  # noqa: E731
+        macs = lambda first, second, y: _matmul_macs(first, second.mT)  # noqa: E731
         return mode.run(layer, "matmul", turned, (a, b.mT, bias), roles, macs, "linear_grad")
     if weights[0] and a.dim() > 1:  # the input gradient is that of the first operand
-        turned = lambda b, a, bias: with_bias(a, b, bias)  # noqa: E731
-        macs = lambda b, a, y: _matmul_macs(a, b)  # noqa: E731
+        turned = lambda first, second, bias: with_bias(second, first, bias)  # noqa: E731
+        macs = lambda first, second, y: _matmul_macs(second, first)  # noqa: E731
         return mode.run(layer, "matmul", turned, (b, a, bias), roles, macs, "linear_grad")
     is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
     return multiply_activations(
@@ -218,7 +222,7 @@ def added_matmul(
 
 
 def attention(
-    mode: QuantizedOpsMode, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    mode: QuantizedOpsMode, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Quantise both matmuls of attention; scaling, mask, softmax and dropout stay in float32.

@@ -289,9 +289,11 @@ class QuantizedOpsMode(TorchFunctionMode):
             return next(owners, None)
         known = self.owners.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            found = {key: (weakref.ref(p), layer) for key, (p, layer) in self.find_owners().items()}
-            known = found.get(id(parameter), (weakref.ref(parameter), None))
-            self.owners |= {**found, id(parameter): known}
+            for key, (held, layer) in self.find_owners().items():
+                self.owners[key] = weakref.ref(held), layer
+            known = self.owners.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            known = self.owners[id(parameter)] = weakref.ref(parameter), None
         return known[1]
 
     def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
@@ -403,7 +405,7 @@ def _is_switched_on(mode: QuantizedOpsMode) -> bool:
 
 def _stand_ins(module: nn.Module) -> list[tuple[Tensor, Interception]]:
     """Return the tensors in the place of parameters of a module and its children, each with its layer."""
-    found = []
+    found: list[tuple[Tensor, Interception]] = []
     for part in module.modules():
         interception = getattr(part, HOOK, None)
         for tensor in part._parameters.values() if interception is not None else ():
@@ -422,7 +424,8 @@ def _owners(root: nn.Module) -> dict[int, tuple[nn.Parameter, Interception]]:
 
 def _held_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Interception]]:
     """Return the parameters of all layers below a module, each with its layer, those of converted layers first."""
-    converted, others = [], []
+    converted: list[tuple[nn.Parameter, Interception]] = []
+    others: list[tuple[nn.Parameter, Interception]] = []
     for module in root.modules():
         interception = getattr(module, HOOK, None)
         if interception is not None:
@@ -448,7 +451,7 @@ def enter_module(module: nn.Module, args: Any) -> None:
 
 def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
     """Return the interception of a copy that ``DataParallel`` made, whose attributes are those of the original."""
-    precision = replica._modules.get("precision", interception.precision)
+    precision: Any = replica._modules.get("precision", interception.precision)
     if precision is interception.precision is not None:
         precision = interception.precision._replicate_for_data_parallel()
     return interception._replace(precision=precision)
