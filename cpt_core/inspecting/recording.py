@@ -173,7 +173,7 @@ class Recording:
             roles = _own_roles(self._modules[name], precision)
             if precision.kind == "attention":  # what such a module multiplies is known when it has run
                 has_run = any(place.startswith(f"{name}/") for place in self._seen)
-                roles = [] if has_run else ["its products"]
+                roles = [] if has_run else ["its operations"]
             for role in roles:
                 if f"{name}/{role}" not in self._seen:
                     reasons[f"{name}/{role}"] = COMPILED if is_within(name, compiled) else NOT_SEEN
