@@ -76,7 +76,7 @@ def in_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of x (..., K) and weight (N, K) is oneDNN's: as that of its gradient, which is as large."""
     if active == "torch" or not x.is_cpu or not x.dtype == weight.dtype == torch.float32:
         return False
-    return bool(x.numel() * len(weight) >= LEAST)
+    return bool(x.numel() * weight.shape[0] >= LEAST)
 
 
 def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

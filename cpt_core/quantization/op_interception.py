@@ -202,14 +202,17 @@ class QuantizedOpsMode(TorchFunctionMode):
     def leave(self, module: nn.Module) -> None:
         """Take a module off the stack; the one that switched the mode on switches it off."""
         stack = self.running.stack
-        if not any(entry.module is module for entry in stack):
-            return  # a hook failed before the module was entered
-        while True:
-            entry = stack.pop()
-            if entry.switched_on:
-                self._switch_off()
-            if entry.module is module:
-                return
+        if not stack or stack[-1].module is not module:
+            if not any(entry.module is module for entry in stack):
+                return  # a hook failed before the module was entered
+            while stack[-1].module is not module:  # the forward of another was interrupted
+                self._drop()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Take the uppermost module off the stack."""
+        if self.running.stack.pop().switched_on:
+            self._switch_off()
 
     def _is_inside(self) -> bool:
         """Return whether a module runs now; an interrupted forward pass leaves the mode on."""
@@ -231,19 +234,21 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""
         stack = self.running.stack
         while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame, frame):
-            if stack.pop().switched_on:
-                self._switch_off()
+            self._drop()
 
     def _switch_off(self) -> None:
         """Take the mode off the modes of this thread, also from below others."""
         if torch.compiler.is_compiling():
             self.__exit__(None, None, None)
-        elif _is_switched_on(self):
-            above = []
-            while (mode := _pop_mode()) is not self:
-                above.append(mode)
-            for mode in reversed(above):
-                _push_mode(mode)
+            return
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = _pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it ran in the forward of a module."""
@@ -360,11 +365,15 @@ def is_quantizable(args: Any, kwargs: Any) -> bool:
     """Return whether all operands are dense real tensors, and the first one floating."""
     first = None
     for value in (*args, *kwargs.values()) if kwargs else args:
-        for x in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(x, Tensor):
-                if x.layout != torch.strided or x.is_complex():
-                    return False
-                first = x if first is None else first
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.is_complex():
+                return False
+            first = value if first is None else first
+        elif isinstance(value, (list, tuple)):
+            tensors = [x for x in value if isinstance(x, Tensor)]
+            if any(x.layout is not torch.strided or x.is_complex() for x in tensors):
+                return False
+            first = tensors[0] if tensors and first is None else first
     return first is not None and first.is_floating_point()
 
 
@@ -399,8 +408,10 @@ def _autograd_state() -> tuple[Any, bool]:
 
 def _is_switched_on(mode: QuantizedOpsMode) -> bool:
     """Return whether a mode is among those of this thread."""
-    count = torch._C._len_torch_function_stack()
-    return any(torch._C._get_function_stack_at(index) is mode for index in range(count))
+    for index in range(torch._C._len_torch_function_stack()):
+        if torch._C._get_function_stack_at(index) is mode:
+            return True
+    return False
 
 
 def _stand_ins(module: nn.Module) -> list[tuple[Tensor, Interception]]:

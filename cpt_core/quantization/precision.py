@@ -224,12 +224,13 @@ class LayerPrecision(RunningState):
             gradient: role of the output's gradient.
             along: dimension of each operand over which the operation sums; None for that of the role.
         """
+        self.require_bits()
         first, second, bias = operands
-        rounded_bias = None if bias is None else self.operand("bias", bias)
+        rounded_bias = None if bias is None else self._operand("bias", bias, None)
         if roles[0] is not None:
-            first = self.operand(self.own_role(roles[0]), first, along[0])
+            first = self._operand(self.own_role(roles[0]), first, along[0])
         if roles[1] is not None:
-            second = self.operand(self.own_role(roles[1]), second, along[1])
+            second = self._operand(self.own_role(roles[1]), second, along[1])
         return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
@@ -241,6 +242,9 @@ class LayerPrecision(RunningState):
             along: the dimension over which the product sums; None for that of the role, see ``sums``.
         """
         self.require_bits()
+        return self._operand(role, x, along)
+
+    def _operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
         if x.dtype in HALF and self.now.active:
             x = x.float()
         is_quantized = self.now.weight if role in self._weight_roles else self.now.activation
