@@ -231,7 +231,7 @@ def attention(
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("attention takes a mask or is_causal=True, not both")
-    if hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
+    if attn_mask is not None and hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
         attn_mask = attn_mask._materialize(query.device)
     layer = mode.running.stack[-1].interception
     product = lambda a, b, bias: autocast_matmul.matmul(a, b)  # noqa: E731

@@ -95,6 +95,13 @@ class Interception(NamedTuple):
     keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
 
 
+class Owner(NamedTuple):
+    """A parameter, not kept alive, and the layer that holds it; None where no hooked module does."""
+
+    parameter: weakref.ref[nn.Parameter]
+    layer: Interception | None
+
+
 class RunningModule:
     """An entry of the stack of running modules.
 
@@ -140,8 +147,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         super().__init__()
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation], None] | None = None
-        # id of a parameter -> the parameter, and its layer where a converted module holds it
-        self.owners: dict[int, tuple[weakref.ref[Tensor], Interception | None]] = {}
+        self.owners: dict[int, Owner] = {}  # by the id of the parameter
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the callback and the table of parameters from copies and pickles."""
@@ -293,13 +299,13 @@ class QuantizedOpsMode(TorchFunctionMode):
             owners = (layer for held, layer in _held_parameters(self.running.stack[0].module) if held is parameter)
             return next(owners, None)
         known = self.owners.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            for key, (held, layer) in self.find_owners().items():
-                self.owners[key] = weakref.ref(held), layer
-            known = self.owners.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            known = self.owners[id(parameter)] = weakref.ref(parameter), None
-        return known[1]
+        if known is None or known.parameter() is not parameter:
+            found: dict[int, Owner] = {
+                key: Owner(weakref.ref(p), layer) for key, (p, layer) in self.find_owners().items()
+            }
+            known = found.get(id(parameter), Owner(weakref.ref(parameter), None))
+            self.owners |= {**found, id(parameter): known}
+        return known.layer
 
     def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
         """Return the layer of every parameter of the outermost running module, by the parameter's id."""

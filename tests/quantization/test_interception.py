@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.quantization.convert import layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.scheduler import precision
@@ -138,6 +138,17 @@ def test_operation_belongs_to_the_layer_of_its_weight(name):
     in_float32 = [layer for layer in found if layer is None]  # what computes a weight
     assert [*in_float32, *expected] == found
     assert not in_float32 or parametrize.is_parametrized(model)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize(("left_out", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])])
+def test_module_left_out_stays_in_float32(left_out, layers, copied):
+    """Also where its weight is used by its parent, which is quantised."""
+    model, x = COPIES[copied](quantize_(Past(False), QuantConfig(float32=(left_out,)))), torch.randn(5, 4)
+    with precision(model, 2):
+        assert layers_of(model, x) == layers
+        layer = model.get_submodule(left_out)
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_functional_call_computes_as_the_module_does():
@@ -450,7 +461,8 @@ def test_checkpointed_module_computes_the_same(whole, reentrant):
         with precision(model, 3, 32):
             y = run(second, run(first, x))
             y.square().sum().backward()
-        found.append((y.detach(), x.grad, *(p.running_input.clone() for p in layer_precisions(model).values() if p.has_weights)))
+        ranges = [buffer.clone() for p in layer_precisions(model).values() for buffer in p.buffers()]
+        found.append((y.detach(), x.grad, *ranges))
         x.grad = None
         for p in layer_precisions(model).values():
             for buffer in p.buffers():

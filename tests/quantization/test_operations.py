@@ -327,7 +327,8 @@ def test_a_checkpoint_fits_before_and_after_a_module_has_multiplied():
         torch.manual_seed(0)
         return quantize_(nn.Sequential(nn.Linear(4, 4), Late(), *others))
 
-    schedule, x, model = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2), torch.randn(2, 4), converted()
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)
+    model, x = converted(), torch.randn(2, 4)
     scheduler = PrecisionScheduler(model, schedule)
     early = scheduler.state_dict()
     assert list(early["layers"]) == list(layer_precisions(model)) == ["0"]

@@ -76,7 +76,9 @@ REFUSED = {  # what -> model, arguments, and what is said
     ),
     "a filter that fails": (net, (None, failing_filter), "lstm"),
     "a name that is taken": (lambda: holding(2.0), (), r"Own\.precision has a name .* rename it"),
-    "a parameter's name that is taken": (lambda: holding(nn.Parameter(torch.ones(4))), (), r"Own\.precision has a name"),
+    "a parameter's name that is taken": (
+        lambda: holding(nn.Parameter(torch.ones(4))), (), r"Own\.precision has a name",
+    ),
     "a module's name that is taken": (lambda: holding(nn.ReLU()), (), r"Own\.precision has a name"),
     "an unknown config": (net, (3,), "config must be QuantConfig or a string or None, got 3"),
     "attention of another kind": (
@@ -142,7 +144,7 @@ def test_a_script_inside_stays_as_it_is(traced):
     assert torch.equal(model(torch.ones(2, 4)), y)
 
 
-# --- what else changes layers -------------------------------------------------------------------------------------------
+# --- what else changes layers -----------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Module):
