@@ -18,8 +18,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from cpt_lab.machine import usable_cores
-from cpt_lessons.notebooks import AT_ONCE
-from cpt_lessons.places import Place
+from cpt_lessons.places import AT_ONCE, Place
 
 # Seconds for a kernel to come up on a loaded machine; alone it takes one or two.
 START = 600

@@ -29,7 +29,7 @@ from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir, sweeps_dir
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
-from cpt_lessons.places import Place, Progress
+from cpt_lessons.places import AT_ONCE, Place, Progress
 
 # Measured on two cores, two side by side: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
@@ -38,7 +38,6 @@ SECONDS = {
     "14": (25, 21), "15": (15, 15), "16": (18, 18), "17": (20, 20), "18": (30, 31),
 }  # fmt: skip
 
-AT_ONCE = 2
 STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
 REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
 TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks

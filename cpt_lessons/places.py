@@ -75,6 +75,9 @@ class Place:
         return f"cell {self.cell} of {self.cells}" if self.cell else "starting"
 
 
+AT_ONCE = 2  # notebooks that run at a time
+
+
 class Progress:
     """The state of all notebooks of a reproduction, of which so many run at once; not shown, it is silent.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 KINDS = ("affine", "symmetric", "minifloat", "log2")
 SPECIALS = ("none", "nan", "infinity")
 FULL = 32  # bits of what is not quantised
+UNSCALED = "unscaled"  # instead of a granularity: the values of an element as they are
 MOST_AFFINE = 23  # float32 has 24 significant bits: from there on an affine grid changes nothing
 BITS = {"affine": (1, MOST_AFFINE), "symmetric": (2, MOST_AFFINE), "minifloat": (3, FULL), "log2": (2, 8)}
 
@@ -287,3 +288,12 @@ FORMATS: Mapping[str, Format] = {
     "float32": Format.minifloat(8, 23),
 }
 _NAMES = {value: name for name, value in FORMATS.items()}
+
+
+def check_blocks(shape: Sequence[int], format: Format) -> None:
+    """Raise ValueError unless the blocks of a format divide the last dimension, or the last block may be shorter."""
+    if format.block and (not shape or (shape[-1] % format.block and not format.partial)):
+        raise ValueError(
+            f"blocks of {format.block} do not divide the last dimension of a tensor of shape {tuple(shape)}; "
+            f"with partial=True the last block of a row of {format} may be shorter"
+        )

@@ -84,6 +84,7 @@ def reference() -> Iterator[None]:
 
 
 _active: Backend | None = None
+operators.describe_device = kernels_on
 
 
 def _cpp(forced: bool) -> tuple[str, str]:

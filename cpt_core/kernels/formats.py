@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels.grids import UNSCALED, check_blocks
+from cpt_core.formats.format import FORMATS, UNSCALED, Format, check_blocks
 from cpt_core.quantization.autocast_matmul import matmul
 from cpt_core.quantization.rounding import MIN_SCALE, hash_noise, noise
 

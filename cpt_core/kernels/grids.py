@@ -10,13 +10,10 @@ else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
 from cpt_core.quantization import rounding
-
-UNSCALED = "unscaled"  # instead of a granularity: an element's values as they are
 
 
 def parts_of(grid: str) -> tuple[str, Format | None]:
@@ -58,12 +55,3 @@ def round_in_range(
     from cpt_core.kernels.formats import round_to_format
 
     return round_to_format(x, low, width, granularity, format, key)
-
-
-def check_blocks(shape: torch.Size, format: Format) -> None:
-    """Raise ValueError unless the blocks of a format divide the last dimension, or the last block may be shorter."""
-    if format.block and (not shape or (shape[-1] % format.block and not format.partial)):
-        raise ValueError(
-            f"blocks of {format.block} do not divide the last dimension of a tensor of shape {tuple(shape)}; "
-            f"with partial=True the last block of a row of {format} may be shorter"
-        )

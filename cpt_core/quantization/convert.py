@@ -161,6 +161,10 @@ def quantize_(
     return model
 
 
+class ModelMode(QuantizedOpsMode):
+    """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers."""
+
+
 def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
     if extensions.is_installed("operations"):
@@ -168,7 +172,7 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     keys = {name: index for index, name in enumerate(order)}
-    mode = QuantizedOpsMode()
+    mode = ModelMode()
     for name, module in list(model.named_modules()):
         precision = None
         kind = _kind(module)

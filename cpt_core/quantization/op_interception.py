@@ -153,12 +153,6 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Exclude the callback and the table of parameters from copies and pickles."""
         return {**vars(self), "on_operation": None, "owners": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register the handlers in the process that a stored model comes to."""
-        from cpt_core.quantization import graph_handlers, lstm, op_handlers  # noqa: F401 - they register when they are imported
-
-        vars(self).update(state)
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch: by its handler where it has one."""
         if self.on_operation is not None and function in COUNTED_FUNCTIONS:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from functools import partial
 from traceback import walk_stack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import FunctionCtx
 
-from cpt_core.quantization.op_interception import QuantizedOpsMode, RunningModule
+if TYPE_CHECKING:
+    from cpt_core.quantization.op_interception import QuantizedOpsMode, RunningModule
 
 
 def intercept_recomputation(mode: QuantizedOpsMode, entry: RunningModule, saved_tensor_hooks: Any) -> None:
