@@ -277,6 +277,18 @@ def test_interrupts_of_two_models_leave_no_mode():
     assert modes_on() == 0
 
 
+def test_interrupt_takes_no_mode_of_a_user_away():
+    model, x = quantize_(Stopped(raising(KeyboardInterrupt))), torch.ones(2, 4)
+    with precision(model, 4):
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model.between = unchanged
+        with torch.device("meta"):
+            model(x)
+            assert modes_on() == 0
+            assert torch.empty(1).is_meta
+
+
 def test_interrupted_child_may_be_caught_by_its_parent():
     def caught(m, x):
         with pytest.raises(KeyboardInterrupt):
@@ -393,6 +405,21 @@ def test_other_modes_inside_and_around_stay():
         assert model(x).device.type == "cpu"
         assert torch.empty(1).is_meta
         assert modes_on() == 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
+def test_traced_and_exported_programs_compute_what_the_model_does():
+    model, x = quantize_(two(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval(), torch.randn(3, 4)
+    with precision(model, 4), torch.no_grad():
+        expected = model(x)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected)
+        assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), expected)
+        assert torch.equal(torch.export.export(model, (x,), strict=False).module()(x), expected)
+        assert model.to("meta")(x.to("meta")).is_meta
+    assert modes_on() == 0
 
 
 # --- checkpoints and graphs -------------------------------------------------------------------------------------------
