@@ -10,18 +10,28 @@ else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from cpt_core.formats.format import Format
 from cpt_core.quantization import rounding
+
+if TYPE_CHECKING:
+    from cpt_core.formats.format import Format
 
 
 def parts_of(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity, Format.of(name) if name else None
+        _parts[grid] = granularity, _format_named(name) if name else None
     return _parts[grid]
+
+
+def _format_named(name: str) -> Format:
+    from cpt_core.formats.format import Format
+
+    return Format.of(name)
 
 
 _parts: dict[str, tuple[str, Format | None]] = {}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.formats.format import check_blocks
 from cpt_core.kernels import grids, integer_reference, products
 from cpt_core.quantization import autocast_matmul, rounding
 from cpt_core.quantization import fake_quantize as core
@@ -153,7 +152,10 @@ def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: 
 
 
 def _check(x: Tensor, grid: str) -> None:
-    if (format := grids.parts_of(grid)[1]) is not None:
+    format = grids.parts_of(grid)[1]
+    if format is not None:
+        from cpt_core.formats.format import check_blocks
+
         check_blocks(x.shape, format)
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,15 +25,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
 from cpt_core.checks import choose, declared, unsharded, whole
-from cpt_core.quantization import graph_handlers, op_handlers
+from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
-from cpt_core.quantization.graph_handlers import graph_layer_class, graph_layer_of
-from cpt_core.quantization.lstm import lstm_roles
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
 from cpt_core.quantization.running_ranges import RUNNING_STARTS
 
+GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
 
@@ -178,7 +178,8 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         kind = _kind(module)
         if name in chosen:
             extensions.load_handlers(kind)
-            graph_handlers.replace_forward(module)
+            if kind == "graph":
+                _graph_handlers().replace_forward(module)
             precision = _add_precision(module, kind, config, _key(config.seed, keys[name]))
             precision.name = name
         if name in chosen or _may_multiply(module):
@@ -226,16 +227,38 @@ def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
         extensions.load("int8")
 
 
+def _graph_handlers() -> Any:
+    """Return the module of the handlers of graph convolutions; few models have any."""
+    from cpt_core.quantization import graph_handlers
+
+    return graph_handlers
+
+
+def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
+    """Return how a graph convolution is converted, None for other modules.
+
+    Args:
+        module: any module.
+        is_convertible: None also for a graph convolution that cannot be converted.
+    """
+    if not sys.modules.keys() & GRAPH_LIBRARIES:  # nobody has made one
+        return None
+    handlers = _graph_handlers()
+    return handlers.graph_layer_of(module) if is_convertible else handlers.graph_layer_class(module)
+
+
 def _kind(module: nn.Module) -> str:
     """Return the kind of a layer, which is the prefix of its own roles."""
-    return "graph" if graph_layer_of(module) is not None else op_handlers.module_kind(module)
+    return "graph" if _graph_layer(module) is not None else op_handlers.module_kind(module)
 
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
     """Return the new precision of a module: a child of it where the module holds weights."""
     roles = _roles(kind, config)
     if kind == "lstm":
-        roles = lstm_roles(module, roles)
+        from cpt_core.quantization import lstm  # its handler; few models have one
+
+        roles = lstm.lstm_roles(module, roles)
     precision = LayerPrecision(roles, key, config.running_start, kind)
     device = next((p.device for p in module.parameters()), None)
     precision.to(device)
@@ -312,8 +335,8 @@ def is_convertible(module: nn.Module) -> bool:
     """Return whether a module can be given a precision."""
     if not _may_multiply(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
         return False
-    if graph_layer_class(module) is not None:
-        return graph_layer_of(module) is not None
+    if _graph_layer(module, is_convertible=False) is not None:
+        return _graph_layer(module) is not None
     return holds_weights(module) or _has_own_forward(module)
 
 
@@ -334,7 +357,7 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
     """Return modules -> the layer they are part of: of graph convolutions, lists of parameters, parametrisations."""
     parts: dict[str, str] = {}
     for name, module in model.named_modules():
-        layer = graph_layer_of(module)
+        layer = _graph_layer(module)
         if layer is not None and layer.has_parts:
             parts |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and name:
@@ -348,7 +371,7 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
 
 def holds_weights(module: nn.Module) -> bool:
     """Return whether a module holds matrices that it, or its parent, multiplies by."""
-    if graph_layer_of(module) is not None:
+    if _graph_layer(module) is not None:
         return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
@@ -388,7 +411,7 @@ def float32_reason(module: nn.Module, is_left_out: bool) -> str:
         return "left out"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run the model once before it is converted"
-    layer = graph_layer_class(module)
+    layer = _graph_layer(module, is_convertible=False)
     return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"
 
 
@@ -456,7 +479,8 @@ def restore_(model: nn.Module) -> nn.Module:
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         remove_hooks(module)
-        graph_handlers.restore_forward(module)
+        if _graph_layer(module) is not None:
+            _graph_handlers().restore_forward(module)
         precision = precision_of(module)
         if precision is not None and precision.driver is not None:
             precision.driver.release(precision)

@@ -227,5 +227,5 @@ def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
     return torch.cat(ys), last_h, last_c
 
 
-unrolled = recurrence_handler(recurrences.unrolled, "lstm")
+unrolled = recurrence_handler("lstm")
 register_handler(functions_named("lstm"), lstm_handler(run_by_steps), "input hx")

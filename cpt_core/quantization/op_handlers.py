@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from cpt_core.quantization import autocast_matmul, fake_quantize, recurrences
+from cpt_core.quantization import autocast_matmul, fake_quantize
 from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
@@ -256,10 +256,17 @@ def attention(
 # --- recurrent layers -------------------------------------------------------------------------------------------------
 
 
-def recurrence_handler(unroll: Callable[..., Any], kind: str) -> Callable[..., Any]:
+RECURRENT_FUNCTIONS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+
+
+def recurrence_handler(kind: str, is_cell: bool = False) -> Callable[..., Any]:
     """Return the handler of a recurrent function of torch: its steps, made of linear operations."""
 
     def handler(mode: QuantizedOpsMode, function: Any, x: Tensor, *given: Any) -> Any:
+        from cpt_core.quantization import recurrences  # few models have any
+
+        unroll: Callable[..., Any] = recurrences.cell if is_cell else recurrences.unrolled
+
         def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return _run_linear(mode, mode.layer_of(weight), x, weight, bias)
 
@@ -300,8 +307,8 @@ def _table() -> dict[str, tuple[Callable[..., Any], str]]:
         "baddbmm": (added_matmul, "input batch1 batch2"),
         "addmv": (added_matmul, "input mat vec"),
         "scaled_dot_product_attention": (attention, "query key value attn_mask"),
-        **{kind: (recurrence_handler(recurrences.unrolled, kind), "input hx") for kind in recurrences.STEPS},
-        **{f"{kind}_cell": (recurrence_handler(recurrences.cell, kind), cell) for kind in recurrences.STEPS},
+        **{kind: (recurrence_handler(kind), "input hx") for kind in RECURRENT_FUNCTIONS},
+        **{f"{kind}_cell": (recurrence_handler(kind, is_cell=True), cell) for kind in RECURRENT_FUNCTIONS},
     }
 
 
