@@ -98,7 +98,7 @@ class Does(nn.Module):
 
 
 def reported(model, *inputs):
-    """Return the operations that the mode of a converted model reports of a forward pass."""
+    """Return the matmuls and convolutions that the mode of a converted model reports of a forward pass."""
     mode, found = mode_of(model), []
     mode.on_operation = found.append
     try:
@@ -106,7 +106,7 @@ def reported(model, *inputs):
             model(*inputs)
     finally:
         mode.on_operation = None
-    return found
+    return [operation for operation in found if not operation.part]
 
 
 def mode_of(model):
