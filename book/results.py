@@ -127,7 +127,7 @@ def pages() -> dict[Path, str]:
 def topic_of(place: str) -> str:
     """Return the page of a place in the code, or of a claim.
 
-    >>> topic_of("cpt_lab/tasks/graph.py"), topic_of("cpt_core/kernels/reference.py")
+    >>> topic_of("cpt_lab/tasks/graph.py"), topic_of("cpt_core/kernels/backend.py")
     ('graphs', 'method')
     """
     return next(page for page, pattern in TOPICS.items() if re.search(pattern, place))

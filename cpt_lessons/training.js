@@ -6,7 +6,7 @@
 const f32 = Math.fround;
 const HALF_TO_EVEN = 6755399441055744; // a double of this size has no fraction left
 
-// --- cpt_core/kernels/reference.py: noise of a key, and rounding to a grid ---------------------------
+// --- cpt_core/quantization/rounding.py: noise of a key, and rounding to a grid ---------------------------
 
 function halvesOf(key) {
   let z = BigInt.asUintN(64, key + 0x9e3779b97f4a7c15n);

@@ -9,7 +9,8 @@ from statistics import stdev
 import pytest
 from helpers import PROVENANCE, kept_row, refused, row_of, smoke_spec, specs_of, written
 
-from cpt_core.kernels import backend, reference
+from cpt_core.kernels import backend
+from cpt_core.quantization import rounding
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT, results_dir
@@ -253,12 +254,12 @@ def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monk
     rows = load_rows(results_dir() / "image_digits.jsonl")
     row = next(r for r in rows if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6")
     row["provenance"]["machine"]["cpu"] = "another one"  # else every bit would count
-    right = reference._round
+    right = rounding.round_to_grid
 
-    def down(y, low, scale, levels, noise, clip):
-        return right(y if noise is not None else y - scale / 2, low, scale, levels, noise, clip)
+    def down(x, low, width, steps, key, clip):
+        return right(x if key is not None else x - width / steps / 2, low, width, steps, key, clip)
 
-    monkeypatch.setattr(reference, "_round", down)
+    monkeypatch.setattr(rounding, "round_to_grid", down)
     with backend.reference():
         (found,) = run_grid([RunSpec.from_dict(row["spec"])], tmp_path / "again.jsonl", workers=0, progress=False)
     finding = verify.compare(row, found, rows)
