@@ -1,7 +1,7 @@
 """Number formats as values: which numbers an element may be, and the scale of a block.  Beyond the paper.
 
 The paper's grid is ``Format.affine(q)``; the others are those of today's hardware. A ``FormatLadder`` puts any of them
-on a precision schedule. Nothing here computes on tensors: ``cpt_core.kernels.formats`` does.
+on a precision schedule. Nothing here computes on tensors: ``cpt_core.formats.format_rounding`` does.
 
 How a tensor is brought onto one, such as its ranges and its rounding, is that of ``FormatQuantizer``.
 

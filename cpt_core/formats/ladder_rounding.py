@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from cpt_core.checks import whole
 from cpt_core.formats.format import UNSCALED, Format, check_blocks
+from cpt_core.formats.format_rounding import rotate
 from cpt_core.formats.ladder import FormatLadder, ladder_of
 from cpt_core.formats.quantizer import FormatQuantizer, grid_of
-from cpt_core.kernels.formats import rotate
 from cpt_core.quantization.active_bits import ALL_FLOAT32, ActiveBits, AffineGrids, Roles
 from cpt_core.quantization.fake_quantize import INT64, fake_quantize, load_kernels, round_in_range
 from cpt_core.quantization.roles import Quantizer, level_role, quantizer_of, weight_gradient_role

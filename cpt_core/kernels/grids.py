@@ -62,6 +62,6 @@ def round_in_range(
     granularity, format = parts_of(grid)
     if format is None:
         return rounding.round_to_grid(x, low, width, levels, key, clip)
-    from cpt_core.kernels.formats import round_to_format
+    from cpt_core.formats.format_rounding import round_to_format
 
     return round_to_format(x, low, width, granularity, format, key)

@@ -27,8 +27,6 @@ import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from cpt_core.files import write_text
-
 log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
@@ -173,6 +171,8 @@ def _build(library: Path, flags: tuple[str, ...]) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise NoKernelsError(f"{found} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
         os.chmod(part, 0o644)
+        from cpt_core.files import write_text  # kernels are built once
+
         write_text(library.with_suffix(".sha256"), hashlib.sha256(Path(part).read_bytes()).hexdigest())
         os.replace(part, library)
     finally:
