@@ -11,8 +11,8 @@ from formats.test_formats import THEIRS
 from helpers import INF, NAN, normal, refused
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels import grids
 from cpt_core.formats.format_rounding import round_elements
+from cpt_core.kernels import grids
 from cpt_core.quantization import rounding as reference
 
 SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]

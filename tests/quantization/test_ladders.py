@@ -8,10 +8,10 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.codes.execution import multiplies_integers
+from cpt_core.formats.format_rounding import rotate
 from cpt_core.formats.ladder import AFFINE, LADDERS
 from cpt_core.formats.quantizer import FormatQuantizer
 from cpt_core.integrations._common import TrainerPrecision
-from cpt_core.formats.format_rounding import rotate
 from cpt_core.kernels.lstm_layer import rounded_input
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.convert import layer_precisions
