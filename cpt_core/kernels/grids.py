@@ -3,6 +3,7 @@
 What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
 else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
 
+>>> import torch
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
 >>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
 [[0.0, 0.5, -6.0], [1.0, 2.0, 12.0]]
