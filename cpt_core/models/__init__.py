@@ -1,4 +1,8 @@
-"""Models of the experiments, by name; every one is an ordinary module that knows nothing of quantisation.
+"""The networks of the paper, by name: ordinary modules that know nothing of quantisation.
+
+ResNets and MobileNetV2 for CIFAR (resnet.py, mobilenet.py), RetinaNet (retinanet.py), GCN and GraphSAGE (gnn.py), the
+LSTM language model (lstm_lm.py) and small MLPs (mlp.py). BERT comes from transformers, ImageNet's ResNets from
+torchvision.
 
 >>> print(", ".join(MODELS))  # doctest: +ELLIPSIS
 mlp4, mlp6, resnet8_w8, ...
