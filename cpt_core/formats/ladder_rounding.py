@@ -252,11 +252,6 @@ def ladders_of_layer(precision: Any) -> Levels:
     return getattr(precision.grids, "ladders", Levels(paper, paper, paper, paper))
 
 
-def ladders_from(ladder: FormatLadder | tuple[FormatLadder, ...] | None) -> tuple[FormatLadder, ...]:
-    """Return the ladder of every role, in the order of ``Levels``."""
-    return tuple(map(ladder_of, ladder)) if isinstance(ladder, tuple) else (ladder_of(ladder),) * 4
-
-
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 

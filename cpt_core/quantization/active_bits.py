@@ -45,12 +45,8 @@ class ActiveBits:
         self.gradient = any(gradients)
         self.splits_gradient = formats.error != formats.weight_gradient
         self.active = self.activation or self.weight or self.gradient
-        self.steps = [
-            num_steps(level if format is None else format)
-            if level is not None and not hasattr(format, "kind")
-            else None
-            for level, format in zip(levels or ALL_FLOAT32, formats, strict=True)
-        ]
+        pairs = zip(levels or ALL_FLOAT32, formats, strict=True)
+        self.steps = [_num_steps_of(level, format) for level, format in pairs]
 
     def __deepcopy__(self, memo: Any) -> ActiveBits:
         """Return itself: copies share it."""
