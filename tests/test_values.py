@@ -162,7 +162,6 @@ METHODS = {
     "GraphConv": (lambda: cpt.GraphConv(2, 3), "forward"),
     "PrecisionScheduler": (scheduler, "load_state_dict"),
     "QuantConfig": (cpt.QuantConfig, "with_gradient_rounding"),
-    "Quantizer": (lambda: cpt.quantization.Quantizer("per_row"), "of on"),
     "Recording": (recording, "scalars"),
     "SAGEConv": (lambda: cpt.SAGEConv(2, 3), "forward"),
     "Sensitivity": (
@@ -183,9 +182,6 @@ OWN = {
     "PrecisionScheduler": lambda: {"schedule": {"*": cyclic()}},
     "PrecisionScheduler.load_state_dict": lambda: {"state": scheduler().state_dict()},
     "QuantConfig": lambda: {"ladder": {3: "mxfp4"}},
-    "Quantizer": lambda: {"format": cpt.FORMATS["e4m3"]},
-    "Quantizer.of": lambda: {"value": "e4m3:rounding=stochastic"},
-    "Quantizer.on": lambda: {"level": cpt.quantization.Quantizer.of("e4m3")},
     "Recording.scalars": lambda: {"step": 0},
     "RoleSchedules, one gradient": lambda: {"gradient": 8, "error": None, "weight_gradient": None},
     **dict.fromkeys(("RoleSchedules.levels", "RoleSchedules.levels_at"), lambda: {"q_grad": None}),
@@ -236,7 +232,7 @@ def prepared(name):
 
 # odd value -> arguments of any callable for which it is legal; None is where it is the default, and for these
 TAKEN = {
-    "None": "progress Quantizer.on.level Graph.set_constant.features",
+    "None": "progress Graph.set_constant.features",
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate roles",
     "-1": "seed",
     "0": "d hold delay floor step seed hadamard mantissa",

@@ -138,10 +138,11 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
         if not isinstance(value, str) or value != "q_max":
             whole("bits, if not 'q_max', are codes of a byte and", value, 1, CODE_BITS)
+    layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:
             raise ValueError(f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()")
-    for name, layer in layer_precisions(model).items():
+    for name, layer in layers.items():
         module = model.get_submodule(name)
         kind = getattr(module, HOOK).kind
         if kind == "graph":
