@@ -211,12 +211,12 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
         setattr(module, name, codes)
         names.append(name)
     del layer.noise_key
-    round_operand = layer.operand
+    round_operand = layer.round_operand
 
-    def operand(role: str, x: Tensor, along: int | None = None) -> Tensor:
+    def round_data(role: str, x: Tensor, along: int | None) -> Tensor:
         return x if role in ("weight", "bias") else round_operand(role, x, along)
 
-    vars(layer)["operand"] = operand
+    vars(layer)["round_operand"] = round_data
     module.register_forward_pre_hook(partial(_decode_parameters, names))
     module.register_forward_hook(partial(_forget_values, names))
 

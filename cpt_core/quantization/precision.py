@@ -226,11 +226,11 @@ class LayerPrecision(RunningState):
         """
         self.require_bits()
         first, second, bias = operands
-        rounded_bias = None if bias is None else self._operand("bias", bias, None)
+        rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
         if roles[0] is not None:
-            first = self._operand(self.own_role(roles[0]), first, along[0])
+            first = self.round_operand(self.own_role(roles[0]), first, along[0])
         if roles[1] is not None:
-            second = self._operand(self.own_role(roles[1]), second, along[1])
+            second = self.round_operand(self.own_role(roles[1]), second, along[1])
         return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
@@ -242,9 +242,10 @@ class LayerPrecision(RunningState):
             along: the dimension over which the product sums; None for that of the role, see ``sums``.
         """
         self.require_bits()
-        return self._operand(role, x, along)
+        return self.round_operand(role, x, along)
 
-    def _operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
+    def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
+        """Return an operand, rounded; of a layer that has bits."""
         if x.dtype in HALF and self.now.active:
             x = x.float()
         is_quantized = self.now.weight if role in self._weight_roles else self.now.activation
