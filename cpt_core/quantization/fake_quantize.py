@@ -210,8 +210,8 @@ class _QuantizeGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None) -> Tensor:
-        ctx.steps, ctx.quantizer, ctx.key = steps, quantizer, key
+    def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
+        ctx.steps, ctx.grid, ctx.key = steps, grid, key
         return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod
@@ -221,7 +221,7 @@ class _QuantizeGradient(torch.autograd.Function):
                 "backward() runs under autocast, which rounds quantised products once more; leave its block before",
                 stacklevel=2,
             )
-        return round_gradient(gradient, ctx.steps, ctx.quantizer, ctx.key), None, None, None
+        return _round_on_grid(gradient, ctx.steps, ctx.grid, ctx.key), None, None, None
 
 
 def counts_in_backward() -> bool:
@@ -235,11 +235,13 @@ def counts_in_backward() -> bool:
 
 def round_gradient(gradient: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None) -> Tensor:
     """Return a gradient quantised on its own range; what the backward pass of ``quantize_gradient`` does."""
+    return _round_on_grid(gradient, steps, quantizer.grid, key if quantizer.rounding == "stochastic" else None)
+
+
+def _round_on_grid(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
     if gradient.numel() == 0:
         return gradient
-    if quantizer.rounding != "stochastic":
-        key = None
-    rounded = fake_quantize(gradient, steps, quantizer.grid, key)[0]
+    rounded = fake_quantize(gradient, steps, grid, key)[0]
     if key is not None and counts_in_backward():
         key.add_(1)
     return rounded
@@ -256,5 +258,6 @@ def quantize_gradient(y: Tensor, steps: Tensor, quantizer: Quantizer, key: Tenso
 
     Paper: figure 1. Weight gradients themselves and the update stay in full precision.
     """
-    node = operators.gradient_node(y, steps, key if quantizer.rounding == "stochastic" else None, quantizer.grid)
-    return _QuantizeGradient.apply(y, steps, quantizer, key) if node is None else node
+    key = key if quantizer.rounding == "stochastic" else None
+    node = operators.gradient_node(y, steps, key, quantizer.grid)
+    return _QuantizeGradient.apply(y, steps, quantizer.grid, key) if node is None else node

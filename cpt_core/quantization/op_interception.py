@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from cpt_core.quantization.precision import LayerPrecision
 
-TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # compilers follow function modes since then
 without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
 HOOK = "_interception"  # name of the attribute that a hooked module has
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(mode, function, *args, **kwargs)
