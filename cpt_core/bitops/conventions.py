@@ -64,8 +64,3 @@ class Work:
             return () if self.is_recomputed else tuple(PASSES)
         computed = {"forward": True, "error": self.error, "weight": self.weight}
         return tuple(name for name in PASSES if computed[name])
-
-    def moved(self, name: str) -> tuple[int, int, int]:
-        """Return the elements that a pass moves: of its operands, as ``PASSES`` orders them, and of its result."""
-        x, w, y = self.elements
-        return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]

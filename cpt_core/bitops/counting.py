@@ -46,7 +46,7 @@ def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) ->
     reporter = _Reporter(mode, modules, report)
     with ExitStack() as undo:
         undo.callback(setattr, mode, "on_operation", mode.on_operation)
-        mode.on_operation = _both(mode.on_operation, reporter)
+        mode.on_operation = reporter
         for name, module in modules.items():
             if hasattr(module, HOOK):
                 _rename(module, name, undo)
@@ -84,17 +84,6 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
         vars(module)[HOOK] = interception._replace(name=name)
         undo.callback(setattr, interception.mode, "owners", {})
         undo.callback(vars(module).update, {HOOK: interception})
-
-
-def _both(first: Callable[[Operation], None] | None, second: Callable[[Operation], None]) -> Any:
-    if first is None:
-        return second
-
-    def report(operation: Operation) -> None:
-        first(operation)
-        second(operation)
-
-    return report
 
 
 class CountingMode(QuantizedOpsMode):
@@ -157,9 +146,12 @@ class _Reporter:
 
     def __init__(self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report) -> None:
         self.mode, self.modules, self.report = mode, modules, report
+        self.outer_report = mode.on_operation
         self.ids = {id(module) for module in modules.values()}
 
     def __call__(self, operation: Operation) -> None:
+        if self.outer_report is not None:
+            self.outer_report(operation)
         if not any(id(entry.module) in self.ids for entry in self.mode.running.stack):
             return  # it runs in another part of the converted model
         on_gradient = self.report(self._work(operation), operation.precision)

@@ -25,33 +25,23 @@ from __future__ import annotations
 
 import math
 import textwrap
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from cpt_core import extensions
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, copy_of_inputs, shadow_of
-from cpt_core.bitops.tally import (
-    IN_FLOAT32,
-    Formats,
-    Tally,
-    describe_float32,
-    largest_layers,
-    price_table,
-    sort_key,
-    total_prices,
-    widest,
-)
+from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
 from cpt_core.checks import arguments, check_bits, choose, declared
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
 from cpt_core.quantization.convert import all_precisions, precision_of
@@ -84,7 +74,7 @@ class BitOpsPlan:
             layers, both of attention, sums over neighbours. The total is without them.
         uncounted: function of torch -> output elements of one forward pass, for what no convention prices: elementwise
             work and pooling; by "per_op" also "upsampling", which copies.
-        prices: layer -> name of a price -> total of the run, in its unit.
+        tally: what is counted by the convention, for other prices.
     """
 
     convention: str
@@ -96,7 +86,7 @@ class BitOpsPlan:
     at_32_bits: float
     unpriced: Mapping[str, int]
     uncounted: Mapping[str, int]
-    prices: Mapping[str, Mapping[str, float]]
+    tally: Tally = field(repr=False)
 
     @property
     def forward_macs(self) -> int:
@@ -124,13 +114,20 @@ class BitOpsPlan:
         return self.total / self.at_32_bits if self.at_32_bits else math.nan
 
     @property
+    def prices(self) -> dict[str, dict[str, float]]:
+        """Layer -> name of a cost of ``cpt.formats.COSTS`` -> total of the run, in its unit."""
+        prices: dict[str, dict[str, float]] = extensions.load("prices").layer_prices(self.tally)
+        return prices
+
+    @property
     def costs(self) -> dict[str, float]:
-        """Totals by every price, each in its unit, without what is ``unpriced``."""
-        return {**total_prices(self.prices), "bitops": self.total}
+        """Totals by every cost, each in its unit, without what is ``unpriced``."""
+        totals: dict[str, float] = extensions.load("prices").total_prices(self.tally)
+        return totals
 
     def table(self) -> pd.DataFrame:
         """Return all costs: a line per layer, and the total."""
-        return price_table(self.prices)
+        return extensions.load("prices").price_table(self.tally)
 
     def __str__(self) -> str:
         """Return a table by layer."""
@@ -168,7 +165,7 @@ def count_bitops(
     """Count the BitOps of training ``model`` for a whole schedule, before it runs, and its other costs.
 
     A copy runs once on the ``meta`` device: no data is computed and the model is not touched. Of a model that asks for
-    data while it runs (detectors, layers of DGL) a copy runs on the data given; a warning says so.
+    data while it runs (detectors, layers of DGL) a copy runs on the data given.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
@@ -197,57 +194,36 @@ def count_bitops(
 def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], dict[str, int]]:
     """Return the operations of one forward pass, and the output elements of functions that are not counted.
 
-    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run, or whose
-    operations depend on them, runs on the data given, and a warning says so.
+    A copy of the model runs on ``meta``, where nothing is computed; where it does not run there, on the data given.
     """
     arguments(inputs)
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-    has_no_data = any(t.is_meta for t in tensors)
-    shadow = model
-    work: list[Work] = []
-    uncounted: dict[str, int] = {}
-    try:
-        shadow = shadow_of(model, on_meta=True)
-        work, uncounted, depends_on_data = _count_on_shapes(model, shadow, inputs)
-        reason = f"what {type(model).__name__} multiplies depends on its data" if depends_on_data else ""
-    except Exception as problem:
-        message = textwrap.shorten(str(problem) or type(problem).__name__, 160)
-        reason = f"{_running_module(problem, shadow)} does not run on shapes alone ({message})"
-        if has_no_data:
-            advice = "give the model and its inputs real data, on a device that computes"
-            raise ValueError(f"{reason}; {advice}") from problem
-    if reason and has_no_data:
-        warnings.warn(f"{reason}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
-    elif reason:
-        work_on_data, uncounted, _ = _count(model, shadow_of(model, on_meta=False), inputs, on_meta=False)
-        if work_on_data != work:
-            warnings.warn(f"{reason}; a copy of it was counted on the data given", stacklevel=3)
-        work = work_on_data
+    counted = _count_on_shapes(model, inputs)
+    work, uncounted = _count(model, inputs, on_meta=False) if counted is None else counted
     if not work:
         raise ValueError(f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran")
     return work, uncounted
 
 
-def _count_on_shapes(
-    model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[list[Work], dict[str, int], bool]:
-    """Count on ``meta``; also return whether operations depend on the data, which may be asked "is all of it true?"."""
-    work, uncounted, has_asked = _count(model, shadow, inputs, on_meta=True)
-    if not has_asked:
-        return work, uncounted, False
+def _count_on_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], dict[str, int]] | None:
+    """Count on ``meta``; None for a model that does not run there, ValueError where there are no data to take then."""
     try:
-        return work, uncounted, work != _count(model, shadow, inputs, on_meta=True, answer=True)[0]
-    except Exception:  # it needs data there, or refuses what it has asked for
-        return work, uncounted, True
+        return _count(model, inputs, on_meta=True)
+    except Exception as problem:
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors_in(inputs))):
+            message = textwrap.shorten(str(problem) or type(problem).__name__, 160)
+            raise ValueError(
+                f"{type(model).__name__} does not run on shapes alone ({message}); give the model and its inputs real "
+                "data, on a device that computes"
+            ) from problem
+    return None
 
 
-def _count(
-    model: nn.Module, shadow: nn.Module, inputs: tuple[Any, ...], on_meta: bool, answer: bool = False
-) -> tuple[list[Work], dict[str, int], bool]:
-    """Run a copy of a model; return its operations, other functions, and whether it asked for data that are not there.
+def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> tuple[list[Work], dict[str, int]]:
+    """Run a copy of a model; return its operations and other functions.
 
     A closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back.
     """
+    shadow = shadow_of(model, on_meta)
     work: list[Work] = []
     reached = set[int]()  # operations whose gradient arrives
 
@@ -255,12 +231,11 @@ def _count(
         work.append(operation)
         return partial(reached.add, len(work) - 1)
 
-    other = _OtherFunctions(answer)
+    other = _UncountedFunctions()
     with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
         with other:
-            output = shadow(*copy_of_inputs(inputs, on_meta, {}))
+            outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
         num_forward = len(work)
-        outputs = list(tensors_in(output))
         with suppress(Exception):  # where no backward pass runs, every operation is taken to have one
             torch.autograd.backward([y.real.float().sum() for y in outputs if y.requires_grad])
             for i, operation in enumerate(work if outputs else ()):
@@ -270,14 +245,7 @@ def _count(
                     weight=operation.weight and i in reached,
                     is_recomputed=i >= num_forward,
                 )
-    return work, dict(other.elements), other.has_asked
-
-
-def _running_module(problem: Exception, model: nn.Module) -> str:
-    """Name the innermost module that was running when an exception was raised."""
-    names = {id(m): f"{type(m).__name__} {name!r}" if name else type(m).__name__ for name, m in model.named_modules()}
-    frames = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(problem.__traceback__)]
-    return next((names[i] for i in reversed(frames) if i in names), type(model).__name__)
+    return work, dict(other.elements)
 
 
 # functions that move, rename or create data cost nothing by any convention
@@ -286,27 +254,18 @@ FREE_FUNCTIONS = frozenset(
     "hstack new_empty new_full new_ones new_zeros ones ones_like pad repeat_interleave requires_grad set setitem split "
     "stack to type type_as unbind vstack zeros zeros_like".split()
 )
-COMPARISONS = (Tensor.__contains__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)  # of any tensors
-QUESTIONS = (Tensor.__bool__, Tensor.item, *COMPARISONS)
 
 
-class _OtherFunctions(TorchFunctionMode):
-    """Notes the functions of torch that nothing counts, and answers a model on ``meta`` that asks for its data.
+class _UncountedFunctions(TorchFunctionMode):
+    """Notes the functions of torch that nothing counts: the mode of the model, inside, hands them on."""
 
-    It lies around the mode of the model, which hands on what it does not count.
-    """
-
-    def __init__(self, answer: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.answer, self.has_asked = answer, False
         self.elements: Counter[str] = Counter()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in QUESTIONS and args[0].is_meta and (args[0].dtype == torch.bool or function in COMPARISONS):
-            self.has_asked = True  # without data, "is all of this mask true?" cannot be known
-            return self.answer
         output = function(*args, **(kwargs or {}))
-        first = next(tensors_in(output), None) if isinstance(output, (Tensor, tuple)) else None
+        first = next(tensors_in(output), None) if isinstance(output, (torch.Tensor, tuple)) else None
         name = getattr(function, "__name__", "").strip("_")
         is_work = first is not None and first.is_floating_point() and not first._is_view()
         if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
@@ -349,10 +308,10 @@ def price(
         bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
         float32=tallies["per_op"].float32(),
         by_convention={name: tally.total() for name, tally in tallies.items()},
-        at_32_bits=chosen.total(FULL_PRECISION),
+        at_32_bits=chosen.at_32_bits(),
         unpriced=dict(unpriced),
         uncounted={**uncounted, **copied},
-        prices=chosen.prices(),
+        tally=chosen,
     )
 
 
@@ -382,9 +341,11 @@ def formats_per_layer(
         formats.update(dict.fromkeys(names, _count_steps(steps)))
         formats_by_step.append(steps)
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
-    in_float32 = ((IN_FLOAT32, len(formats_by_step[0])),)
-    paper = {**formats, None: _count_steps([_widest(each) for each in zip(*formats_by_step, strict=True)])}
-    return {"paper": paper, "per_op": {**(formats if is_converted else {}), None: in_float32}}
+    widest_of_layers = cache(widest)
+    widest_by_step = [widest_of_layers(each) for each in zip(*formats_by_step, strict=True)]
+    paper = {**formats, None: _count_steps(widest_by_step)}
+    per_op = {**(formats if is_converted else {}), None: ((IN_FLOAT32, len(widest_by_step)),)}
+    return {"paper": paper, "per_op": per_op}
 
 
 def _warn_of_evaluation(model: nn.Module, precisions: Mapping[str, LayerPrecision]) -> None:
@@ -401,11 +362,6 @@ def _formats_of_steps(schedule: Schedule, q_grad: int | None, grids: AffineGrids
     return [priced(Levels(*levels)) for levels in zip(*rows, strict=True)]
 
 
-@cache
-def _widest(formats: tuple[Formats, ...]) -> Formats:
-    return widest(formats)
-
-
 def _count_steps(formats: Sequence[Formats]) -> StepsByFormats:
     """Return how many steps have which formats."""
-    return tuple(sorted(Counter(formats).items(), key=lambda item: [sort_key(f) for f in item[0]]))
+    return tuple(Counter(formats).items())

@@ -26,7 +26,8 @@ from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.choosing.sensitivities import FLOOR, OVER, ROLES, Sensitivity
 from cpt_core.choosing.solver import check_budget
 from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, costs_of, function_of, role_prices, static_cost
+from cpt_core.formats.prices import costs_of, function_of, static_cost
+from cpt_core.schedules.cost import StepCost, role_prices
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules

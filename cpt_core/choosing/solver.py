@@ -20,7 +20,8 @@ from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 
 from cpt_core.checks import check_bits, choose, declared
-from cpt_core.schedules.cost import Ladders, StepCost, costs_of, function_of, static_cost
+from cpt_core.formats.prices import costs_of, function_of, static_cost
+from cpt_core.schedules.cost import Ladders, StepCost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped

@@ -1,17 +1,71 @@
-"""Prices by the formats of operands: of counted operations, and of a training step on a ladder.  Beyond the paper.
+"""Prices by the formats of operands: of counted passes, and of training steps on a ladder.  Beyond the paper.
 
-Importing it registers all of ``COSTS`` in ``bitops.tally.PRICES``.
+``cpt_core`` counts operations and prices them in BitOps. This module prices them by all of ``COSTS``: for the plan and
+the ledger from their ``Tally``, for ``relative_cost`` from the levels of every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from cpt_core.bitops.tally import PRICES, Price
-from cpt_core.formats.costs import COSTS, Cost, Operands, cost_named
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cpt_core.bitops.conventions import Work
+from cpt_core.bitops.tally import Tally
+from cpt_core.checks import library, number
+from cpt_core.formats.costs import COSTS, Operands, cost_named
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# --- counted passes ---------------------------------------------------------------------------------------------------
+
+
+def layer_prices(tally: Tally) -> dict[str, dict[str, float]]:
+    """Return layer -> name of a cost -> total, in its unit."""
+    prices: dict[str, dict[str, float]] = {}
+    for counted, times in tally.times.items():
+        first, second = _format_of(counted.first), _format_of(counted.second)
+        elements = moved_elements(counted.work, counted.name)
+        totals = prices.setdefault(counted.work.layer, dict.fromkeys(COSTS, 0.0))
+        for name, cost in COSTS.items():
+            totals[name] += times * cost.product(first, second, counted.work.macs, elements)
+    return prices
+
+
+def moved_elements(work: Work, name: str) -> tuple[int, int, int]:
+    """Return the elements that a pass moves: of its operands, in the order of ``PASSES``, and of its result."""
+    x, w, y = work.elements
+    return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]
+
+
+def total_prices(tally: Tally) -> dict[str, float]:
+    """Return name of a cost -> total over layers, in its unit."""
+    prices = layer_prices(tally).values()
+    totals = {name: float(sum(layer[name] for layer in prices)) for name in COSTS}
+    return totals | {"bitops": tally.total()}
+
+
+def price_table(tally: Tally) -> pd.DataFrame:
+    """Return a row per layer and one of totals, a column per cost, with its unit."""
+    rows = {**layer_prices(tally), "total": total_prices(tally)}
+    pandas = library("pandas", "lab")
+    frame = pandas.DataFrame(list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(COSTS))
+    return frame.rename(columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()})
+
+
+def _format_of(priced: Format | int) -> Format:
+    """Return a format, given one or the bits of a uniform grid."""
+    return AFFINE.priced(priced) if isinstance(priced, int) else priced
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 
 def ladder_by_role(ladder: Any) -> tuple[FormatLadder, ...]:
@@ -35,16 +89,59 @@ def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
     return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
 
 
-def _format_of(priced: Format | int) -> Format:
-    """Return a format, given one or the bits of a uniform grid."""
-    return AFFINE.priced(priced) if isinstance(priced, int) else priced
+def relative_cost(
+    bits: ArrayLike, q_max: int, q_grad: int, cost: StepCost | str | None, ladder: Ladders | None
+) -> float:
+    """Return the mean cost of the steps divided by that of static ``q_max``, see ``schedules.cost.relative_cost``."""
+    spent = costs_of(bits, q_grad, function_of(cost, q_grad, ladder))
+    return float(spent.mean() / static_cost(q_max, cost, ladder))
 
 
-def _price(cost: Cost) -> Price:
-    def of_operation(a: Any, b: Any, macs: float, elements: tuple[float, float, float]) -> float:
-        return cost.product(_format_of(a), _format_of(b), macs, elements)
-
-    return Price(cost.unit, of_operation)
+def static_cost(q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None) -> float:
+    """Return what a step of the baseline costs: static ``q_max``, gradients too."""
+    return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
 
 
-PRICES.update({name: _price(cost) for name, cost in COSTS.items()})
+def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
+    """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
+
+    Raises:
+        ValueError: for another name, and for what is neither; for a ladder beside a function; for gradient bits that
+            are no level of it.
+    """
+    if isinstance(cost, str) or (cost is None and ladder is not None):
+        by_role = ladder_by_role(ladder)
+        return cache(lambda level: step_price([level, level, q_grad, q_grad], cost, by_role))
+    if cost is not None and not callable(cost):
+        raise ValueError(
+            f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"
+        )
+    if ladder is not None:
+        raise ValueError("a cost that is a function knows its formats; give a ladder with the name of a cost")
+    return cost
+
+
+def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDArray[Any]:
+    """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
+    if cost is None:
+        return step_cost(bits, q_grad)
+    distinct, where = np.unique(whole_bits("bits", bits), return_inverse=True)
+    prices = [number("cost must return what a step costs", cost(int(q))) for q in distinct]
+    return np.array(prices)[where].reshape(np.shape(bits))
+
+
+def role_prices(
+    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None, ladder: Ladders | None
+) -> tuple[NDArray[Any], float]:
+    """Return what every step and a step of the baseline cost, see ``schedules.cost.role_prices``.
+
+    Where roles have ladders of their own, the baseline is static at the highest level of every role.
+    """
+    if callable(cost):
+        raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
+    by_role = np.stack([whole_bits("levels", each) for each in levels])
+    has_own_ladders = len(set(ladder_by_role(ladder))) > 1
+    baseline = by_role.max(1).tolist() if has_own_ladders else [q_max] * 4
+    combinations, where = np.unique(np.column_stack([by_role, baseline]), axis=1, return_inverse=True)
+    prices = np.array([step_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
+    return prices[:-1], float(prices[-1])

@@ -10,8 +10,9 @@ from torch import nn
 
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, Work
 from cpt_core.bitops.counting import counting
-from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, price_table, total_prices, widest
+from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, widest
 from cpt_core.checks import choose, declared
+from cpt_core.formats.prices import price_table, total_prices
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -87,11 +88,11 @@ class BitOpsLedger:
 
     def costs(self, convention: str = "per_op") -> dict[str, float]:
         """Return the totals so far by every price, each in its unit."""
-        return {**total_prices(self._tally(convention).prices()), "bitops": self.total(convention)}
+        return total_prices(self._tally(convention))
 
     def table(self, convention: str = "per_op") -> pd.DataFrame:
         """Return all prices so far: a row per layer, and the total."""
-        return price_table(self._tally(convention).prices())
+        return price_table(self._tally(convention))
 
     def _tally(self, convention: str) -> Tally:
         return self._tallies[choose("convention", convention, CONVENTIONS)]

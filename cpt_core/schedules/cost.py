@@ -3,7 +3,7 @@
 One multiply-accumulate (MAC) of a ``b_a``-bit with a ``b_b``-bit operand costs ``b_a * b_b / 32**2`` full-precision
 MACs.  A training step of a layer does three products of (nearly) the same size: the forward product (q x q), the
 error product and the weight-gradient product (both q x q_grad).  Nothing here needs torch.
-Other costs, and formats other than the paper's, have their prices from ``cpt_core.formats``.
+Other costs, and formats other than the paper's, have their prices from the extension "prices".
 
 >>> int(step_cost(8, 8)) == 3 * 64
 True
@@ -11,15 +11,14 @@ True
 0.648
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpt_core import extensions
-from cpt_core.checks import MOST_BITS, check_bits, number, shown
+from cpt_core.checks import MOST_BITS, check_bits, shown
 
 FULL_PRECISION = 32  # bits of an unquantised operand
 Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``
@@ -37,7 +36,7 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
     Differs: the paper leaves the share of the backward pass open; one forward and two backward products, as the
         authors' cost scripts count them.
     """
-    q, g = _integers("bits", bits), _integers("q_grad", q_grad)
+    q, g = whole_bits("bits", bits), whole_bits("q_grad", q_grad)
     return q * q + 2 * q * g
 
 
@@ -69,71 +68,32 @@ def relative_cost(
     """
     q_max = check_bits("q_max", q_max)
     q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
-    top = static_cost(q_max, cost, ladder)
-    return float(costs_of(bits, q_grad, function_of(cost, q_grad, ladder)).mean() / top)
-
-
-def static_cost(q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None) -> float:
-    """Return what a step of the baseline costs: static ``q_max``, gradients too; see ``relative_cost``."""
-    return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
+    if cost is not None or ladder is not None:
+        return float(extensions.load("prices").relative_cost(bits, q_max, q_grad, cost, ladder))
+    return float(step_cost(bits, q_grad).mean() / step_cost(q_max, q_max))
 
 
 def role_prices(
-    levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
-    q_max: int,
-    cost: StepCost | str | None = None,
-    ladder: Ladders | None = None,
+    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
 ) -> tuple[NDArray[Any], float]:
-    """Return what every step costs whose roles have ``Levels`` apart, shape (steps,), and what one of the baseline.
+    """Return the cost of every step, shape (steps,), and of one at static ``q_max``, where roles have levels apart.
 
-    By the name of a cost, ``step_cost`` when None. Where roles have ladders of their own, the baseline is static at the
-    highest level of every role.
+    Args:
+        levels: of every step, for the four roles in the order of ``Levels``.
+        q_max: bits of the static baseline, and of its gradients.
+        cost: a name of ``COSTS``; BitOps when None.
+        ladder: as for ``relative_cost``.
 
     Raises:
-        ValueError: as ``function_of``; for a function, which knows one level of a step.
+        ValueError: for a cost that is a function, which knows one level of a step; for another name.
     """
     q_max = check_bits("q_max", q_max)
-    found = np.stack([_integers("levels", v) for v in levels])
-    if cost is None and ladder is None:
-        a, w, e, g = found  # each product costs by its own operands
-        return a * w + e * w + g * a, int(step_cost(q_max, q_max))
-    if callable(cost):
-        raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
-    prices_of_formats = extensions.load("prices")
-    own = len(set(prices_of_formats.ladder_by_role(ladder))) > 1
-    baseline = found.max(1).tolist() if own else [q_max] * 4
-    combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)
-    prices = np.array([prices_of_formats.step_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
-    return prices[:-1], float(prices[-1])
-
-
-def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
-    """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
-
-    Raises:
-        ValueError: for another name, and for what is neither; for a ladder beside a function; for gradient bits that
-            are no level of it.
-    """
-    if isinstance(cost, str) or (cost is None and ladder is not None):
-        prices = extensions.load("prices")
-        by_role = prices.ladder_by_role(ladder)
-        return cache(lambda level: prices.step_price([level, level, q_grad, q_grad], cost, by_role))
-    if cost is not None and not callable(cost):
-        raise ValueError(
-            f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"
-        )
-    if ladder is not None:
-        raise ValueError("a cost that is a function knows its formats; give a ladder with the name of a cost")
-    return cost
-
-
-def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDArray[Any]:
-    """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
-    if cost is None:
-        return step_cost(bits, q_grad)
-    widths, where = np.unique(_integers("bits", bits), return_inverse=True)
-    prices = [number("cost must return what a step costs", cost(int(q))) for q in widths]
-    return np.array(prices)[where].reshape(np.shape(bits))
+    if cost is not None or ladder is not None:
+        prices: tuple[NDArray[Any], float] = extensions.load("prices").role_prices(levels, q_max, cost, ladder)
+        return prices
+    activation, weight, error, weight_gradient = (whole_bits("levels", each) for each in levels)
+    spent = activation * weight + error * weight + weight_gradient * activation
+    return spent, int(step_cost(q_max, q_max))
 
 
 def noise_exposure(bits: ArrayLike, q_max: int) -> float:
@@ -147,10 +107,11 @@ def noise_exposure(bits: ArrayLike, q_max: int) -> float:
     return float(np.mean(4.0 ** (check_bits("q_max", q_max) - q)))
 
 
-def _integers(what: str, values: ArrayLike) -> NDArray[np.int64]:
+def whole_bits(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Return values as integers; ValueError unless all are whole numbers that bits may be."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
-        raise ValueError(f"{what} must be whole numbers, got {shown(values)}")
+        raise ValueError(f"{name} must be whole numbers, got {shown(values)}")
     if array.size and not (array.min() >= 1 and array.max() <= MOST_BITS):
-        raise ValueError(f"{what} must lie between 1 and {MOST_BITS}, got {shown(values)}")
+        raise ValueError(f"{name} must lie between 1 and {MOST_BITS}, got {shown(values)}")
     return array.astype(np.int64)

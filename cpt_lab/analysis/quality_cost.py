@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.schedules.cost import static_cost
+from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_lab.analysis import printed
 from cpt_lab.analysis.captions import caption, warned
@@ -250,7 +250,7 @@ def relative_to_largest(runs: pd.DataFrame) -> pd.DataFrame:
         cost[q_max] = full[q_max] / full[top]
         noise[q_max] = 4.0 ** (top - q_max)
         if np.isnan(cost[q_max]):
-            cost[q_max] = static_cost(int(q_max)) / static_cost(int(top))
+            cost[q_max] = float(step_cost(q_max, q_max) / step_cost(top, top))
     converted = {
         "relative_cost": runs["relative_cost"] * runs["q_max"].map(cost).astype(float),
         "noise_exposure": runs["noise_exposure"] * runs["q_max"].map(noise).astype(float),

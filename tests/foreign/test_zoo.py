@@ -23,7 +23,7 @@ NAMED = {  # in float32 by name: the products of parametrisations
 
 @pytest.mark.parametrize(("library", "name"), SOME)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:.*does not run on shapes alone")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 def test_what_is_listed_as_quantised_runs_quantised(library, name):
     row = tried(library, name, MODELS[library][name], loops=False)
     assert row["finite"]

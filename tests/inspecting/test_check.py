@@ -238,7 +238,6 @@ def test_what_no_gradient_reaches_has_no_backward_price():
     assert (found.ok, backward_of(found)) == (True, [("head", "linear", True, 24)])
 
 
-@pytest.mark.filterwarnings("ignore:.* does not run on shapes alone")
 def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_its_copy():
     def forward(m, x):
         m.mean = 0.9 * m.mean + 0.1 * x.mean(0)
