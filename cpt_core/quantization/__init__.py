@@ -10,7 +10,7 @@ The design, in the order of reading:
 - active_bits.py, running_ranges.py, precision.py: the active bits of a layer, its running ranges, its noise.
 - op_interception.py: one function mode per model sees what a running model computes, and one method rounds operands,
   computes, reports the work and rounds the gradient. op_handlers.py says what the operands of each function are;
-  lstm.py, recurrences.py and graph_handlers.py do so for recurrent layers and graph convolutions.
+  lstm.py and graph_handlers.py do so for LSTMs and graph convolutions.
 - convert.py, scheduler.py: ``quantize_`` gives modules a precision and hooks; ``PrecisionScheduler`` sets the bits.
 
 The trade-offs: nothing is compiled or copied, so any model can be converted and restored; each function of torch costs

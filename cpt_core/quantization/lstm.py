@@ -27,7 +27,7 @@ torch.Size([7, 2, 3])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpt_core.quantization import fake_quantize, recurrences
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.fake_quantize import check_floating
-from cpt_core.quantization.op_handlers import functions_named, recurrence_handler, register_handler
+from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
 
-State = tuple[Tensor, Tensor]  # h and c
+State = tuple[Tensor, ...]  # h and c; of other recurrent layers h alone
 
 
 class LSTMDirection(NamedTuple):
@@ -137,10 +137,10 @@ def lstm_roles(module: Any, roles: Mapping[str, Quantizer]) -> dict[str, Quantiz
 def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
     """Return a handler of ``torch.lstm`` that computes every direction of every layer with a function."""
 
-    def handler(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def handler(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, ...] | None:
         layer = mode.running.stack[-1].interception
         if layer.kind != "lstm":
-            return unrolled(mode, function, input, *args)
+            return None
         if layer.precision is None or not mode.is_active(layer.precision):
             return function(input, *args)
         return _run(layer.precision, run_direction, _Call.of(input, args))
@@ -212,20 +212,42 @@ def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
     def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return precision.multiplied(fake_quantize.operators.linear, operand, weight, bias)
 
-    def step(multiply: recurrences.Multiply, x: Tensor, state: Any, weights: Any) -> recurrences.State:
+    def step(x: Tensor, state: State) -> State:
         hidden, cell = state
         input_gates = multiply(precision.operand(f"input_{name}", x), input_weight, input_bias)
         hidden_gates = multiply(precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias)
-        return recurrences.lstm_state(input_gates + hidden_gates, cell)
+        return lstm_state(input_gates + hidden_gates, cell)
 
     steps = list(x.split(direction.rows_of_steps(x)))
     if direction.is_reverse:
         steps.reverse()
-    ys, (last_h, last_c) = recurrences.run_direction(step, multiply, steps, (h, c), ())
+    ys, (last_h, last_c) = run_steps(step, steps, (h, c))
     if direction.is_reverse:
         ys.reverse()
     return torch.cat(ys), last_h, last_c
 
 
-unrolled = recurrence_handler("lstm")
+def lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return h and c behind a step, (B, H) each, from its gates (B, 4 H) and the c before it."""
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def run_steps(step: Callable[[Tensor, State], State], xs: Sequence[Tensor], start: State) -> tuple[list[Tensor], State]:
+    """Run over steps, the batches of which may shrink, or grow, as those of packed sequences do."""
+    state, ys = tuple(s[: len(xs[0])] for s in start), []
+    ended: list[State] = []
+    for x in xs:
+        if len(x) < len(state[0]):
+            ended.append(tuple(s[len(x) :] for s in state))
+            state = tuple(s[: len(x)] for s in state)
+        elif len(x) > len(state[0]):
+            state = tuple(torch.cat([s, begin[len(s) : len(x)]]) for s, begin in zip(state, start, strict=True))
+        state = step(x, state)
+        ys.append(state[0])
+    parts = [state, *ended[::-1]]
+    return ys, tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
 register_handler(functions_named("lstm"), lstm_handler(run_by_steps), "input hx")

@@ -253,30 +253,6 @@ def attention(
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
 
-# --- recurrent layers -------------------------------------------------------------------------------------------------
-
-
-RECURRENT_FUNCTIONS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-
-
-def recurrence_handler(kind: str, is_cell: bool = False) -> Callable[..., Any]:
-    """Return the handler of a recurrent function of torch: its steps, made of linear operations."""
-
-    def handler(mode: QuantizedOpsMode, function: Any, x: Tensor, *given: Any) -> Any:
-        from cpt_core.quantization import recurrences  # few models have any
-
-        unroll: Callable[..., Any] = recurrences.cell if is_cell else recurrences.unrolled
-
-        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _run_linear(mode, mode.layer_of(weight), x, weight, bias)
-
-        layer = mode.running.stack[-1].interception
-        listed = (tuple(g) if isinstance(g, list) else g for g in given)
-        return in_float32(layer.precision, x, partial(unroll, kind, multiply), x, *listed)
-
-    return handler
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +269,7 @@ TRANSPOSED_CONVOLUTIONS = frozenset(functions_named(*(f"conv_transpose{n}d" for 
 
 def _table() -> dict[str, tuple[Callable[..., Any], str]]:
     """Return the name of a function -> its handler, and the names of its operands in their order."""
-    like_linear, cell = "input weight bias", "input hx w_ih w_hh b_ih b_hh"
+    like_linear = "input weight bias"
     convolutions = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]
     return {
         "linear": (linear, like_linear),
@@ -307,8 +283,6 @@ def _table() -> dict[str, tuple[Callable[..., Any], str]]:
         "baddbmm": (added_matmul, "input batch1 batch2"),
         "addmv": (added_matmul, "input mat vec"),
         "scaled_dot_product_attention": (attention, "query key value attn_mask"),
-        **{kind: (recurrence_handler(kind), "input hx") for kind in RECURRENT_FUNCTIONS},
-        **{f"{kind}_cell": (recurrence_handler(kind, is_cell=True), cell) for kind in RECURRENT_FUNCTIONS},
     }
 
 

@@ -33,11 +33,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from cpt_core import extensions
 from cpt_core.quantization.precision import LayerPrecision
 
 without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
 HOOK = "_interception"  # name of the attribute that a hooked module has
-OP_HANDLERS: dict[Any, Callable[..., Any]] = {}  # function of torch -> handler(mode, function, *args, **kwargs)
+# function of torch -> ``handler(mode, function, *args, **kwargs)``, which returns None where it leaves that to torch
+OP_HANDLERS: dict[Any, Callable[..., Any]] = {}
 # (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
 EXECUTORS: dict[tuple[str, str], Callable[..., Any]] = {}
 # function -> ``composite(mode, *args, **kwargs)``, the same function with its inner ones visible
@@ -144,6 +146,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        extensions.load_handlers("operations")
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation], None] | None = None
         self.owners: dict[int, Owner] = {}  # by the id of the parameter
@@ -152,23 +155,28 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Exclude the callback and the table of parameters from copies and pickles."""
         return {**vars(self), "on_operation": None, "owners": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load the optional handlers in the process that a stored model comes to."""
+        vars(self).update(state)
+        extensions.load_handlers("operations")
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch: by its handler where it has one."""
         if self.on_operation is not None and function in COUNTED_FUNCTIONS:
             return self._count_whole(function, types, args, kwargs or {})
-        handler = OP_HANDLERS.get(function)
         kwargs = kwargs or {}
-        if handler is None:
-            if function in COMPOSITE_OPS:
-                with self:
-                    return COMPOSITE_OPS[function](self, *args, **kwargs)
-            return function(*args, **kwargs)
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
-            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        if "out" in kwargs or not is_quantizable(args, kwargs) or not self._is_inside():
-            return function(*args, **kwargs)
-        with without_modes():
-            return self.call_handler(handler, function, args, kwargs)
+            del kwargs["out"]
+        handler = None if "out" in kwargs else OP_HANDLERS.get(function)
+        if handler is not None and is_quantizable(args, kwargs) and self._is_inside():
+            with without_modes():
+                output = self.call_handler(handler, function, args, kwargs)
+            if output is not None:
+                return output
+        if function in COMPOSITE_OPS:
+            with self:
+                return COMPOSITE_OPS[function](self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Let a handler compute a function."""
@@ -362,18 +370,16 @@ class QuantizedOpsMode(TorchFunctionMode):
 
 def is_quantizable(args: Any, kwargs: Any) -> bool:
     """Return whether all operands are dense real tensors, and the first one floating."""
-    first = None
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_complex():
-                return False
-            first = value if first is None else first
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            tensors = [x for x in value if isinstance(x, Tensor)]
-            if any(x.layout is not torch.strided or x.is_complex() for x in tensors):
-                return False
-            first = tensors[0] if tensors and first is None else first
-    return first is not None and first.is_floating_point()
+            tensors += [x for x in value if isinstance(x, Tensor)]
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_complex():
+            return False
+    return bool(tensors) and tensors[0].is_floating_point()
 
 
 def _is_running(frame: Any, current: Any) -> bool:
