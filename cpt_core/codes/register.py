@@ -22,6 +22,8 @@ from cpt_core.codes.execution import describe_execution as describe_execution
 from cpt_core.codes.execution import multiplies_integers
 from cpt_core.codes.execution import note_active_bits as note_active_bits
 from cpt_core.codes.layers import conv2d_on_codes, linear_on_codes, product_on_codes
+from cpt_core.codes.reasons import products_of as products_of
+from cpt_core.codes.reasons import simulated_products as simulated_products
 from cpt_core.quantization.layers import ONE_RANGE
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision

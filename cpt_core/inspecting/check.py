@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -31,7 +32,7 @@ from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
 from cpt_core.checks import arguments, unsharded
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
-from cpt_core.quantization.convert import layer_precisions, precision_of
+from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
@@ -146,12 +147,12 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
         return on_gradient
 
-    executed = _NotIntercepted(model)
-    with as_it_was(model, inputs), _simulated(model), executed.parameters_restored(), precision(model, BITS, BITS):
-        with warnings.catch_warnings(), counting(model, report), executed:
+    not_intercepted = _NotIntercepted(model)
+    with as_it_was(model, inputs), _parameters_restored(model), _simulated(model), precision(model, BITS, BITS):
+        with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
-    macs += executed.macs
+    macs += not_intercepted.macs
     operations = tuple(Executed(*key, n) for key, n in macs.items())
     used = {e.layer for e in operations if e.intercepted}
     silent = [name for name in layer_precisions(model) if name not in used]
@@ -167,16 +168,27 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 @contextmanager
 def _simulated(model: nn.Module) -> Iterator[None]:
     """Compute in float32, on the paper's grids, inside the block: a ladder may lack the level."""
-    before = []
-    for p in filter(None, map(precision_of, model.modules())):
-        before.append((p, p.execution, p.grids, p.in_force))
+    before = [(p, p.execution, p.grids, p.in_force) for p in all_precisions(model).values()]
+    for p, *_ in before:
         p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS, None
     try:
         yield
     finally:
         for p, execution, grids, levels in before:
-            p.execution, p.grids = execution, grids
-            p.in_force = levels
+            p.execution, p.grids, p.in_force = execution, grids, levels
+
+
+@contextmanager
+def _parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Put parameters back that forward writes to."""
+    values = [(p, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                if not torch.equal(parameter, value):
+                    parameter.copy_(value)
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
@@ -209,13 +221,10 @@ class _NotIntercepted(TorchDispatchMode):
         super().__init__()
         self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
         self._mode: QuantizedOpsMode = next(getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
-        self._parameters = {_storage(p) for p in model.parameters()}
-        self._written: list[tuple[Tensor, Tensor]] = []  # parameters, and what they were
         self._origins: dict[int, tuple[str, bool]] = {}  # number of a node -> its module, and whether in a handler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._save_written(func, args, kwargs)
         stack = self._mode.running.stack
         node = None if stack else torch._C._current_autograd_node()  # modules run in a backward pass that recomputes
         if node is None:
@@ -233,28 +242,6 @@ class _NotIntercepted(TorchDispatchMode):
             if macs:
                 self.macs[layer, _name(func), node is not None, False, False] += macs
         return output
-
-    def _save_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
-            return
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = [named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        self._written += [(t, t.clone()) for t in tensors_in(written) if _storage(t) in self._parameters]
-
-    @contextmanager
-    def parameters_restored(self) -> Iterator[None]:
-        """Put parameters that were written to back afterwards."""
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in reversed(self._written):
-                    tensor.copy_(value)
-
-
-def _storage(x: Tensor) -> int | None:
-    """Return the address of the memory of a tensor; None for a sparse one, which has no memory of its own."""
-    return x.untyped_storage().data_ptr() if x.layout == torch.strided and x.numel() else None
 
 
 def _name(func: Any) -> str:

@@ -21,11 +21,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cpt_core import extensions
 from cpt_core.bitops.conventions import PASSES
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import describe_float32
 from cpt_core.checks import declared
-from cpt_core.codes.reasons import products_of, simulated_products
 from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
 
 IDLE = "no matmul or convolution has run in it"
@@ -46,14 +46,18 @@ class LayerSummary:
     name: str
     kind: str
     parameters: int
-    quantized: bool
     reason: str
     simulated: dict[str, str] | None = None
     products: tuple[str, ...] = tuple(PASSES)
     share: float | None = None
 
+    @property
+    def quantized(self) -> bool:
+        """Whether it is quantised."""
+        return not self.reason
+
     def __str__(self) -> str:
-        if not self.quantized:
+        if self.reason:
             return f"float32 ({self.reason})"
         if self.simulated is None:
             return "quantised"
@@ -113,37 +117,37 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     modules, parts = dict(model.named_modules()), parts_of_layers(model)
     left_out = {id(m) for _, m in convertible(model) if precision_of(m) is None}
     rows = []
+    in_force: Counter[str] = Counter()
     for name, module in modules.items():
-        layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
-        own_precision = precision_of(module)
-        is_listed = own_precision is not None and own_precision.listed
-        if not (is_listed or name in shares or any(p is not None for p in module._parameters.values())):
+        precision = precision_of(module)
+        is_listed = precision is not None and precision.listed
+        own = [p for p in module._parameters.values() if p is not None]
+        if precision is not None and is_listed:
+            in_force[precision.extra_repr()] += 1
+        if not (is_listed or name in shares or own):
             continue
-        share = shares.get(name, 0.0) if inputs is not None else None
-        rows.append(_row(name, module, layer, id(layer) in left_out, share))
-    in_words = [p.extra_repr() for p in map(precision_of, modules.values()) if p is not None and p.listed]
-    return Summary(tuple(rows), float32_shares, dict(Counter(in_words)))
+        layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+        share = None if inputs is None else shares.get(name, 0.0)
+        reason = _float32_reason(layer, id(layer) in left_out, share)
+        num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
+        row = LayerSummary(name, type(module).__name__, num_parameters, reason, share=share)
+        rows.append(row if reason else _with_integers(row, layer))
+    return Summary(tuple(rows), float32_shares, dict(in_force))
 
 
-def _row(name: str, module: nn.Module, layer: nn.Module, is_left_out: bool, share: float | None) -> LayerSummary:
-    """Return the row of a module; ``layer`` is the module, or the one that it is a part of."""
-    own = [p for p in module._parameters.values() if p is not None]
-    row = LayerSummary(
-        name=name,
-        kind=type(module).__name__,
-        parameters=sum(0 if is_lazy(p) else p.numel() for p in own),  # a lazy module has no shapes yet
-        quantized=True,
-        reason="",
-        share=share,
-    )
+def _float32_reason(layer: nn.Module, is_left_out: bool, share: float | None) -> str:
     precision = precision_of(layer)
     if precision is None:
-        return replace(row, quantized=False, reason=float32_reason(layer, is_left_out))
-    if not (precision.listed or share):
-        return replace(row, quantized=False, reason=IDLE)
-    if precision.execution == "simulated":
+        return float32_reason(layer, is_left_out)
+    return "" if precision.listed or share else IDLE
+
+
+def _with_integers(row: LayerSummary, layer: Any) -> LayerSummary:
+    """Add the matmuls of a layer that is to compute on 8-bit integers."""
+    if precision_of(layer).execution == "simulated":  # type: ignore[union-attr]
         return row
-    return replace(row, products=products_of(layer), simulated=simulated_products(layer))
+    int8 = extensions.load("int8")
+    return replace(row, products=int8.products_of(layer), simulated=int8.simulated_products(layer))
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
