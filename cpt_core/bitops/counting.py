@@ -80,9 +80,9 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
     """Let operations have the name of a module in this model, which may be part of the converted one, or around it."""
     interception: Interception = getattr(module, HOOK)
     if interception.name != name:
-        interception.mode.owners = {}
+        interception.mode.owners.clear()
         vars(module)[HOOK] = interception._replace(name=name)
-        undo.callback(setattr, interception.mode, "owners", {})
+        undo.callback(interception.mode.owners.clear)
         undo.callback(vars(module).update, {HOOK: interception})
 
 
@@ -94,15 +94,14 @@ class CountingMode(QuantizedOpsMode):
         self.root = model
         self._originals: dict[int, Tensor] = {}  # id of a tensor without data -> the one that it stands for
 
-    def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
-        """Return the module of every parameter by the parameter's id."""
-        owners: dict[int, tuple[nn.Parameter, Interception]] = {}
-        for name, module in self.root.named_modules() if self.root is not None else ():
-            for parameter in module._parameters.values():
-                if isinstance(parameter, nn.Parameter):
-                    interception = Interception(self, name, None, module_kind(module), False)
-                    owners.setdefault(id(parameter), (parameter, interception))
-        return owners
+    def find_owners(self) -> list[tuple[Tensor, Interception]]:
+        """Return the parameters of the model, each with its module."""
+        return [
+            (parameter, Interception(self, name, None, module_kind(module), False))
+            for name, module in self.root.named_modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether a tensor is, or stands for, a weight."""

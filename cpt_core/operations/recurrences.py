@@ -1,13 +1,12 @@
 """RNNs, GRUs, their cells, and LSTMs with a projection, step by step from linear operations, which the mode quantises.
 
-A plain ``nn.LSTM`` has a handler of its own, see ``quantization.lstm``. Importing this module registers the others.
+A plain ``nn.LSTM`` has a handler of its own, see ``quantization.lstm``.
 
 Shapes: T steps, N sequences, H hidden units.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +17,6 @@ from torch.nn import functional
 from torch.nn.functional import linear
 
 from cpt_core.quantization.lstm import State, lstm_state, run_steps
-from cpt_core.quantization.op_handlers import functions_named
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode
-from cpt_core.quantization.precision import in_float32
 
 Weights = Sequence[Any]  # of input and hidden state, their biases, and the projection; None for what there is not
 Step = Callable[[Weights, Tensor, State], State]
@@ -54,7 +50,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def cell(
+def run_cell(
     kind: str,
     input: Tensor,
     hx: Any,
@@ -69,7 +65,7 @@ def cell(
     return after if kind == "lstm" else after[0]
 
 
-def layers(kind: str, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def run_layers(kind: str, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Compute what ``torch.gru`` and its like do, with their two lists of arguments: padded, or packed with sizes."""
     is_packed = not isinstance(args[2], bool)  # of padded sequences the third says if there are biases
     if is_packed:
@@ -104,20 +100,3 @@ def _weights(flat: Sequence[Tensor], has_biases: bool) -> Weights:
     biases = flat[2:4] if has_biases else (None, None)
     has_projection = len(flat) > (4 if has_biases else 2)
     return [*flat[:2], *biases, flat[-1] if has_projection else None]
-
-
-def _composite(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of ``COMPOSITE_OPS``, computed in float32 between its operations."""
-
-    def composite(mode: QuantizedOpsMode, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        precision = mode.running.stack[-1].interception.precision
-        positional = inspect.signature(function).bind(input, *args, **kwargs).args if kwargs else (input, *args)
-        tensors = [tuple(arg) if isinstance(arg, list) else arg for arg in positional]
-        return in_float32(precision, input, function, *tensors)
-
-    return composite
-
-
-for _kind in STEPS:
-    COMPOSITE_OPS |= dict.fromkeys(functions_named(_kind), _composite(partial(layers, _kind)))
-    COMPOSITE_OPS |= dict.fromkeys(functions_named(f"{_kind}_cell"), _composite(partial(cell, _kind)))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
 from cpt_core.quantization.precision import LayerPrecision
@@ -96,13 +96,6 @@ class Interception(NamedTuple):
     keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
 
 
-class Owner(NamedTuple):
-    """A parameter, not kept alive, and the layer that holds it; None where no hooked module does."""
-
-    parameter: weakref.ref[nn.Parameter]
-    layer: Interception | None
-
-
 class RunningModule:
     """An entry of the stack of running modules.
 
@@ -149,15 +142,15 @@ class QuantizedOpsMode(TorchFunctionMode):
         extensions.load_handlers("operations")
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation], None] | None = None
-        self.owners: dict[int, Owner] = {}  # by the id of the parameter
+        self.owners: Any = WeakIdKeyDictionary()  # parameter -> its layer, or None
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the callback and the table of parameters from copies and pickles."""
-        return {**vars(self), "on_operation": None, "owners": {}}
+        return {**vars(self), "on_operation": None, "owners": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the optional handlers in the process that a stored model comes to."""
-        vars(self).update(state)
+        vars(self).update(state, owners=WeakIdKeyDictionary())
         extensions.load_handlers("operations")
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +194,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         stack = self.running.stack
         if stack and frame is not None:
             self._drop_interrupted(frame)
-        switches_on = not (stack if frame is None else _is_switched_on(self))
+        switches_on = not (stack if frame is None else self in _get_current_function_mode_stack())
         stack.append(RunningModule(module, interception, frame, switches_on))
         if switches_on:
             self.__enter__()
@@ -280,37 +273,29 @@ class QuantizedOpsMode(TorchFunctionMode):
         top = self.running.stack[-1]
         if top.module._parameters.get("weight") is weight:
             return top.interception
-        parameter = weight if weight._base is None else weight._base
-        if isinstance(parameter, nn.Parameter):
-            return self._owner(parameter) or top.interception
-        if torch.compiler.is_compiling():
-            return top.interception
-        owners = (layer for tensor, layer in self._stand_ins() if tensor is weight or tensor is parameter)
-        return next(owners, top.interception)
+        held = weight if weight._base is None else weight._base
+        if not isinstance(held, nn.Parameter):
+            owners = [] if torch.compiler.is_compiling() else self._stand_ins()
+        elif torch.compiler.is_compiling():  # which knows no table of parameters
+            owners = self.find_owners()
+        else:
+            if held not in self.owners:
+                self.owners[held] = None
+                self.owners.update(reversed(self.find_owners()))  # the first one of several that share a parameter
+            return self.owners[held] or top.interception
+        return next((layer for tensor, layer in owners if tensor is held or tensor is weight), top.interception)
+
+    def find_owners(self) -> list[tuple[Tensor, Interception]]:
+        """Return the parameters of the model, each with its layer."""
+        return held_tensors(self.running.stack[0].module)
 
     def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
         """Return the tensors in the place of parameters of the innermost running module and its children."""
         entry = self.running.stack[-1]
         if entry.stand_ins is None:
-            entry.stand_ins = _stand_ins(entry.module)
+            held = held_tensors(entry.module)
+            entry.stand_ins = [(tensor, layer) for tensor, layer in held if not isinstance(tensor, nn.Parameter)]
         return entry.stand_ins
-
-    def _owner(self, parameter: nn.Parameter) -> Interception | None:
-        if torch.compiler.is_compiling():  # compilers know no id of a parameter
-            owners = (layer for held, layer in _held_parameters(self.running.stack[0].module) if held is parameter)
-            return next(owners, None)
-        known = self.owners.get(id(parameter))
-        if known is None or known.parameter() is not parameter:
-            found: dict[int, Owner] = {
-                key: Owner(weakref.ref(p), layer) for key, (p, layer) in self.find_owners().items()
-            }
-            known = found.get(id(parameter), Owner(weakref.ref(parameter), None))
-            self.owners |= {**found, id(parameter): known}
-        return known.layer
-
-    def find_owners(self) -> dict[int, tuple[nn.Parameter, Interception]]:
-        """Return the layer of every parameter of the outermost running module, by the parameter's id."""
-        return _owners(self.running.stack[0].module)
 
     # --- the one place where operations are quantised ---------------------------------------------------------------
 
@@ -411,41 +396,14 @@ def _autograd_state() -> tuple[Any, bool]:
     return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
 
 
-def _is_switched_on(mode: QuantizedOpsMode) -> bool:
-    """Return whether a mode is among those of this thread."""
-    for index in range(torch._C._len_torch_function_stack()):
-        if torch._C._get_function_stack_at(index) is mode:
-            return True
-    return False
-
-
-def _stand_ins(module: nn.Module) -> list[tuple[Tensor, Interception]]:
-    """Return the tensors in the place of parameters of a module and its children, each with its layer."""
-    found: list[tuple[Tensor, Interception]] = []
-    for part in module.modules():
-        interception = getattr(part, HOOK, None)
-        for tensor in part._parameters.values() if interception is not None else ():
-            if tensor is not None and not isinstance(tensor, nn.Parameter):
-                found.append((tensor, interception))
-    return found
-
-
-def _owners(root: nn.Module) -> dict[int, tuple[nn.Parameter, Interception]]:
-    """Return the layer of every parameter by the parameter's id; of several that share one, the first."""
-    owners: dict[int, tuple[nn.Parameter, Interception]] = {}
-    for parameter, interception in _held_parameters(root):
-        owners.setdefault(id(parameter), (parameter, interception))
-    return owners
-
-
-def _held_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Interception]]:
-    """Return the parameters of all layers below a module, each with its layer, those of converted layers first."""
-    converted: list[tuple[nn.Parameter, Interception]] = []
-    others: list[tuple[nn.Parameter, Interception]] = []
+def held_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
+    """Return what all modules below one hold as parameters, each with its layer; converted layers come first."""
+    converted: list[tuple[Tensor, Interception]] = []
+    others: list[tuple[Tensor, Interception]] = []
     for module in root.modules():
         interception = getattr(module, HOOK, None)
         if interception is not None:
-            held = [(p, interception) for p in module._parameters.values() if isinstance(p, nn.Parameter)]
+            held = [(tensor, interception) for tensor in module._parameters.values() if tensor is not None]
             (others if interception.precision is None else converted).extend(held)
     return converted + others
 
