@@ -9,6 +9,7 @@ multiplies float32 matrices on a CPU is said in ``products.py``.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -93,6 +94,7 @@ def _cpp(forced: bool) -> tuple[str, str]:
     try:
         where = building.load()
         operators.gradient_node = True
+        importlib.import_module("cpt_core.kernels.layers")  # registers itself
         return "cpp", where
     except building.NoKernelsError as error:
         if forced:

@@ -385,4 +385,5 @@ TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {
   m.impl("quantize_gradient", quantize_gradient);
 }
 
+#include "layer.h"
 #include "lstm.h"

@@ -1,0 +1,223 @@
+"""Layers as one operator in C++ give what the plain path gives, bit for bit, and leave it what they cannot do."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from cpt_core.kernels import layers
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.roles import QUANTIZERS, Quantizer
+from cpt_core.quantization.scheduler import precision
+
+pytestmark = pytest.mark.usefixtures("cpp_kernels")
+
+LAYERS = {
+    "linear": (lambda bias: nn.Linear(6, 5, bias=bias), (7, 6)),
+    "linear of sequences": (lambda bias: nn.Linear(6, 5, bias=bias), (3, 4, 6)),
+    "linear of a vector": (lambda bias: nn.Linear(6, 5, bias=bias), (6,)),
+    "conv2d": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (3, 4, 7, 6)),
+    "conv2d with all": (
+        lambda bias: nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 2), dilation=(1, 2), groups=2, bias=bias),
+        (3, 4, 7, 6),
+    ),
+    "conv2d without batch": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (4, 7, 6)),
+    "conv2d reflecting": (lambda bias: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=bias), (3, 4, 7, 6)),
+    "conv2d same": (lambda bias: nn.Conv2d(4, 6, 3, padding="same", bias=bias), (3, 4, 7, 6)),
+}
+POSITIONS = {k: Quantizer("per_position", q.rounding) for k, q in QUANTIZERS.items() if k.endswith("_grad")}
+RUNNING_WEIGHTS = {k: Quantizer("per_tensor", running=True) for k in ("linear_weight", "conv_weight")}
+SAMPLE_MEANS = {k: Quantizer("per_sample_mean") for k in ("linear_input", "conv_input")}
+CONFIGS = {
+    "authors": QuantConfig(seed=3),
+    "nearest": QuantConfig().with_gradient_rounding("nearest"),
+    "shared steps": QuantConfig(running_start="zero").with_shared_steps(),
+    "positions": QuantConfig(quantizers={**QUANTIZERS, **POSITIONS}),
+    "running weights": QuantConfig(quantizers={**QUANTIZERS, **RUNNING_WEIGHTS}),
+    "sample means": QuantConfig(quantizers={**QUANTIZERS, **SAMPLE_MEANS}),
+}
+
+
+@contextmanager
+def plain_path():
+    """Leave every layer to the plain path inside a block."""
+    fused = {key: EXECUTORS.pop(key) for key in (("simulated", "linear"), ("simulated", "conv2d"))}
+    try:
+        yield
+    finally:
+        EXECUTORS.update(fused)
+
+
+class Fused:
+    """The operators of C++, which count how often they return a result."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __getattr__(self, name):
+        def called(*args):
+            y = getattr(torch.ops.cpt, name)(*args)
+            self.count += y is not None
+            return y
+
+        return called
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Count the results of C++."""
+    counting = Fused()
+    monkeypatch.setattr(layers, "CPT", counting)
+    monkeypatch.setattr(layers, "_is_active", lambda: True)
+    return counting
+
+
+def trained(make, shape, config, needs=(True, True, True), bits=(4, 6), use=None):
+    """Return outputs and gradients of three steps, and what they leave in the layer."""
+    torch.manual_seed(0)
+    layer = quantize_(nn.Sequential(make), config)
+    parameters = list(layer.parameters())
+    for parameter, need in zip(parameters, needs[1:], strict=False):
+        parameter.requires_grad_(need)
+    x = torch.randn(shape).requires_grad_(needs[0])
+    held = [t for t in (x, *parameters) if t.requires_grad]
+    found = []
+    with precision(layer, *bits):
+        for _ in range(3):
+            y = layer(x) if use is None else use(layer, x)
+            found.append(y.detach())
+            if y.requires_grad:
+                weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
+                (y.square() * weights).sum().backward()
+                found += [t.grad for t in held]
+                x.grad = None
+                layer.zero_grad()
+    return found + [v for p in layer_precisions(layer).values() for v in p.get_running().values()]
+
+
+def equal(make, *args, **kwargs):
+    """Return whether the plain path leaves the same; ``make``: a function that makes the layer."""
+    torch.manual_seed(1)
+    ours = trained(make(), *args, **kwargs)
+    torch.manual_seed(1)
+    with plain_path():
+        plain = trained(make(), *args, **kwargs)
+    return len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_equal_plain_path(name, config, bias, fused):
+    make, shape = LAYERS[name]
+    assert equal(lambda: make(bias), shape, CONFIGS[config])
+    assert (fused.count == 0) == (config in ("running weights", "sample means") or name == "conv2d same")
+
+
+@pytest.mark.parametrize("needs", [(False, True, True), (True, False, False), (True, True, False), (False,) * 3])
+@pytest.mark.parametrize("bits", [(4, 6), (4, None), (32, 6), (2, 32)])
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_layers_equal_for_gradients_needed(name, bits, needs, fused):
+    make, shape = LAYERS[name]
+    assert equal(lambda: make(True), shape, QuantConfig(), needs, bits)
+    assert (fused.count == 0) == (bits[0] == 32)
+
+
+def checkpointed(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def checkpointed_reentrantly(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def channels_last(layer, x):
+    return layer(x.contiguous(memory_format=torch.channels_last))
+
+
+def with_gaps(layer, x):
+    return layer(torch.stack([x, x], -1)[..., 0])
+
+
+def without_gradient(layer, x):
+    with torch.no_grad():
+        return layer(x)
+
+
+def for_inference(layer, x):
+    with torch.inference_mode():
+        return layer(x).clone()
+
+
+def differentiated_twice(layer, x):
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return gradient
+
+
+def under_autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x).float()
+
+
+def counted(layer, x):
+    with FlopCounterMode(display=False) as counter:
+        y = layer(x)
+    return y + counter.get_total_flops()
+
+
+def evaluated(layer, x):
+    return layer.eval()(x)
+
+
+def shared(layer, x):
+    return layer(x).sum() + layer(x * 2).sum()
+
+
+USES = [
+    checkpointed, checkpointed_reentrantly, channels_last, with_gaps, without_gradient, for_inference,
+    differentiated_twice, under_autocast, counted, evaluated, shared,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_layers_equal_however_called(name, use, fused):
+    make, shape = LAYERS["linear of sequences" if name == "linear" and use is with_gaps else name]
+    if use is channels_last and name == "linear":
+        make, shape = lambda bias: nn.Linear(6, 5, bias=bias), (2, 3, 4, 6)
+    assert equal(lambda: make(True), shape, QuantConfig(), use=use)
+    assert (fused.count == 0) == (use in (evaluated, counted))
+
+
+def test_observer_sees_the_operands(fused):
+    layer, seen = quantize_(nn.Sequential(nn.Linear(6, 5))), []
+    layer[0].precision.observer = lambda role, x, rows: seen.append(role)
+    with precision(layer, 4, 6):
+        layer(torch.randn(7, 6, requires_grad=True)).sum().backward()
+    assert seen == ["bias", "input", "weight", "grad"]
+    assert fused.count == 0
+
+
+def test_forward_gradients_are_left_to_plain_path(fused):
+    layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
+    with precision(layer, 4, 6), forward_ad.dual_level():
+        layer(torch.randn(7, 6))
+    assert fused.count == 0
+
+
+def test_first_gradient_is_looked_at(fused):
+    """A layer that a scheduler drives takes the plain path until a gradient has come."""
+    layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
+    layer[0].precision.set_bits(4, 6)
+    counts = []
+    for _ in range(3):
+        layer(torch.randn(7, 6)).sum().backward()
+        counts.append(fused.count)
+    assert counts == [0, 1, 2]
