@@ -121,18 +121,28 @@ class Standardised(nn.Conv2d):
         return nn.functional.conv2d(x, self.weight - self.weight.mean((1, 2, 3), True), self.bias)
 
 
-RINGS = {b: Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, b) for b in ("auto", "csr")}
+RING = Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6)
 
 
 class OnRing(nn.Module):
-    """A graph convolution on a ring of six nodes, one graph for all of a backend: its degrees are counted once."""
+    """A graph convolution on a ring of six nodes, one graph for all: its degrees are counted once."""
 
-    def __init__(self, layer, backend="auto"):
+    def __init__(self, layer):
         super().__init__()
-        self.layer, self.backend = layer, backend
+        self.layer = layer
 
     def forward(self, x):
-        return self.layer(RINGS[self.backend], x)
+        return self.layer(RING, x)
+
+
+def to_dgl(graph):
+    """Return a graph, or a block where there are more sources than destinations, as DGL's."""
+    import dgl
+
+    parts = "csc", (graph.indptr, graph.indices, [])
+    if graph.num_src == graph.num_dst:
+        return dgl.graph(parts, num_nodes=graph.num_dst)
+    return dgl.create_block(parts, num_src_nodes=graph.num_src, num_dst_nodes=graph.num_dst)
 
 
 def losses_of(model, schedule, loss, steps, **sgd):

@@ -37,7 +37,7 @@ def test_quantisers_and_layers_give_the_numbers_of_the_cpu(name, device):
 def test_sampled_neighbourhoods_on_a_device(device):
     source, target = torch.unique(torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)), dim=1)
     edges = set(zip(source.tolist(), target.tolist(), strict=True))
-    graph = cpt.Graph.from_edges(source, target, 60, "csr").to(device)
+    graph = cpt.Graph.from_edges(source, target, 60).to(device)
     x = torch.randn(60, 8, device=device)
     torch.manual_seed(0)
     layer = cpt.quantize_(cpt.SAGEConv(8, 16).to(device))

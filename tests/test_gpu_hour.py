@@ -178,7 +178,7 @@ def test_without_cuda_it_says_so(capsys):
     assert "torch sees no CUDA device; --dry rehearses on the CPU" in capsys.readouterr().err
 
 
-GRAPH = cpt.Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30, "csr")
+GRAPH = cpt.Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30)
 SAME_WORK = {
     "convolution": (lambda: nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
     "linear": (lambda: nn.Linear(6, 4), (torch.randn(5, 7, 6),)),

@@ -68,7 +68,7 @@ def test_devices_do_not_mix_and_numbers_are_those_of_the_cpu():
 
 def graph():
     edges = torch.randint(0, 50, (2, 400), generator=torch.Generator().manual_seed(0))
-    return Graph.from_edges(edges[0], edges[1], 50, "csr").to(CUDA)
+    return Graph.from_edges(edges[0], edges[1], 50).to(CUDA)
 
 
 # What a quantised layer starts forward (a sum for the loss is in it) and backward, and how often the host waits. Every

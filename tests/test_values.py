@@ -107,7 +107,7 @@ def recording():
 
 # argument -> a legal value, whatever takes it
 VALUES = {
-    "aggregation": "fp", "allow_zero_in_degree": True, "backend": "csr", "base": 4, "bias": True, "bits": 4,
+    "aggregation": "fp", "allow_zero_in_degree": True, "base": 4, "bias": True, "bits": 4,
     "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
     "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "delay_at": "float32", "device": "cpu",
     "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,

@@ -62,7 +62,7 @@ def quantisers(device: str) -> dict[str, Any]:
 
 def _graph() -> Graph:
     source, target = torch.randint(0, 200, (2, 2000), generator=torch.Generator().manual_seed(0))
-    return Graph.from_edges(source, target, 200, "csr")
+    return Graph.from_edges(source, target, 200)
 
 
 class _OnGraph(nn.Module):

@@ -1,4 +1,4 @@
-"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: by DGL, or a product with a matrix of ones.
+"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a product with a sparse matrix of ones.
 
 One operator, so that compilers, which know no sparse tensors, and recordings of a step take it as it is.
 
@@ -9,16 +9,14 @@ One operator, so that compilers, which know no sparse tensors, and recordings of
 
 from __future__ import annotations
 
-import sys
 import warnings
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices, int dgl=0) -> Tensor"
+SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
 Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
 
 
@@ -43,12 +41,10 @@ def counts(nodes: Tensor, count: int) -> Tensor:
     )
 
 
-def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *rest: Any) -> Tensor:
-    if dgl := (*rest, 0)[2]:  # the key of DGL's own graph of these edges, negative for the way back
-        index = GRAPHS[abs(dgl)]._graph
-        return sys.modules["dgl"].backend.gspmm(index if dgl > 0 else index.reverse(), "copy_lhs", "sum", h, None)
+def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *back: Tensor | None) -> Tensor:
     _swallow_warning()
-    return torch.mm(_matrix(indptr, indices, h.new_ones(len(indices)), len(h)), h)
+    matrix = _matrix(indptr, indices, h.new_ones(len(indices)), len(h))
+    return torch.sparse.mm(matrix, h, "sum") if h.is_cpu else torch.mm(matrix, h)
 
 
 def _matrix(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
@@ -64,17 +60,14 @@ def _swallow_warning() -> None:
 
 
 def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.dgl, ctx.graph = inputs[5], GRAPHS.get(abs(inputs[5]))  # nobody else may hold it until there are gradients
+    ctx.save_for_backward(*inputs[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     indptr, indices, *back = ctx.saved_tensors
-    edges = (indptr, indices, None, None) if ctx.dgl else (*back, indptr, indices)
-    return torch.ops.cpt_graphs.sum(gradient, *edges, -ctx.dgl), *[None] * 5
+    return torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices), None, None, None, None
 
 
-GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
 LIBRARY.define(f"sum{SCHEMA}")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")

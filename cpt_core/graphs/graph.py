@@ -1,8 +1,5 @@
 """Graphs and the operation that runs on them: the sum, or mean, over in-neighbours.  Paper: equation 1.
 
-One class, two ways to compute the same numbers and gradients: DGL on the CPU, where it is about twice as fast, and
-torch's sparse CSR product with a stored transpose on CUDA, in compiled code and wherever DGL is not installed.
-
 >>> graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([2, 2]), num_nodes=3)
 >>> graph.aggregate(torch.tensor([[1.0], [2.0], [4.0]])).tolist()
 [[0.0], [0.0], [3.0]]
@@ -12,10 +9,7 @@ Shapes: S source nodes, D destination nodes, E edges, F features.
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Hashable
-from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +19,6 @@ from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.graphs import csr
 
 REDUCES = ("sum", "mean")
-LEVEL3_CACHE_SIZE = 194  # of sysconf in glibc, for which DGL is built; Python has no name for it
-BACKENDS = ("auto", "dgl", "csr")
 MOST_NODES = 2**63 - 1
 
 
@@ -37,52 +29,44 @@ class Graph:
         indptr: (D + 1,) int32 or int64, ascending from 0 to E; the edges into node i are ``indptr[i]:indptr[i + 1]``.
         indices: (E,) of the same type: the source of every edge.
         num_src: S; None takes D (an ordinary graph; sampled blocks have more sources than destinations).
-        backend: "dgl", "csr", or "auto": DGL on the CPU if it is installed, else, and in compiled code, CSR.
 
     Raises:
         ValueError: for an edge that names no node, or an ``indptr`` that does not fit.
 
-    Int32 indices halve the memory: a graph of 124 million edges takes 0.5 GB, its transpose (CSR backend only) again.
+    Int32 indices halve the memory: a graph of 124 million edges takes 0.5 GB, its transpose again.
     """
 
-    def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None, backend: str = "auto") -> None:
+    def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None) -> None:
         declared(type(self).__init__, locals())
-        choose("backend", backend, BACKENDS)
         num_src = None if num_src is None else whole("num_src", num_src, 0, MOST_NODES)
-        self._keep_edges(indptr, indices, num_src, backend)
-        if backend == "dgl" and (indices.is_cuda or dgl_module() is None):
-            raise ValueError("backend 'dgl' needs DGL and a graph on the CPU; take 'csr'")
         for name, part in (("indices", indices), ("indptr", indptr)):
             if part.dim() != 1 or part.dtype not in (torch.int32, torch.int64) or part.dtype != indices.dtype:
                 got = f"{part.dtype} {tuple(part.shape)}"
                 raise ValueError(f"{name} must be (n,), of int32 or int64 as the other is, got {got}")
-        if self.num_dst < 0 or int(indptr[0]) != 0 or int(indptr[-1]) != self.num_edges:
-            raise ValueError(f"indptr must go from 0 to the number of edges, {self.num_edges}")
+        if not len(indptr) or int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
+            raise ValueError(f"indptr must go from 0 to the number of edges, {len(indices)}")
         if bool((indptr[1:] < indptr[:-1]).any()):  # else a kernel would read beyond the edges
             node = int((indptr[1:] < indptr[:-1]).int().argmax())
             raise ValueError(f"indptr must ascend, at node {node} it goes from {indptr[node]} to {indptr[node + 1]}")
-        if self.num_edges:
-            low, high = map(int, torch.aminmax(indices))
-            if low < 0 or high >= self.num_src:
-                raise ValueError(f"edges must name nodes 0..{self.num_src - 1}, got {low if low < 0 else high}")
+        self._set_edges(indptr, indices, len(indptr) - 1 if num_src is None else num_src)
+        _check_nodes(indices, self.num_src)
 
-    def _keep_edges(self, indptr: Tensor, indices: Tensor, num_src: int | None, backend: str) -> None:
-        self.indptr, self.indices, self.backend = indptr, indices, backend
-        self.num_dst, self.num_edges = len(indptr) - 1, len(indices)
-        self.num_src = self.num_dst if num_src is None else num_src
+    def _set_edges(self, indptr: Tensor, indices: Tensor, num_src: int) -> None:
+        self.indptr, self.indices = indptr, indices
+        self.num_src, self.num_dst, self.num_edges = num_src, len(indptr) - 1, len(indices)
         self.constant: Tensor | None = None
         self._kept: dict[Hashable, Any] = {}
         self._made: dict[str, Any] = {}
 
     @classmethod
-    def _unchecked(cls, indptr: Tensor, indices: Tensor, num_src: int, backend: str) -> Graph:
+    def _unchecked(cls, indptr: Tensor, indices: Tensor, num_src: int) -> Graph:
         """Return the graph of edges that are right already, such as a part of one: every check waits for the GPU."""
         graph = cls.__new__(cls)
-        graph._keep_edges(indptr, indices, num_src, backend)
+        graph._set_edges(indptr, indices, num_src)
         return graph
 
     @classmethod
-    def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int, backend: str = "auto") -> Graph:
+    def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int) -> Graph:
         """Return the graph of edges source[k] -> destination[k], both (E,); parallel edges count as often as given."""
         declared(cls.from_edges, locals())
         num_nodes = whole("num_nodes", num_nodes, 0, MOST_NODES)
@@ -92,21 +76,19 @@ class Graph:
         if source.dim() != 1 or source.shape != destination.shape:
             shapes = f"{tuple(source.shape)} and {tuple(destination.shape)}"
             raise ValueError(f"source and destination must be (E,), an entry per edge, got {shapes}")
-        if len(source) and (min(int(source.min()), int(destination.min())) < 0):
-            raise ValueError("edges must name nodes 0 or above, got a negative number")
-        if len(source) and (highest := max(int(source.max()), int(destination.max()))) >= num_nodes:
-            raise ValueError(f"edges must name nodes 0..{num_nodes - 1}, got {highest}")
+        _check_nodes(source, num_nodes)
+        _check_nodes(destination, num_nodes)
         indptr, order = csr.grouped(destination, num_nodes)
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
-        return cls(indptr.to(kind), source[order].to(kind), num_nodes, backend)
+        return cls._unchecked(indptr.to(kind), source[order].to(kind), num_nodes)
 
     @classmethod
     def from_dgl(cls, graph: Any) -> Graph:
         """Return a DGL graph or block of one node type and one edge type as a ``Graph``; it is not copied."""
         indptr, indices, _ = graph.adj_tensors("csc")
-        found = cls(indptr, indices, graph.num_src_nodes())
-        if indptr.is_cpu:
-            found.__dict__["_dgl"] = graph  # fills the cached property: DGL's own object is used as it is
+        back_indptr, back_indices, _ = graph.adj_tensors("csr")
+        found = cls._unchecked(indptr, indices, graph.num_src_nodes())
+        found._made["transposed"] = cls._unchecked(back_indptr, back_indices, found.num_dst)
         return found
 
     @classmethod
@@ -119,24 +101,16 @@ class Graph:
         return cls.from_edges(edges[0], edges[1], data.num_nodes)
 
     def __repr__(self) -> str:
-        return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, {self.kernel})"
+        return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the edges alone: what is derived from them is made again."""
-        return Graph._unchecked, (self.indptr, self.indices, self.num_src, self.backend)
+        return Graph._unchecked, (self.indptr, self.indices, self.num_src)
 
     @property
     def device(self) -> torch.device:
         """Where the edges are."""
         return self.indices.device
-
-    @property
-    def kernel(self) -> str:
-        """What computes the sums: "dgl" or "csr"."""
-        if self.backend != "auto":
-            return self.backend
-        eager = not torch.compiler.is_compiling()  # compilers stop at what DGL does
-        return "dgl" if eager and self.indices.is_cpu and dgl_module() is not None else "csr"
 
     def to(self, device: torch.device | str) -> Graph:
         """Return the graph on another device; constant features do not move with it."""
@@ -146,8 +120,7 @@ class Graph:
                 return self
         except RuntimeError as error:
             raise ValueError(f"device must be one of torch's, got {device!r}: {error}") from None
-        backend = "csr" if self.backend == "csr" else "auto"
-        return Graph._unchecked(self.indptr.to(device), self.indices.to(device), self.num_src, backend)
+        return Graph._unchecked(self.indptr.to(device), self.indices.to(device), self.num_src)
 
     @property
     def in_degrees(self) -> Tensor:
@@ -163,6 +136,15 @@ class Graph:
     def largest_in_degree(self) -> int:
         """Edges into the destination that has most."""
         return self._once("largest_in_degree", lambda: int(self.indptr.diff().max()) if self.num_dst else 0)
+
+    @property
+    def transposed(self) -> Graph:
+        """The graph of the same edges the other way round: along it gradients go back."""
+        return self._once("transposed", self._transpose)
+
+    def _transpose(self) -> Graph:
+        indptr, indices = csr.transposed(self.indptr, self.indices, self.num_src)
+        return Graph._unchecked(indptr, indices, self.num_dst)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         # no cached_property: it has a lock, at which compilers stop
@@ -183,28 +165,12 @@ class Graph:
         choose("reduce", reduce, REDUCES)
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
-        if self._dgl_can(h):
-            csr.GRAPHS[key := id(self._dgl)] = self._dgl
-            out = torch.ops.cpt_graphs.sum(wide.contiguous(), self.indptr, self.indices, None, None, key)
-        else:
-            back = self._back if wide.requires_grad and torch.is_grad_enabled() else (None, None)
-            out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
+        has_backward = wide.requires_grad and torch.is_grad_enabled()
+        back = (self.transposed.indptr, self.transposed.indices) if has_backward else (None, None)
+        out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
         if reduce == "mean":
             out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
         return out.to(h.dtype)
-
-    def _dgl_can(self, h: Tensor) -> bool:
-        """Whether DGL computes this sum and its gradient; torch does where DGL would crash."""
-        if self.kernel != "dgl" or h.is_meta:
-            return False
-        if self.num_edges * h.shape[1] <= dgl_limit() * min(self.num_src, self.num_dst):
-            return True
-        if self.backend == "dgl":
-            raise ValueError(
-                f"DGL cannot sum {h.shape[1]} features over {self.num_edges} edges into {self.num_dst} nodes on this "
-                "machine; take backend 'auto' or 'csr'"
-            )
-        return False
 
     def set_constant(self, features: Tensor | None) -> Graph:
         """Declare input features that never change: what layers aggregate of them is computed once and kept.
@@ -237,23 +203,13 @@ class Graph:
                 self._kept[key] = compute()
         return self._kept[key]
 
-    @property
-    def transposed(self) -> Graph:
-        """The graph of the same edges the other way round, made once: along it gradients go back."""
-        return self._once("transposed", lambda: Graph._unchecked(*self._back, self.num_dst, self.backend))
 
-    @cached_property
-    def _dgl(self) -> Any:
-        dgl = dgl_module()
-        assert dgl is not None
-        parts: Any = ("csc", (self.indptr, self.indices, []))
-        if self.num_src == self.num_dst:
-            return dgl.graph(parts, num_nodes=self.num_dst)
-        return dgl.create_block(parts, num_src_nodes=self.num_src, num_dst_nodes=self.num_dst)
-
-    @property
-    def _back(self) -> csr.Edges:
-        return self._once("back", lambda: csr.transposed(self.indptr, self.indices, self.num_src))
+def _check_nodes(nodes: Tensor, count: int) -> None:
+    """Raise ValueError for numbers of nodes outside 0..count - 1."""
+    if len(nodes):
+        low, high = map(int, torch.aminmax(nodes))
+        if low < 0 or high >= count:
+            raise ValueError(f"edges must name nodes 0..{count - 1}, got {low if low < 0 else high}")
 
 
 def check_features(x: Any, nodes: int, where: str = "") -> None:
@@ -273,27 +229,3 @@ def as_graph(graph: Any) -> Graph:
     if not hasattr(graph, "adj_tensors"):
         raise TypeError(f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}")
     return Graph.from_dgl(graph)
-
-
-@lru_cache(maxsize=1)
-def dgl_module() -> Any:
-    """Return the module ``dgl``, or None where it is not installed or does not fit the installed torch."""
-    os.environ.setdefault("DGLBACKEND", "pytorch")  # else its first import writes into the home directory
-    try:
-        return importlib.import_module("dgl")
-    except (ImportError, OSError):  # OSError: its compiled part was made for other versions of torch
-        return None
-
-
-@lru_cache(maxsize=1)
-def dgl_limit() -> float:
-    """Return the largest mean degree x features that is left to DGL.
-
-    DGL splits a sum into blocks when degree x features x 2000 exceeds the bytes of the last-level cache, and in version
-    1.1.3 a sum of more than one block ends in a segmentation fault.
-    """
-    try:
-        cache = os.sysconf(LEVEL3_CACHE_SIZE)
-    except (ValueError, OSError):
-        cache = 0
-    return 0.9 * (cache if cache > 0 else 40 << 20) / 2000  # DGL takes 40 MB where the system does not say

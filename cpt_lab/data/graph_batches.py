@@ -41,7 +41,7 @@ def sample_blocks(
         local = place[sources]
         nodes = torch.cat([nodes, new])
         place[nodes] = -1
-        blocks.append(Graph._unchecked(indptr.to(local.dtype), local, len(nodes), graph.backend))
+        blocks.append(Graph._unchecked(indptr.to(local.dtype), local, len(nodes)))
     return nodes, blocks[::-1]
 
 

@@ -1,7 +1,5 @@
 import copy
-import os
 import pickle
-import sys
 from types import SimpleNamespace
 
 import dgl
@@ -10,8 +8,7 @@ import torch
 from helpers import WITH_CUDA, Ran, refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpt_core.graphs import graph as graph_module
-from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
+from cpt_core.graphs.graph import Graph, as_graph
 from cpt_lab.data.graph_batches import sample_blocks
 
 
@@ -25,14 +22,11 @@ def dense(source, destination, nodes):
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize(
-    ("backend", "device"), [("dgl", "cpu"), ("csr", "cpu"), pytest.param("csr", "cuda", marks=WITH_CUDA)]
-)
-def test_aggregates_as_a_dense_product_does_forward_and_backward(backend, device, reduce):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
+def test_aggregates_as_a_dense_product_does_forward_and_backward(device, reduce):
     source, destination = random_edges()
     destination[destination == 7] = 8  # a node without in-edges
-    graph = Graph.from_edges(source, destination, 30, backend).to(device)
-    assert graph.kernel == backend
+    graph = Graph.from_edges(source, destination, 30).to(device)
     matrix = dense(source, destination, 30)
     if reduce == "mean":
         matrix /= matrix.sum(1, keepdim=True).clamp_min(1)
@@ -45,21 +39,19 @@ def test_aggregates_as_a_dense_product_does_forward_and_backward(backend, device
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("backend", ["dgl", "csr"])
-def test_half_precision_is_summed_in_float32_and_types_stay(backend, dtype):
-    graph = Graph.from_edges(torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2, backend)
+def test_half_precision_is_summed_in_float32_and_types_stay(dtype):
+    graph = Graph.from_edges(torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2)
     y = graph.aggregate(torch.ones(2, 1, dtype=dtype))
     assert y.dtype == dtype
     assert y[1].item() == 4096  # bfloat16 alone would stop at 256
 
 
-@pytest.mark.parametrize("backend", ["dgl", "csr"])
-def test_parallel_edges_self_loops_and_graphs_without_edges(backend):
-    graph = Graph.from_edges(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1]), 2, backend)
+def test_parallel_edges_self_loops_and_graphs_without_edges():
+    graph = Graph.from_edges(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1]), 2)
     assert graph.aggregate(torch.tensor([[1.0], [10.0]])).tolist() == [[0.0], [12.0]]
     assert graph.in_degrees.tolist() == [0, 3]
     assert graph.out_degrees.tolist() == [2, 1]
-    graph = Graph(torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), backend=backend)
+    graph = Graph(torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
     x = torch.ones(3, 2, requires_grad=True)
     y = graph.aggregate(x, "mean")
     y.sum().backward()
@@ -83,13 +75,16 @@ def test_graphs_and_blocks_of_dgl():
     source, destination = random_edges()
     g = dgl.graph((source, destination), num_nodes=30)
     graph = as_graph(g)
-    assert graph._dgl is g  # used as it is
     assert as_graph(graph) is graph
-    x = torch.randn(30, 3)
-    torch.testing.assert_close(graph.aggregate(x), dgl.ops.copy_u_sum(g, x))
+    x, weights = torch.randn(30, 3, requires_grad=True), torch.randn(30, 3)
+    ours, theirs = graph.aggregate(x), dgl.ops.copy_u_sum(g, x)
+    assert torch.equal(ours, theirs)
+    ((gradient,), (expected,)) = (torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs))
+    assert torch.equal(gradient, expected)
     block = dgl.to_block(dgl.in_subgraph(g, torch.tensor([3, 4])), torch.tensor([3, 4]))
     small = as_graph(block)
     assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
+    assert (small.transposed.num_src, small.transposed.num_dst) == (2, block.num_src_nodes())
     refused("graph must be a Graph or a DGLGraph, got Tensor", as_graph, torch.eye(3), error=TypeError)
 
 
@@ -110,9 +105,9 @@ def test_graph_from_pyg_takes_edges_without_weights():
         (lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3), r"nodes 0\.\.2, got 5"),
         (lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 5"),
         (lambda: Graph.from_edges(torch.tensor([2**32]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 4294967296"),
-        (lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3), "negative"),
+        (lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3), r"nodes 0\.\.2, got -1"),
         (lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])), "indptr must go from 0 to the number of edges, 1"),
-        (lambda: Graph(torch.tensor([0, 1]), torch.tensor([0]), backend="cuda"), "choose from auto, dgl, csr"),
+        (lambda: Graph(torch.tensor([0], dtype=torch.int64)[:0], torch.tensor([0])), "indptr must go from 0 to the"),
         (lambda: triangle().aggregate(torch.ones(2, 1)), r"must be \(3, F\).*got \(2, 1\)"),
         (lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)), r"floating point, got torch.int64"),
         (lambda: triangle().aggregate(torch.ones(3, 1), "max"), "unknown reduce 'max'; choose from sum, mean"),
@@ -133,47 +128,9 @@ def triangle():
     return Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
 
 
-def test_without_dgl_torch_takes_over(monkeypatch):
-    monkeypatch.setattr(graph_module, "dgl_module", lambda: None)
-    assert triangle().kernel == "csr"
-    assert triangle().aggregate(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist() == [3, 1, 2]
-    refused("backend 'dgl' needs DGL", Graph.from_edges, torch.tensor([0]), torch.tensor([1]), 2, "dgl")
-
-
-@pytest.mark.parametrize("error", [ImportError("no dgl"), FileNotFoundError("libdgl_sparse of another torch")])
-def test_a_dgl_that_cannot_be_imported_counts_as_absent(monkeypatch, error):
-    def fail(name):
-        raise error
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    assert dgl_module.__wrapped__() is None
-
-
-def test_sums_that_crash_dgl_are_left_to_torch(monkeypatch):
-    """DGL 1.1.3 ends the process where mean degree x features exceeds a limit set by the cache."""
-    (source, destination), summed, gspmm = random_edges(), [], dgl.backend.gspmm
-    auto, forced = (Graph.from_edges(source, destination, 30, backend) for backend in ("auto", "dgl"))
-    monkeypatch.setattr(graph_module, "dgl_limit", lambda: 200 / 30 * 4)
-    monkeypatch.setattr(dgl.backend, "gspmm", lambda *a: summed.append(a[3].shape[1]) or gspmm(*a))
-    for features in (4, 5):
-        x = torch.rand(30, features, requires_grad=True)
-        y = auto.aggregate(x)
-        y.sum().backward()
-        torch.testing.assert_close(y, (dense(source, destination, 30) @ x.double()).float())
-        assert torch.equal(x.grad, auto.out_degrees.unsqueeze(1).expand(30, features))
-    assert forced.aggregate(x[:, :4]).shape == (30, 4)
-    refused("DGL cannot sum 5 features over 200 edges into 30 nodes on this machine", forced.aggregate, x)
-    assert summed == [4, 4, 4]  # forward, backward, forced
-
-
-def test_a_sum_of_dgl_is_one_operator_with_the_gradient_of_dgl():
-    graph, x = Graph.from_edges(*random_edges(), 30, "dgl"), torch.randn(30, 4, requires_grad=True)
-    weights = torch.randn(30, 4)
-    own, theirs = graph.aggregate(x), dgl.ops.copy_u_sum(graph._dgl, x)
-    assert torch.equal(own, theirs)
-    ((gradient,), (expected,)) = (torch.autograd.grad((y * weights).sum(), x, create_graph=True) for y in (own, theirs))
-    assert torch.equal(gradient, expected)
-    nodes = make_fx(lambda h: graph.aggregate(h))(x).graph.nodes
+def test_sum_is_one_operator_for_recorders():
+    graph = Graph.from_edges(*random_edges(), 30)
+    nodes = make_fx(lambda h: graph.aggregate(h))(torch.randn(30, 4)).graph.nodes
     assert [str(node.target) for node in nodes if node.op == "call_function"][-1] == "cpt_graphs.sum.default"
 
 
@@ -218,17 +175,16 @@ def test_what_is_computed_of_a_kept_table_is_kept_with_it():
     assert torch.equal(kept()[1], 2 * graph.aggregate(x))
 
 
-@pytest.mark.parametrize("backend", ["dgl", "csr"])
 @pytest.mark.parametrize("sources", [30, 50])
-def test_edges_the_other_way_round(backend, sources):
+def test_edges_the_other_way_round(sources):
     drawn = torch.Generator().manual_seed(0)
     destination, source = torch.randint(30, (99,), generator=drawn).sort().values, torch.randint(sources, (99,))
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(destination, minlength=30).cumsum(0)])
-    graph = Graph(indptr, source, sources, backend)
+    graph = Graph(indptr, source, sources)
     back, matrix = graph.transposed, torch.zeros(30, sources)
     matrix.index_put_((destination, source), torch.ones(99), accumulate=True)
     assert graph.transposed is back
-    assert (back.num_src, back.num_dst, back.kernel) == (30, sources, backend)
+    assert (back.num_src, back.num_dst) == (30, sources)
     assert torch.equal(back.aggregate(torch.eye(30)), matrix.T)
     assert (graph.largest_in_degree, back.largest_in_degree) == (matrix.sum(1).max(), matrix.sum(0).max())
 
@@ -278,11 +234,10 @@ def test_a_sample_is_a_function_of_the_generator():
     assert not torch.equal(sample(1)[1][1].indices, sample(2)[1][1].indices)
 
 
-@pytest.mark.parametrize("backend", ["dgl", "csr"])
-def test_samples_of_a_checked_graph_are_not_checked_again(backend):
+def test_samples_of_a_checked_graph_are_not_checked_again():
     """Every check reads a number back, for which a GPU must be waited for."""
     with Ran() as ran:
-        graph = Graph.from_edges(*random_edges(), 30, backend)
+        graph = Graph.from_edges(*random_edges(), 30)
     assert ran.count("_local_scalar_dense")
     with Ran() as ran:
         _, blocks = sample_blocks(graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0))
@@ -290,7 +245,6 @@ def test_samples_of_a_checked_graph_are_not_checked_again(backend):
         blocks += [graph.to("meta"), *copies]
     assert not ran.count("_local_scalar_dense")
     for block in blocks:
-        assert block.backend == ("auto" if block.device.type == "meta" and backend == "dgl" else backend)
         assert (block.num_dst, block.num_edges) == (len(block.indptr) - 1, len(block.indices))
     x = torch.randn(30, 2)
     assert all(torch.equal(other.aggregate(x), graph.aggregate(x)) for other in copies)
@@ -313,8 +267,3 @@ def test_every_neighbour_is_equally_likely_as_with_dgl():
         # standard deviation of a leaf's count: sqrt(n / 3 * 2 / 3) = 30; of a pair's: sqrt(n / 11 * 10 / 11) = 18
         assert (taken.sum(0) - n / 3).abs().max() < 5 * 30
         assert abs(taken[:, 0] @ taken[:, 11] - n / 11) < 5 * 18
-
-
-def test_dgl_is_imported_with_its_backend_set():
-    assert os.environ["DGLBACKEND"] == "pytorch"
-    assert dgl_module() is sys.modules["dgl"]

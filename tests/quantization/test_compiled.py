@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RINGS, WITH_CUDA, Does, OnRing, Ran, identical
+from helpers import RING, WITH_CUDA, Does, OnRing, Ran, identical
 from quantization.test_integer import attention, first
 from torch import nn
 
@@ -38,8 +38,8 @@ KINDS = {
     "block": (block, (4, 3, 6, 6)),
     "lstm": (lambda: Does(first, layer=nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
     "attention": (lambda: Does(first, layer=attention()), (2, 6, 12)),
-    "gcn": (lambda: OnRing(GraphConv(3, 4), "csr"), (6, 3)),  # eager code counts its degrees: else torch compiles twice
-    "sage": (lambda: OnRing(SAGEConv(4, 3), "csr"), (6, 4)),
+    "gcn": (lambda: OnRing(GraphConv(3, 4)), (6, 3)),  # eager code counts its degrees: else torch compiles twice
+    "sage": (lambda: OnRing(SAGEConv(4, 3)), (6, 4)),
     "called twice": (lambda: nn.Sequential(layer := nn.Linear(8, 8), nn.Tanh(), layer), (5, 8)),
 }
 HALF = torch.bfloat16  # the type is a parameter of the same code
@@ -70,7 +70,7 @@ def compiled():
     with config.patch(allow_rnn=True):  # else it takes any ``nn.LSTM`` for one that it cannot trace
         yield lambda model: (torch.compile(model, fullgraph=True, backend=counter), counter)
     reset()
-    RINGS["csr"].set_constant(None)
+    RING.set_constant(None)
 
 
 def left_by_a_step(model, call, inputs, half):
@@ -104,7 +104,7 @@ def test_one_compiled_graph_serves_a_cycle_as_eager_code_does(kinds, half, devic
     other = copy.deepcopy(eager)
     call, counter = compiled(other)
     inputs = {kind: torch.randn(KINDS[kind][1], device=device, requires_grad=kind != "gcn") for kind in kinds}
-    RINGS["csr"].set_constant(inputs.get("gcn"))
+    RING.set_constant(inputs.get("gcn"))
     for bits in (3, 8, 5):
         levels = {"*rotated*": 6, "*": bits} if "rotated" in kinds else bits
         with precision(eager, levels, q_grad=4), precision(other, levels, q_grad=4):

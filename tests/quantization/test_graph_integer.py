@@ -7,7 +7,7 @@ from functools import partial
 import dgl.nn
 import pytest
 import torch
-from helpers import Ran, identical, losses_of
+from helpers import Ran, identical, losses_of, to_dgl
 from quantization.test_integer import drawn, kept_bytes
 from torch import nn
 
@@ -28,12 +28,12 @@ FP_AGG = replace(SHARED, aggregation="fp")
 ALL = "forward, error, weight, aggregation, aggregation error"
 
 
-def graph(sources=NODES, backend="auto", seed=0):
+def graph(sources=NODES, seed=0):
     """Some nodes have no in-edges and some no out-edges; a block where there are more sources."""
     drawn = torch.Generator().manual_seed(seed)
     destination = torch.randint(NODES, (150,), generator=drawn).sort().values
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(destination, minlength=NODES).cumsum(0)])
-    return Graph(indptr, torch.randint(sources, (150,), generator=drawn), sources, backend)
+    return Graph(indptr, torch.randint(sources, (150,), generator=drawn), sources)
 
 
 def features():
@@ -107,7 +107,7 @@ def prepared(name):
         if parameter.dim() == 1:
             nn.init.normal_(parameter)
     x = drawn("two-sided", sources, getattr(layer, "_in_feats", getattr(layer, "_in_src_feats", 0)))
-    return layer, g._dgl if "DGL" in name else g, x, bits
+    return layer, to_dgl(g) if "DGL" in name else g, x, bits
 
 
 # Every configuration with the layers that differ most, two of them with every other layer.
@@ -145,7 +145,7 @@ def test_layers_compute_what_the_simulation_does(name, config):
     ],
 )  # fmt: skip
 def test_what_summary_says_on_codes_runs_on_codes(layer, config, products, sums, integer_sums, said):
-    model, g = cpt.quantize_(nn.ModuleList([copy.deepcopy(layer)]), config), graph(backend="csr")
+    model, g = cpt.quantize_(nn.ModuleList([copy.deepcopy(layer)]), config), graph()
     x = drawn("two-sided", NODES, layer.weight.shape[0] if isinstance(layer, GraphConv) else layer._in_src_feats)
     _ = g.transposed
     with cpt.precision(model, 8, q_grad=8), Ran() as ran:
@@ -258,12 +258,9 @@ CHAINS = {
     "FP-Agg, authors' steps": ("GCN", FP),
     "FP-Agg, product first": ("GCN, product first", FP),
     "gradients to the nearest": ("GCN", Q.with_gradient_rounding("nearest")),
-    **dict.fromkeys(("float64", "bfloat16", "CSR", "no nodes"), ("GCN", Q)),
+    **dict.fromkeys(("float64", "bfloat16", "no nodes"), ("GCN", Q)),
 }
-GRAPHS = {
-    "CSR": graph(backend="csr"),
-    "no nodes": Graph(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
-}
+NO_NODES = Graph(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -277,7 +274,8 @@ def plain_handlers():
 def test_one_pass_over_the_rows_changes_no_bit(case, plain_handlers):
     name, config = CHAINS[case]
     layer, g, x, bits = prepared(name)
-    g, x = GRAPHS.get(case, g), x[:0] if case == "no nodes" else x
+    if case == "no nodes":
+        g, x = NO_NODES, x[:0]
     dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
     model = cpt.quantize_(layer.to(dtype), config)
     other = copy.deepcopy(model)
@@ -306,9 +304,8 @@ def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
 
 
 @pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
-@pytest.mark.parametrize("backend", ["dgl", "csr"])
-def test_what_is_rounded_in_passing_is_seen(backend, config):
-    found = cpt.check(cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(backend=backend), features()))
+def test_what_is_rounded_in_passing_is_seen(config):
+    found = cpt.check(cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(), features()))
     assert found.ok, str(found)
     assert all(e.quantized or "aggregation" in e.layer for e in found.operations), str(found)
     assert {e.layer for e in found.operations if e.backward} >= {"convs.0", "convs.1", "convs.2"}

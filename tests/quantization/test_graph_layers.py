@@ -8,7 +8,7 @@ import dgl.nn
 import numpy as np
 import pytest
 import torch
-from helpers import Does, Ran
+from helpers import Does, Ran, to_dgl
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,7 +55,7 @@ def test_our_layers_are_dgls(norm, sizes):
         ours, theirs, g = GraphConv(*sizes, norm=norm), dgl.nn.GraphConv(*sizes, norm=norm), graph()
     ours.load_state_dict(theirs.state_dict())
     x = features(sizes[0])
-    torch.testing.assert_close(ours(g, x), theirs(g._dgl, x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(g, x), theirs(to_dgl(g), x), atol=1e-5, rtol=1e-5)
 
 
 # --- conversion -----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_our_layers_are_dgls(norm, sizes):
 
 @pytest.mark.parametrize("model", [their_model(), their_model(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"])
 def test_a_model_of_dgl_is_converted_in_place_and_back(model):
-    g, x = graph()._dgl, features()
+    g, x = to_dgl(graph()), features()
     classes = [type(m) for m in model.modules()]
     parameters, state = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
     expected = model(g, x)
@@ -89,7 +89,7 @@ def test_what_surrounds_dgls_layers_still_runs():
     torch.manual_seed(0)
     layer = dgl.nn.SAGEConv(6, 3, "mean", feat_drop=0.5, norm=nn.LayerNorm(3), activation=torch.tanh)
     layer.load_state_dict(layer.state_dict())
-    g, x = graph()._dgl, features()
+    g, x = to_dgl(graph()), features()
     torch.manual_seed(1)
     expected = layer(g, x)
     quantize_(layer)
@@ -119,12 +119,12 @@ def test_other_aggregators_are_named_and_their_linear_parts_converted():
         "conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self", "conv2.fc_pool", "conv2.fc_neigh", "conv2.fc_self", "out",
     }  # fmt: skip
     with precision(model, 4):
-        assert model(graph()._dgl, features()).shape == (NODES, 3)
+        assert model(to_dgl(graph()), features()).shape == (NODES, 3)
     plain = their_model()
     plain.conv2, plain.out = dgl.nn.GraphConv(16, 16, weight=False), nn.Linear(16, 3)
     quantize_(plain)
     with precision(plain, 4):
-        plain(graph()._dgl, features())  # a layer without a weight multiplies nothing, which is known now
+        plain(to_dgl(graph()), features())  # a layer without a weight multiplies nothing, which is known now
     assert [r.name for r in summary(plain).quantized] == ["conv1", "out"]
 
 
@@ -158,7 +158,7 @@ def test_bad_calls(call, error, message):
 def test_dgl_layers_refuse_edge_weights(layer):
     model = quantize_(layer)
     with precision(model, 8), pytest.raises(ValueError, match=r"takes n.* edge weights"):
-        model(graph()._dgl, features(), edge_weight=torch.ones(190))
+        model(to_dgl(graph()), features(), edge_weight=torch.ones(190))
 
 
 def test_nodes_without_in_edges():
@@ -172,10 +172,10 @@ def test_nodes_without_in_edges():
         assert y.isfinite().all()
     theirs = quantize_(dgl.nn.GraphConv(6, 3))  # DGL refuses such graphs unless told otherwise; so do we
     with precision(theirs, 4), pytest.raises(ValueError, match=r"nodes without in-edges.*allow_zero_in_degree=True"):
-        theirs(lonely._dgl, features()[:3])
+        theirs(to_dgl(lonely), features()[:3])
     theirs.set_allow_zero_in_degree(True)
     with precision(theirs, 4):
-        assert theirs(lonely._dgl, features()[:3]).isfinite().all()
+        assert theirs(to_dgl(lonely), features()[:3]).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -275,7 +275,7 @@ def test_a_sum_behind_its_product_has_an_error_also_in_the_first_layer(kind):
 def test_operations_of_dgls_layers():
     plans = [
         count_bitops(quantize_(layer), (g, features()), convention="per_op")
-        for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), graph()._dgl))
+        for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), to_dgl(graph())))
     ]
     assert plans[0].forward_macs == plans[1].forward_macs == NODES * 6 * 3 + graph().num_edges * 3
 

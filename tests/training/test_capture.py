@@ -11,7 +11,6 @@ from tape import TapeRecorder
 from training.test_train import stop_at
 
 from cpt_core.codes import convolution
-from cpt_core.graphs import graph
 from cpt_core.schedules.schedule import TableSchedule
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import capture, session
@@ -50,7 +49,6 @@ def recorders(monkeypatch):
     on_device = classmethod(lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale))))
     monkeypatch.setattr(convolution.Grid, "of", on_device)  # as on a GPU: on a CPU the host reads these numbers
     monkeypatch.setattr(convolution, "has_library", lambda device: False)  # nor are there weights that a library packs
-    monkeypatch.setattr(graph, "dgl_module", lambda: None)  # its operations are not torch's: a tape would miss them
     return made
 
 
