@@ -49,14 +49,5 @@ def _sage_conv_reason(module: SAGEConv) -> str:
     return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
 
 
-GRAPH_LAYERS[GraphConv] = GraphLayer(
-    features=lambda module: (module._in_feats, module._out_feats),
-    float32_reason=_graph_conv_reason,
-    forward=graph_conv_forward,
-)
-GRAPH_LAYERS[SAGEConv] = GraphLayer(
-    features=lambda module: (module._in_src_feats, module._out_feats),
-    has_parts=True,
-    float32_reason=_sage_conv_reason,
-    forward=sage_conv_forward,
-)
+GRAPH_LAYERS[GraphConv] = GraphLayer(float32_reason=_graph_conv_reason, forward=graph_conv_forward)
+GRAPH_LAYERS[SAGEConv] = GraphLayer(has_parts=True, float32_reason=_sage_conv_reason, forward=sage_conv_forward)

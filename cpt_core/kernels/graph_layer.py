@@ -7,7 +7,6 @@ rounding: both are left to the plain handlers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from cpt_core.graphs.functional import in_degree_scale
 from cpt_core.graphs.graph import Graph
 from cpt_core.kernels import operators, products
 from cpt_core.quantization.graph_handlers import GraphHandlers
-from cpt_core.quantization.op_interception import Interception, QuantizedOpsMode
+from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import HALF, LayerPrecision
 
 ONE_RANGE = ("per_tensor", "per_position")  # granularities with one range for a matrix (N, F)
@@ -70,25 +69,18 @@ class FusedGraphHandlers(GraphHandlers):
             return operators.linear(x, weight.t())
         return super().multiply(x, weight, is_transposed)
 
-    def run(
-        self,
-        mode: QuantizedOpsMode,
-        layer: Interception,
-        name: str,
-        compute: Callable[..., Tensor],
-        *args: Any,
-        **options: Any,
-    ) -> Tensor:
+    def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation; its result also knows what it was before its gradient was to be rounded."""
         if torch.compiler.is_compiling():
-            return super().run(mode, layer, name, compute, *args, **options)
+            return super().run(mode, *args, **options)
+        layer, name, compute, *others = args
         computed = []
 
         def remember(*operands: Any) -> Tensor:
             computed.append(compute(*operands))
             return computed[0]
 
-        y = super().run(mode, layer, name, remember, *args, **options)
+        y = super().run(mode, layer, name, remember, *others, **options)
         if computed and y is not computed[0]:
             setattr(y, UNROUNDED, computed[0])
         return y

@@ -243,8 +243,7 @@ def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
     """
     if not sys.modules.keys() & GRAPH_LIBRARIES:  # nobody has made one
         return None
-    handlers = _graph_handlers()
-    return handlers.graph_layer_of(module) if is_convertible else handlers.graph_layer_class(module)
+    return _graph_handlers().graph_layer_of(module, is_convertible)
 
 
 def _kind(module: nn.Module) -> str:

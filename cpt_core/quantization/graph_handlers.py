@@ -19,7 +19,7 @@ from cpt_core.graphs.functional import in_degree_scale, is_constant, out_degree_
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import autocast_matmul, fake_quantize, op_handlers
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision, in_float32
 
 
@@ -27,41 +27,32 @@ class GraphLayer(NamedTuple):
     """How a class of graph convolutions is converted.
 
     Attributes:
-        features: module -> features of its inputs, and of its outputs.
         has_parts: whether its child modules are parts of it, never converted by themselves.
         float32_reason: module -> why it is not converted as a graph convolution, or "".
         forward: ``forward(module, *args)``, which runs instead of its own while it is converted; None for its own.
     """
 
-    features: Callable[[Any], tuple[int, int]]
     has_parts: bool = False
     float32_reason: Callable[[Any], str] = lambda module: ""
     forward: Callable[..., Tensor] | None = None
 
 
-GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {
-    GraphConv: GraphLayer(lambda module: (module._in_feats, module._out_feats)),
-    SAGEConv: GraphLayer(lambda module: (module._in_src_feats, module._out_feats), has_parts=True),
-}
+GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {GraphConv: GraphLayer(), SAGEConv: GraphLayer(has_parts=True)}
 
 
-def graph_layer_class(module: nn.Module) -> GraphLayer | None:
-    """Return how a graph convolution is converted; None for modules with another forward."""
-    layer = None
-    for kind in type(module).__mro__:
-        if kind in GRAPH_LAYERS and type(module).forward is kind.forward:
-            layer = GRAPH_LAYERS[kind]
-            break
+def graph_layer_of(module: nn.Module, is_convertible: bool = True) -> GraphLayer | None:
+    """Return how a graph convolution is converted; None for modules with another forward.
+
+    Args:
+        module: any module.
+        is_convertible: None also for a graph convolution that cannot be converted.
+    """
+    kinds = [kind for kind in type(module).__mro__ if kind in GRAPH_LAYERS and type(module).forward is kind.forward]
+    layer = GRAPH_LAYERS[kinds[0]] if kinds else None
     replaced = vars(module).get("forward")
     if layer is None or (replaced is not None and getattr(replaced, "func", None) is not layer.forward):
         return None
-    return layer
-
-
-def graph_layer_of(module: nn.Module) -> GraphLayer | None:
-    """Return how a graph convolution is converted; None also for one that cannot be."""
-    layer = graph_layer_class(module)
-    return None if layer is None or layer.float32_reason(module) else layer
+    return None if is_convertible and layer.float32_reason(module) else layer
 
 
 def replace_forward(module: nn.Module) -> None:
@@ -76,11 +67,6 @@ def restore_forward(module: nn.Module) -> None:
     layer = graph_layer_of(module)
     if layer is not None and layer.forward is not None:
         vars(module).pop("forward", None)
-
-
-def quantizes_aggregation(precision: LayerPrecision | None) -> bool:
-    """Return whether sums over neighbours are rounded (Q-Agg)."""
-    return precision is not None and precision.kind == "graph" and "aggregation" in precision.quantizers
 
 
 class GraphOperand(NamedTuple):
@@ -102,7 +88,7 @@ class GraphOperand(NamedTuple):
 
 
 class GraphHandlers:
-    """Handlers of ``project``, ``neighbour_sum`` and ``scale_and_add_bias``; subclasses may fuse their roundings."""
+    """Handlers of ``project``, ``neighbour_sum`` and ``scale_and_add_bias``; a subclass may fuse their roundings."""
 
     def project(
         self,
@@ -120,17 +106,19 @@ class GraphHandlers:
         if layer.kind != "graph":
             multiply: Any = op_handlers.linear if is_transposed else op_handlers.matmul
             return multiply(mode, function, scale_rows(x, scale), weight)
+
+        def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return self.multiply(x, weight, is_transposed)
+
+        def macs(x: Tensor, weight: Tensor, y: Tensor) -> int:
+            return len(x) * weight.numel()
+
         scaled, role = self.scaled_operand(layer.precision, "graph_input", x, scale)
+        operands, roles = (scaled, weight, None), (role, "graph_weight")
+        along = None, -1 if is_transposed else -2
+        options = GraphOperand(graph, x, out_exponent, is_transposed=is_transposed)
         return self.run(
-            mode,
-            layer,
-            "graph_linear",
-            lambda x, w, bias: self.multiply(x, w, is_transposed),
-            (scaled, weight),
-            (role, "graph_weight"),
-            lambda x, w, y: len(x) * w.numel(),
-            (None, -1 if is_transposed else -2),
-            GraphOperand(graph, x, out_exponent, is_transposed=is_transposed),
+            mode, layer, "graph_linear", compute, operands, roles, macs, "graph_grad", along=along, options=options
         )
 
     def neighbour_sum(
@@ -145,35 +133,29 @@ class GraphHandlers:
         """Quantise a sum over neighbours in Q-Agg; what is computed of constant features is cached per bit width."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
-        if precision is None or not quantizes_aggregation(precision):
+        if precision is None or layer.kind != "graph" or "aggregation" not in precision.quantizers:
+            layer, precision = layer._replace(precision=None), None
+
+        def compute(x: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+            return function(graph, x, out_exponent, reduce) if precision is None else graph.aggregate(x, reduce)
+
+        def run(x: Tensor, role: str | None = "graph_aggregation") -> Tensor:
+            operands, roles = (x, graph.indices, None), (role, None)
+            options = GraphOperand(graph, x, out_exponent, reduce=reduce)
             return self.run(
-                mode,
-                layer._replace(precision=None),
-                "aggregation",
-                lambda x, indices, bias: function(graph, x, out_exponent, reduce),
-                (x, graph.indices),
-                ("graph_aggregation", None),
-                _edge_macs,
+                mode, layer, "aggregation", compute, operands, roles, _edge_macs, "graph_grad", options=options
             )
 
-        def quantized_sum() -> Tensor:
+        def run_quantized() -> Tensor:
             scale = out_degree_scale(graph, out_exponent, x)
-            scaled, role = self.scaled_operand(precision, "graph_aggregation", x, scale)
-            return self.run(
-                mode,
-                layer,
-                "aggregation",
-                lambda x, indices, bias: graph.aggregate(x, reduce),
-                (scaled, graph.indices),
-                (role, None),
-                _edge_macs,
-                options=GraphOperand(graph, x, out_exponent, reduce=reduce),
-            )
+            return run(*self.scaled_operand(precision, "graph_aggregation", x, scale))
 
+        if precision is None:
+            return run(x)
         if not is_constant(graph, x):
-            return quantized_sum()
+            return run_quantized()
         active = precision.quantizers["aggregation"], precision.now.formats.activation, precision.execution
-        return graph.keep(x, (out_exponent, reduce, *active), quantized_sum)
+        return graph.keep(x, (out_exponent, reduce, *active), run_quantized)
 
     def scale_and_add_bias(
         self,
@@ -205,23 +187,9 @@ class GraphHandlers:
             return fake_quantize.operators.linear(x, weight)
         return autocast_matmul.matmul(x, weight)
 
-    def run(
-        self,
-        mode: QuantizedOpsMode,
-        layer: Interception,
-        name: str,
-        compute: Callable[..., Tensor],
-        operands: tuple[Tensor, Tensor],
-        roles: tuple[str | None, str | None],
-        macs: Callable[..., int],
-        along: tuple[int | None, int | None] = (None, None),
-        options: Any = None,
-    ) -> Tensor:
-        """Run an operation by ``mode.run``; arguments as there."""
-        first, second = operands
-        return mode.run(
-            layer, name, compute, (first, second, None), roles, macs, "graph_grad", along=along, options=options
-        )
+    def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
+        """Run an operation by ``mode.run``, with its arguments."""
+        return mode.run(*args, **options)
 
     def register(self) -> None:
         """Let these handlers run instead of the functions."""
