@@ -18,6 +18,7 @@ EXTENSIONS = {
     "layered": "cpt_core.schedules.layered",  # schedules of groups of layers
     "roles": "cpt_core.schedules.roles",  # schedules of weights, activations and gradients
     "operations": "cpt_core.operations",  # functions of torch that few models use
+    "split_gradients": "cpt_core.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
     "graph": "cpt_core.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes

@@ -30,7 +30,7 @@ ROOMS = {
     "cpt_core.operations": ("cpt_core.quantization",),
     "cpt_core.formats": ("cpt_core.bitops",),
     "cpt_core.kernels": ("cpt_core.formats", "cpt_core.processor", "cpt_core.files"),
-    "cpt_core.codes": ("cpt_core.kernels",),
+    "cpt_core.codes": ("cpt_core.kernels", "cpt_core.operations"),
     "cpt_core.inspecting": ("cpt_core.codes", "cpt_core.waiting"),
     "cpt_core.choosing": ("cpt_core.kernels", "cpt_core.waiting", "cpt_core.described"),
     "cpt_core.integrations": ("cpt_core.inspecting",),

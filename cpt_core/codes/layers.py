@@ -11,7 +11,7 @@ Shapes: N batch, C and O channels in and out, H and W height and width (of the o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
 from cpt_core.codes.quantized_tensor import QuantizedTensor
+from cpt_core.kernels.layer_state import clips_operand, uses_stored
 from cpt_core.kernels.operators import range_of
+from cpt_core.operations.split_gradients import rounded_gradient
 from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import clips
@@ -188,12 +190,12 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
     else:
         low, width = p.evaluated(role, x)
         low = marked(p, role, x, low)
-    return QuantizedTensor.on(x, low, width, p.levels_for(role), None, p.clips(role), channels_last)
+    return QuantizedTensor.on(x, low, width, p.levels_for(role), None, clips_operand(p, role), channels_last)
 
 
 def marked(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
     """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
-    if p.stored_range(role)[0] is None:
+    if not uses_stored(p, role):
         return low
     own = range_of(x, "per_tensor")[0]
     return torch.where(own.isnan(), own, low)
@@ -228,8 +230,7 @@ class GradientRounding:
         p = self.precision
         parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
-            rounded = partial(p.rounded_gradient, p.grad_levels)
-            found = [p.grids.apply(p, self.role, g, None, rounded) for g in parts]
+            found = [rounded_gradient(p, self.role, g, p.grad_levels) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [self._encoded(g) for g in parts][::-1]
         return in_rows(codes) if self.parts else codes[0]

@@ -19,6 +19,13 @@ from cpt_core.codes.integer import column_tables, multiply
 from cpt_core.codes.layers import GradientRounding, encoded, first_order, linear_on_codes, marked
 from cpt_core.codes.quantized_tensor import QuantizedTensor
 from cpt_core.kernels import operators
+from cpt_core.kernels.layer_state import (
+    clips_operand,
+    gradient_noise,
+    is_calibrated,
+    stored_range,
+    track_steps,
+)
 from cpt_core.kernels.lstm import Forward, gradients
 from cpt_core.kernels.lstm_layer import input_ranges, observe_operands
 from cpt_core.kernels.products import LONGEST
@@ -67,7 +74,7 @@ def run_on_codes(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
     steps = direction.steps, direction.sizes, direction.is_reverse
     y, last_h, last_c, ranges = _Recurrence.apply(*operands, precision, role, steps, save)
     if precision.training and precision.quantizers[role].running:
-        precision.track(role, *ranges)
+        track_steps(precision, role, *ranges)
     observe_operands(direction, x, h, y)
     return y, last_h, last_c
 
@@ -75,13 +82,13 @@ def run_on_codes(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
 def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     """Return the codes of x (N, I), every step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
-    if precision.running_range(role) is not None:
+    if is_calibrated(precision, role):
         return encoded(precision, role, x)
     precision.follow(x)
     x = x.detach()
     low, width = input_ranges(direction, x)
     low = marked(precision, role, x, low)
-    return QuantizedTensor.on(x, low, width, precision.levels, None, precision.clips(role))
+    return QuantizedTensor.on(x, low, width, precision.levels, None, clips_operand(precision, role))
 
 
 class _Recurrence(torch.autograd.Function):
@@ -91,7 +98,7 @@ class _Recurrence(torch.autograd.Function):
         p: LayerPrecision, role: str, steps: tuple[int, tuple[int, ...], bool], save: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         u = encoded(p, "weight", weight)
-        low, width, filled = p.stored_range(role)
+        low, width, filled = stored_range(p, role)
         column_codes, column_values = column_tables(u.t(), bias)
         *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(*Forward(
             x_gates, u.codes, None, h, c, *steps, save=save,
@@ -102,7 +109,7 @@ class _Recurrence(torch.autograd.Function):
         low, scale, half = QuantizedTensor.with_codes(codes, ranges[0], ranges[1], p.levels)[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
         ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)
-        *ctx.noise, ctx.advance = p.gradient_noise("grad", steps[0])
+        *ctx.noise, ctx.advance = gradient_noise(p, "grad", steps[0])
         ctx.mark_non_differentiable(ranges)
         ctx.set_materialize_grads(False)
         return *found, ranges

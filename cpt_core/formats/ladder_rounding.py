@@ -21,8 +21,9 @@ from cpt_core.formats.format import UNSCALED, Format, check_blocks
 from cpt_core.formats.format_rounding import rotate
 from cpt_core.formats.ladder import FormatLadder, ladder_of
 from cpt_core.formats.quantizer import FormatQuantizer, grid_of
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import ALL_FLOAT32, ActiveBits, AffineGrids, Roles
-from cpt_core.quantization.fake_quantize import INT64, fake_quantize, load_kernels, round_in_range
+from cpt_core.quantization.fake_quantize import INT64, load_kernels
 from cpt_core.quantization.roles import Quantizer, level_role, quantizer_of, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -281,8 +282,8 @@ def quantize_to_format(
     steps = torch.tensor(num_steps(level.format.bits), dtype=torch.float32, device=x.device)
     if grid.startswith(UNSCALED):
         none = torch.zeros_like(steps)
-        return round_in_range(x, none, none, steps, grid, key)
-    return fake_quantize(x, steps, grid, key)[0]
+        return fake_quantize.operators.round_in_range(x, none, none, steps, grid, key)
+    return fake_quantize.operators.fake_quantize(x, steps, grid, key)[0]
 
 
 def _check_tensor(x: Tensor, format: Format) -> None:

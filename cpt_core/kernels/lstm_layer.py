@@ -16,6 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpt_core.kernels.layer_state import (
+    clips_operand,
+    gradient_noise,
+    is_calibrated,
+    or_stored,
+    stored_range,
+    track_steps,
+)
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
 from cpt_core.quantization.lstm import LSTMDirection, lstm_handler
@@ -37,8 +45,8 @@ def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tupl
 
     needs_gradient = any(t is not None and t.requires_grad for t in (x_gates, hidden_weight, hidden_bias, h, c))
     save = torch.is_grad_enabled() and needs_gradient
-    low, width, filled = precision.stored_range(role)
-    grad_levels, grad_granularity, key, advance = precision.gradient_noise("grad", direction.steps if save else 0)
+    low, width, filled = stored_range(precision, role)
+    grad_levels, grad_granularity, key, advance = gradient_noise(precision, "grad", direction.steps if save else 0)
     y, last_h, last_c, ranges = recurrence(
         Forward(
             x_gates,
@@ -62,7 +70,7 @@ def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tupl
         )
     )
     if precision.training and precision.quantizers[role].running and ranges.numel():
-        precision.track(role, *ranges)
+        track_steps(precision, role, *ranges)
     observe_operands(direction, x, h, y)
     return y, last_h, last_c
 
@@ -80,7 +88,7 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
     """Quantise x (N, I), every step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     quantizer = precision.quantizers[role]
-    if not precision.now.activation or x.numel() == 0 or precision.running_range(role) is not None:
+    if not precision.now.activation or x.numel() == 0 or is_calibrated(precision, role):
         return precision.operand(role, x)
     has_own_ranges = precision.training or not quantizer.running
     if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
@@ -90,7 +98,7 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
         _track_input(direction, low.flatten(), width.flatten())
         return y.flatten(0, 1)
     low, width = input_ranges(direction, x.detach())
-    return round_in_range(x, low, width, precision.levels, quantizer.grid, clip=precision.clips(role))
+    return round_in_range(x, low, width, precision.levels, quantizer.grid, clip=clips_operand(precision, role))
 
 
 def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
@@ -111,7 +119,7 @@ def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
         ]
     if quantizer.running and precision.training:
         _track_input(direction, *of_steps)
-    return precision.or_running(role, *rows)
+    return or_stored(precision, role, *rows)
 
 
 def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
@@ -119,7 +127,7 @@ def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
     precision, role = direction.precision, f"input_{direction.name}"
     if precision.quantizers[role].running:
         low, width = (r.flip(0) if direction.is_reverse else r for r in (low, width))
-        precision.track(role, low, width)
+        track_steps(precision, role, low, width)
 
 
 def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:

@@ -104,11 +104,6 @@ class KernelOperators:
     fake_quantize = staticmethod(fake_quantize)
     linear = staticmethod(linear)
 
-    @staticmethod
-    def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
-        """Round to the grid of a given range."""
-        return active.round_to_grid(x, low, width, levels, key, clip)
-
     round_in_range = staticmethod(round_in_range)
 
     @staticmethod
@@ -117,9 +112,11 @@ class KernelOperators:
         active.track_(running, low, width)
 
     @staticmethod
-    def gradient_node(y: Tensor, levels: Tensor, key: Tensor | None, grid: str) -> Tensor | None:
-        """Return ``y`` behind a node of C++ that rounds its gradient; None where there is none."""
-        return torch.ops.cpt.quantize_gradient(y, levels, key, grid) if has_gradient_node(y) else None
+    def quantize_gradient(y: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> Tensor:
+        """Return ``y`` behind a node of autograd that rounds its gradient, of C++ where there is one."""
+        if has_gradient_node(y):
+            return torch.ops.cpt.quantize_gradient(y, levels, key, grid)
+        return core.PlainOperators.quantize_gradient(y, levels, grid, key)
 
     @staticmethod
     def name_on(device: torch.device) -> str:

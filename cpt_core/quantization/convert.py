@@ -262,7 +262,6 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     device = next((p.device for p in module.parameters()), None)
     precision.to(device)
     precision.execution = config.execution
-    precision.splits = kind not in ("lstm", "graph")  # which round a gradient once for both of its uses
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
     precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"

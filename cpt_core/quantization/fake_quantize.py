@@ -81,7 +81,65 @@ def quantize(
         return x
     load_kernels()
     steps = torch.tensor(rounding.num_steps(bits), dtype=torch.float32, device=x.device)
-    return fake_quantize(x, steps, granularity)[0]
+    return operators.fake_quantize(x, steps, granularity)[0]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def counts_in_backward() -> bool:
+    """Return whether a backward pass takes its noise from the key as it finds it, and advances it.
+
+    Else it has the key that its forward pass took: before torch 2.12, compiled code must not change what a backward
+    pass that is still to come was given. Then layers that round several gradients draw others than in eager code.
+    """
+    return COMPILED_KEYS_COUNT or not torch.compiler.is_compiling()
+
+
+def round_gradient(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
+    """Return a gradient rounded on its own range; arguments as those of ``PlainOperators.fake_quantize``."""
+    if gradient.numel() == 0:
+        return gradient
+    rounded = operators.fake_quantize(gradient, steps, grid, key)[0]
+    if key is not None and counts_in_backward():
+        key.add_(1)
+    return rounded
+
+
+class _QuantizeGradient(torch.autograd.Function):
+    """Identity in the forward pass; the backward pass quantises the incoming gradient.
+
+    A Function without ``setup_context``, which would double the time of a small layer: torch then inspects the
+    signature in every call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
+        ctx.steps, ctx.grid, ctx.key = steps, grid, key
+        return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_autocast_enabled(gradient.device.type):
+            warnings.warn(
+                "backward() runs under autocast, which rounds quantised products once more; leave its block before",
+                stacklevel=2,
+            )
+        return round_gradient(gradient, ctx.steps, ctx.grid, ctx.key), None, None, None
+
+
+def quantize_gradient(y: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None = None) -> Tensor:
+    """Return ``y``; in the backward pass its gradient is quantised before it goes on.
+
+    Args:
+        y: the output of a quantised matmul.
+        steps: n = 2**q_grad - 1, 0-d float32.
+        quantizer: granularity and rounding.
+        key: of the noise of stochastic rounding, 0-d int64; every backward pass adds 1 to it.
+
+    Paper: figure 1. Weight gradients themselves and the update stay in full precision.
+    """
+    return operators.quantize_gradient(y, steps, quantizer.grid, key if quantizer.rounding == "stochastic" else None)
 
 
 # --- rounding functions: plain, or faster ones in their place ---------------------------------------------------------
@@ -101,36 +159,28 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class PlainOperators:
-    """The rounding functions in plain torch; what takes their place has functions of the same names."""
+    """The rounding functions in plain torch; what takes their place has functions of the same names.
+
+    Their arguments are those of ``rounding.round_to_grid``; ``grid`` is the granularity, see ``Quantizer.grid``.
+    """
+
+    range = staticmethod(rounding.range_of)
+    track_ = staticmethod(rounding.track)
+    quantize_gradient = staticmethod(_QuantizeGradient.apply)
 
     @staticmethod
-    def range(x: Tensor, granularity: str) -> rounding.Range:
-        """Return the ranges of a tensor that is not empty."""
-        return rounding.range_of(x, granularity)
-
-    @staticmethod
-    def round_to_grid(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None, clip: bool) -> Tensor:
-        """Round to the grid of a given range; arguments as those of ``rounding.round_to_grid``."""
-        return _StraightThrough.apply(x, low, width, steps, key, clip)
-
-    @staticmethod
-    def round_in_range(
-        x: Tensor, low: Tensor, width: Tensor, steps: Tensor, grid: str, key: Tensor | None, clip: bool
-    ) -> Tensor:
-        """Do the same, knowing the granularity."""
-        return _StraightThrough.apply(x, low, width, steps, key, clip)
-
-    @staticmethod
-    def fake_quantize(x: Tensor, steps: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_quantize(x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Round a tensor that is not empty on its own range; return it, and the range."""
-        low, width = rounding.range_of(x.detach(), granularity)
-        clip = rounding.clips(granularity, key is not None)
+        low, width = rounding.range_of(x.detach(), grid)
+        clip = rounding.clips(grid, key is not None)
         return _StraightThrough.apply(x, low, width, steps, key, clip), low, width
 
     @staticmethod
-    def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
-        """Update a running range in place."""
-        rounding.track(running, low, width)
+    def round_in_range(
+        x: Tensor, low: Tensor, width: Tensor, steps: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
+    ) -> Tensor:
+        """Round to the grid of a given range."""
+        return _StraightThrough.apply(x, low, width, steps, key, clip)
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,11 +188,6 @@ class PlainOperators:
         if torch.compiler.is_compiling():
             return autocast_matmul.linear(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def gradient_node(y: Tensor, steps: Tensor, key: Tensor | None, grid: str) -> Tensor | None:
-        """Return ``y`` behind a node of autograd that rounds its gradient; None where there is no faster one."""
-        return None
 
     @staticmethod
     def name_on(device: torch.device) -> str:
@@ -168,96 +213,3 @@ def load_kernels() -> None:
 
 
 _loaded: set[str] = set()
-
-
-def range_of(x: Tensor, grid: str) -> rounding.Range:
-    """Return the ranges of a tensor that is not empty."""
-    return operators.range(x, grid)
-
-
-def fake_quantize(x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range; return it, and the range.
-
-    Args:
-        x: floating, any shape.
-        steps: n = 2**q - 1, 0-d float32.
-        grid: the granularity, see ``Quantizer.grid``.
-        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
-    """
-    return operators.fake_quantize(x, steps, grid, key)
-
-
-def round_in_range(
-    x: Tensor, low: Tensor, width: Tensor, steps: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
-) -> Tensor:
-    """Round to the grid of a given range; arguments as those of ``rounding.round_to_grid``."""
-    return operators.round_in_range(x, low, width, steps, grid, key, clip)
-
-
-def kernels_on(device: torch.device) -> str:
-    """Return the name of what rounds on a device now."""
-    return operators.name_on(device)
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
-class _QuantizeGradient(torch.autograd.Function):
-    """Identity in the forward pass; the backward pass quantises the incoming gradient.
-
-    A Function without ``setup_context``, which would double the time of a small layer: torch then inspects the
-    signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
-        ctx.steps, ctx.grid, ctx.key = steps, grid, key
-        return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        if torch.is_autocast_enabled(gradient.device.type):
-            warnings.warn(
-                "backward() runs under autocast, which rounds quantised products once more; leave its block before",
-                stacklevel=2,
-            )
-        return _round_on_grid(gradient, ctx.steps, ctx.grid, ctx.key), None, None, None
-
-
-def counts_in_backward() -> bool:
-    """Return whether a backward pass takes its noise from the key as it finds it, and advances it.
-
-    Else it has the key that its forward pass took: before torch 2.12, compiled code must not change what a backward
-    pass that is still to come was given. Then layers that round several gradients draw others than in eager code.
-    """
-    return COMPILED_KEYS_COUNT or not torch.compiler.is_compiling()
-
-
-def round_gradient(gradient: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None) -> Tensor:
-    """Return a gradient quantised on its own range; what the backward pass of ``quantize_gradient`` does."""
-    return _round_on_grid(gradient, steps, quantizer.grid, key if quantizer.rounding == "stochastic" else None)
-
-
-def _round_on_grid(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
-    if gradient.numel() == 0:
-        return gradient
-    rounded = fake_quantize(gradient, steps, grid, key)[0]
-    if key is not None and counts_in_backward():
-        key.add_(1)
-    return rounded
-
-
-def quantize_gradient(y: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None = None) -> Tensor:
-    """Return ``y``; in the backward pass its gradient is quantised before it goes on.
-
-    Args:
-        y: the output of a quantised matmul.
-        steps: n = 2**q_grad - 1, 0-d float32.
-        quantizer: granularity and rounding.
-        key: of the noise of stochastic rounding, 0-d int64; every backward pass adds 1 to it.
-
-    Paper: figure 1. Weight gradients themselves and the update stay in full precision.
-    """
-    key = key if quantizer.rounding == "stochastic" else None
-    node = operators.gradient_node(y, steps, key, quantizer.grid)
-    return _QuantizeGradient.apply(y, steps, quantizer.grid, key) if node is None else node

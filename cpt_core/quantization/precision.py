@@ -12,32 +12,16 @@ from torch import Tensor
 
 from cpt_core import extensions
 from cpt_core.checks import check_bits
-from cpt_core.quantization import fake_quantize as rounding
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
-from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient, round_gradient
-from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
+from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
+from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import MIN_SCALE
 from cpt_core.quantization.running_ranges import RunningState
 from cpt_core.schedules.schedule import Levels
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
-
-
-def _check_transforms(training: bool) -> None:
-    """Raise RuntimeError inside those transforms of ``torch.func`` that cannot take rounding; see ``require_bits``."""
-    around = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-    if differentiated := [name.lower() for name in around if name in ("Grad", "Jvp")]:
-        raise RuntimeError(
-            f"torch.func ({differentiated[0]}) cannot differentiate quantised layers: functions of autograd round "
-            "their gradients, and have no rule for it; take loss.backward() or torch.autograd.grad. "
-            "torch.func.functional_call works"
-        )
-    if training and "Vmap" in around:
-        raise RuntimeError(
-            "torch.func.vmap cannot train quantised layers: a running range follows one batch after the other; "
-            "it works in eval mode, model.eval()"
-        )
 
 
 class LayerPrecision(RunningState):
@@ -69,15 +53,12 @@ class LayerPrecision(RunningState):
     name = ""  # of the layer in the model that was converted, for messages
     execution = "simulated"  # see ``QuantConfig``
     grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
-    splits = False  # whether an output's gradient may be quantised for each of its two uses by itself
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called = False
     unseen = True  # no gradient of a training has come yet
-    has_weights = (
-        True  # its module is a layer of torch; others are listed, and in checkpoints, once they have multiplied
-    )
+    has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
     int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``codes.execution``
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
@@ -142,7 +123,7 @@ class LayerPrecision(RunningState):
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
             if not self.now.is_set:
-                rounding.load_kernels()  # here, before anything is traced
+                fake_quantize.load_kernels()  # here, before anything is traced
             self.check_levels(Levels(*checked))
             self.in_force = Levels(*checked)
         if driver is not self.driver:  # modules are slow to assign to
@@ -160,12 +141,8 @@ class LayerPrecision(RunningState):
         where = f"layer {self.name!r}" if self.name else "this layer"
         self.grids.check(levels, where)
         active = self.grids.resolve(levels, self._roles)
-        if active.splits_gradient and not self.splits:
-            error, weight_gradient = (format or "float32" for format in active.formats[2:])
-            raise ValueError(
-                f"{where} quantises its output's gradient once for both backward products; it cannot have one format "
-                f"for the error ({error}) and another for the weight gradient ({weight_gradient})"
-            )
+        if active.splits_gradient:
+            extensions.load("split_gradients").check(self.kind, active.formats, where)
 
     def levels_for(self, role: str) -> Tensor:
         """Return the number of steps of the affine grid of an operand's role."""
@@ -195,12 +172,10 @@ class LayerPrecision(RunningState):
         if not self.called:
             self.called = True
         if torch._C._functorch.peek_interpreter_stack() is not None and self.now.active:
-            _check_transforms(self.training)
-
-    @property
-    def keeps_by_bits(self) -> bool:
-        """Whether what the layer computes of constant features is kept, and is another thing for every bit width."""
-        return self.kind == "graph" and ("aggregation" in self.quantizers or self.execution != "simulated")
+            raise RuntimeError(
+                "torch.func (grad, jvp, vmap) cannot transform quantised layers: take loss.backward() or "
+                "torch.autograd.grad; torch.func.functional_call works"
+            )
 
     def own_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
@@ -224,7 +199,6 @@ class LayerPrecision(RunningState):
             gradient: role of the output's gradient.
             along: dimension of each operand over which the operation sums; None for that of the role.
         """
-        self.require_bits()
         first, second, bias = operands
         rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
         if roles[0] is not None:
@@ -258,9 +232,10 @@ class LayerPrecision(RunningState):
     def _rounded(self, role: str, x: Tensor) -> Tensor:
         quantizer, levels = self.quantizers[role], self.levels_for(role)
         if quantizer.running and not self.training:
-            return rounding.round_in_range(x, *self.evaluated(role, x), levels, quantizer.grid, None, True)
+            low, width = self.evaluated(role, x)
+            return fake_quantize.operators.round_in_range(x, low, width, levels, quantizer.grid, clip=True)
         self.observe(role, x)
-        y, low, width = rounding.fake_quantize(x, levels, quantizer.grid)
+        y, low, width = fake_quantize.operators.fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
             self.track(role, low, width)
         return y
@@ -274,9 +249,7 @@ class LayerPrecision(RunningState):
             role: of the gradient.
         """
         if self.now.splits_gradient and torch.is_grad_enabled():
-            from cpt_core.quantization.split_gradient import with_split_gradient
-
-            return with_split_gradient(partial(self.rounded_gradients, role=role), multiply, *operands)
+            return _with_split_gradient(self, role, multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
@@ -286,8 +259,9 @@ class LayerPrecision(RunningState):
         return self.grids.apply(self, role, y, None, self._with_rounded_gradient)
 
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
-        key = self.gradient_noise(role, 1)[2]
-        y = quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
+        quantizer = self.quantizers[role]
+        key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
+        y = quantize_gradient(y, self.grad_levels, quantizer, key)
         if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
         if not torch.compiler.is_compiling() and self.unseen and self.training and not self.fixed:
@@ -307,22 +281,6 @@ class LayerPrecision(RunningState):
                     stacklevel=2,
                 )
 
-    def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
-        """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        error = weight = gradient
-        if self.now.formats.error is not None:
-            round_error = partial(self.rounded_gradient, self.grad_levels)
-            error = self.grids.apply(self, role, gradient, None, round_error)
-        if self.now.formats.weight_gradient is not None:
-            round_weight = partial(self.rounded_gradient, self.weight_grad_levels)
-            weight = self.grids.apply(self, weight_gradient_role(role), gradient, None, round_weight)
-        return error, weight
-
-    def rounded_gradient(self, levels: Tensor, role: str, gradient: Tensor) -> Tensor:
-        """Return a gradient on the grid of its role, where it has come."""
-        self.observe(role, gradient)
-        return round_gradient(gradient, levels, self.quantizers[role], self.noise_key)
-
     @property
     def observed(self) -> bool:
         """Whether someone looks at what is rounded now; in this order: compiled code is not guarded on it."""
@@ -333,21 +291,12 @@ class LayerPrecision(RunningState):
         if self.observed and self.observer is not None:
             self.observer(role, x, rows)
 
-    def gradient_noise(self, role: str, count: int) -> tuple[Tensor | None, str, Tensor | None, bool]:
-        """Return what an operator that quantises ``count`` gradients in its backward pass has to know.
-
-        The levels, None where it leaves them alone; the granularity; the key of the noise, None for none; and whether
-        the backward pass is to add 1 to the key for each of them, as eager code does.
-        """
-        quantizer = self.quantizers[role]
-        if not self.now.gradient:
-            return None, quantizer.grid, None, False
-        if quantizer.rounding != "stochastic":
-            return self.grad_levels, quantizer.grid, None, False
+    def next_noise_key(self, count: int = 1) -> Tensor:
+        """Return the key of the noise of the next ``count`` gradients, see ``counts_in_backward``."""
         key = self.noise_key
-        if not (counts := counts_in_backward()):
+        if not counts_in_backward():
             self.noise_key = key + count
-        return self.grad_levels, quantizer.grid, key, counts
+        return key
 
     # --- where it is, and copies of it --------------------------------------------------------------------------------
 
@@ -374,10 +323,6 @@ class LayerPrecision(RunningState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
-        if "now" not in state:
-            raise RuntimeError(
-                "this model was stored whole, by an older release; load its state_dict into a model converted now"
-            )
         super().__setstate__(state)
         extensions.load_handlers(self.kind)
         if self.execution != "simulated":
@@ -386,7 +331,7 @@ class LayerPrecision(RunningState):
         if driven:
             self.in_force = None
         if self.now.is_set:
-            rounding.load_kernels()
+            fake_quantize.load_kernels()
 
     def extra_repr(self) -> str:
         """Show the active bits, how operations are executed, and what rounds."""
@@ -395,8 +340,13 @@ class LayerPrecision(RunningState):
         execution = self.execution
         if execution != "simulated" and self.now.active:
             execution = extensions.load("int8").describe_execution(self)
-        kernels = rounding.kernels_on(self.levels.device)
+        kernels = fake_quantize.operators.name_on(self.levels.device)
         return f"{self.grids.describe(self.now)}, execution={execution}, kernels={kernels}"
+
+
+@torch.compiler.disable
+def _with_split_gradient(*arguments: Any) -> Tensor:
+    return extensions.load("split_gradients").multiplied(*arguments)
 
 
 def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..., Any], *inputs: Any) -> Any:

@@ -33,7 +33,10 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
 
 def _constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
     """Return what a captured step holds of a layer as constants."""
-    by_bits = precision.keeps_by_bits and precision.now.formats.activation
+    caches_by_bits = precision.kind == "graph" and (
+        "aggregation" in precision.quantizers or precision.execution != "simulated"
+    )
+    by_bits = caches_by_bits and precision.now.formats.activation
     executes = precision.execution != "simulated" and (precision.int8_operands, precision.int8_gradient)
     return *precision.now.constants(), by_bits, executes
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cpt_core.quantization.convert import layer_precisions, quantize_
-from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
@@ -168,17 +167,6 @@ def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none(
         pass
     with pytest.raises(RuntimeError, match="copy of a model"):  # the block is over, the scheduler drives again
         copy.deepcopy(model)(pictures())
-
-
-def test_a_layer_that_an_older_release_stored_says_so():
-    model = quantize_(small(), NEAREST)
-    layer = next(iter(layer_precisions(model).values()))
-    layer.set_bits(4, 8)
-    state = layer.__getstate__()
-    assert pickle.loads(pickle.dumps(layer)).bits == 4
-    del state["now"]
-    with pytest.raises(RuntimeError, match="by an older release; load its state_dict"):
-        LayerPrecision.__new__(LayerPrecision).__setstate__(state)
 
 
 def test_an_average_made_before_there_are_bits_says_so():

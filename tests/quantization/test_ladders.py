@@ -162,6 +162,19 @@ def test_stochastic_gradients_apart_draw_noise_of_their_own():
     assert int(model.precision.noise_key) == before + 2
 
 
+def test_stochastic_gradients_apart_have_the_noise_of_the_layer():
+    model, x = converted("linear")
+    model.precision.set_levels(Levels(None, None, 3, 4))
+    key = model.precision.noise_key.clone()
+    y = model(x.requires_grad_())
+    gradient = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(y, [x, model.weight], gradient)
+    for_input = fake_quantize(gradient, torch.tensor(7.0), "per_position", key)[0]
+    for_weight = fake_quantize(gradient, torch.tensor(15.0), "per_position", key + 1)[0]
+    assert torch.equal(dx, for_input @ model.weight)
+    assert torch.equal(dw, for_weight.t() @ x)
+
+
 def test_a_rotation_of_both_operands_leaves_the_product_alone():
     model, x = converted("sequence", ladder=of_operands({8: "affine20:hadamard=16"}))
     plain = nn.functional.linear(x, model.weight, model.bias)

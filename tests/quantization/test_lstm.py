@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from cpt_core.kernels import lstm_layer
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.quantization import lstm
+from cpt_core.quantization import fake_quantize, lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, round_in_range
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
 from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
@@ -273,7 +273,11 @@ def test_evaluation_uses_running_ranges():
         expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
         assert same(module(x)[0], expected)
         p, before, zero = module.precision, module.precision.get_running(), torch.zeros(3, 4)
-        stored = lambda x, role: round_in_range(x, *p.running_range(f"{role}_l0"), p.levels, "per_tensor", clip=True)  # noqa: E731
+
+        def stored(x, role):
+            low, width, _ = p.stored_range(f"{role}_l0")
+            return fake_quantize.operators.round_in_range(x, low, width, p.levels, "per_tensor", clip=True)
+
         assert same(module(x)[0], plain(module, x, zero, zero, 3, 8, rounded=stored)[0])
         module(10 * x)
     assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())

@@ -17,7 +17,7 @@ import cpt_core
 from cpt_core.checks import check_bits
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient, range_of, round_in_range
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
@@ -102,7 +102,7 @@ def test_equals_plain_numpy(x, bits, granularity):
     if granularity == "per_sample_mean":  # a mean depends on the order of the sum, and with it the grid
         step = step_of(width, bits)
         assert (np.abs(found - expected) <= step * 1.001 + rounding_error(x)).all()
-        for ours, theirs in zip(range_of(leaf.detach(), granularity), (low, width), strict=True):
+        for ours, theirs in zip(fake_quantize.operators.range(leaf.detach(), granularity), (low, width), strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, atol=rounding_error(x))
     else:
         np.testing.assert_array_equal(found, expected)
@@ -112,7 +112,7 @@ def test_equals_plain_numpy(x, bits, granularity):
 def test_gradient_passes_clipped_values_too(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
-    y = round_in_range(leaf, low, width, torch.tensor(num_steps(bits)), "per_tensor", clip=True)
+    y = fake_quantize.operators.round_in_range(leaf, low, width, torch.tensor(num_steps(bits)), "per_tensor", clip=True)
     y.backward(torch.full_like(y, -3.0))
     assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
     np.testing.assert_array_equal(y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy()))
@@ -280,7 +280,7 @@ def test_other_dtypes_are_computed_in_float32(dtype, granularity, device):
     x = image(dtype).to(device)
     y = quantize(x, 8, Quantizer(granularity))
     assert y.dtype == dtype
-    low, width = range_of(x, granularity)
+    low, width = fake_quantize.operators.range(x, granularity)
     assert low.dtype == width.dtype == torch.float32
     assert torch.equal(y, quantize(x.float(), 8, Quantizer(granularity)).to(dtype))
     upstream = gradient_of(x, 8, Quantizer(granularity))

@@ -1,0 +1,98 @@
+"""What an operator that rounds several tensors by itself has to know of a layer: ranges, and the noise of gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization.fake_quantize import counts_in_backward
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.rounding import RUNNING_DECAY, Range, clips
+from cpt_core.quantization.running_ranges import is_recomputing
+
+
+class StoredRange(NamedTuple):
+    """A running range that evaluation uses; all None: every tensor has a range of its own.
+
+    Attributes:
+        low: minimum, 0-d.
+        width: maximum - minimum, 0-d.
+        weight: None where the range counts; else it counts where this is above 0, and the tensor's own elsewhere.
+    """
+
+    low: Tensor | None = None
+    width: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class GradientNoise(NamedTuple):
+    """What an operator that quantises gradients in its backward pass has to know.
+
+    Attributes:
+        steps: of the grid, None where gradients are left alone.
+        grid: the granularity.
+        key: of the noise, None for none.
+        advance: whether the backward pass is to add 1 to the key for each gradient, as eager code does.
+    """
+
+    steps: Tensor | None
+    grid: str
+    key: Tensor | None
+    advance: bool
+
+
+def uses_stored(precision: LayerPrecision, role: str) -> bool:
+    """Return whether operands of a role are rounded on their running range now."""
+    return precision.quantizers[role].running and not precision.training
+
+
+def is_calibrated(precision: LayerPrecision, role: str) -> bool:
+    """Return whether operands of a role are rounded on a running range that is known to be filled."""
+    return precision.calibrated and uses_stored(precision, role)
+
+
+def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
+    """Return the range on which operands of a role are rounded, as ``LayerPrecision.evaluated`` decides."""
+    if not uses_stored(precision, role):
+        return StoredRange()
+    low, width, weight = precision.stored_range(role)
+    return StoredRange(low, width, None if precision.calibrated else weight)
+
+
+def or_stored(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> Range:
+    """Return the ranges at hand, or the stored one where it is used and filled; decided on the device."""
+    if not uses_stored(precision, role):
+        return low, width
+    stored_low, stored_width, weight = precision.stored_range(role)
+    return torch.where(weight > 0, stored_low, low), torch.where(weight > 0, stored_width, width)
+
+
+def clips_operand(precision: LayerPrecision, role: str) -> bool:
+    """Return whether values can lie outside the range of their role."""
+    quantizer = precision.quantizers[role]
+    return clips(quantizer.granularity, quantizer.rounding == "stochastic") or uses_stored(precision, role)
+
+
+def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> None:
+    """Let a running range follow the ranges of several calls one after the other, (T,), as ``rounding.track`` would."""
+    if is_recomputing():
+        return
+    running = precision.get_buffer(f"running_{role}")
+    current = torch.stack([low, width, torch.ones_like(width)])
+    counts = current.isfinite().all(0)
+    later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
+    shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
+    running.mul_(RUNNING_DECAY ** counts.sum()).add_((torch.where(counts, current, 0.0) * shares).sum(1))
+
+
+def gradient_noise(precision: LayerPrecision, role: str, count: int) -> GradientNoise:
+    """Return what an operator that quantises ``count`` gradients in its backward pass has to know."""
+    quantizer = precision.quantizers[role]
+    if not precision.now.gradient:
+        return GradientNoise(None, quantizer.grid, None, advance=False)
+    if quantizer.rounding != "stochastic":
+        return GradientNoise(precision.grad_levels, quantizer.grid, None, advance=False)
+    key = precision.next_noise_key(count)
+    return GradientNoise(precision.grad_levels, quantizer.grid, key, advance=counts_in_backward())

@@ -1,0 +1,103 @@
+"""Matmuls whose output gradient is quantised separately for the input gradient and the weight gradient.
+
+Beyond the paper, which quantises the gradient once. A layer needs it when a schedule, or a ladder, has another format
+for the error than for the weight gradient. The operation runs once more in the backward pass, so any operation will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization.fake_quantize import round_gradient
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.roles import weight_gradient_role
+from cpt_core.schedules.schedule import Levels
+
+RoundGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
+ROUND_ONCE = ("lstm", "graph")  # kinds of layers that round a gradient once for both of its uses
+
+
+def check(kind: str, formats: Levels, layer: str) -> None:
+    """Raise ValueError for a kind of layer that quantises its output's gradient once."""
+    if kind in ROUND_ONCE:
+        raise ValueError(
+            f"{layer} quantises its output's gradient once for both backward products; it cannot have one format for "
+            f"the error ({formats.error or 'float32'}) and another for the weight gradient "
+            f"({formats.weight_gradient or 'float32'})"
+        )
+
+
+class _SplitGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, round_gradients: RoundGradients, compute: Callable[..., Tensor], *operands: Any) -> Tensor:
+        ctx.round_gradients, ctx.compute = round_gradients, compute
+        ctx.save_for_backward(*operands)
+        return compute(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        is_differentiated_again = torch.is_grad_enabled()  # create_graph=True
+        operands: list[Any] = list(ctx.saved_tensors)
+        if not is_differentiated_again:
+            operands = [
+                x if x is None else x.detach().requires_grad_(need) for x, need in zip(operands, needed, strict=True)
+            ]
+        with torch.enable_grad():
+            output = ctx.compute(*operands)
+        for_input, for_weight = ctx.round_gradients(gradient)
+        gradients: list[Tensor | None] = [None] * len(operands)
+        for rounded, places in ((for_input, (0,)), (for_weight, range(1, len(operands)))):
+            wanted = [i for i in places if needed[i]]
+            if not wanted:
+                continue
+            inputs = [operands[i] for i in wanted]
+            found = torch.autograd.grad(
+                output, inputs, rounded, retain_graph=True, create_graph=is_differentiated_again
+            )
+            for i, operand_gradient in zip(wanted, found, strict=True):
+                gradients[i] = operand_gradient
+        return None, None, *gradients
+
+
+def multiplied(
+    precision: LayerPrecision, role: str, compute: Callable[..., Tensor], *operands: Tensor | None
+) -> Tensor:
+    """Return ``compute(*operands)``; its gradient is quantised for the first operand, and again for the others.
+
+    Args:
+        precision: of the layer.
+        role: of the gradient.
+        compute: linear in each operand.
+        operands: first operand, second operand, and perhaps a bias; None for one that is not there.
+    """
+    return _SplitGradient.apply(partial(_rounded_gradients, precision, role), compute, *operands)
+
+
+def _rounded_gradients(precision: LayerPrecision, role: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an output's gradient as the input gradient takes it, and as the weight gradient does."""
+    formats = precision.now.formats
+    for_input = for_weight = gradient
+    if formats.error is not None:
+        for_input = rounded_gradient(precision, role, gradient, precision.grad_levels)
+    if formats.weight_gradient is not None:
+        role = weight_gradient_role(role)
+        for_weight = rounded_gradient(precision, role, gradient, precision.weight_grad_levels)
+    return for_input, for_weight
+
+
+def rounded_gradient(precision: LayerPrecision, role: str, gradient: Tensor, steps: Tensor) -> Tensor:
+    """Return a gradient that has come on the grid of its role; ``steps``: n = 2**q - 1, 0-d."""
+
+    def rounded(role: str, gradient: Tensor) -> Tensor:
+        precision.observe(role, gradient)
+        quantizer = precision.quantizers[role]
+        key = precision.noise_key if quantizer.rounding == "stochastic" else None
+        return round_gradient(gradient, steps, quantizer.grid, key)
+
+    return precision.grids.apply(precision, role, gradient, None, rounded)
