@@ -6,6 +6,7 @@ nothing else: a function runs as torch has it, and its handler runs once more on
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import cpt_core.bitops.functions  # noqa: F401 - registers counters
 from cpt_core.bitops.conventions import NORM, PRODUCTS, Work
+from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_handlers import module_kind
 from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode
@@ -118,26 +121,18 @@ class CountingMode(QuantizedOpsMode):
         if report is None:
             return output
         operations: list[Operation] = []
+        stand_ins: dict[int, Tensor] = {}
+        meta_args, meta_kwargs = copy_of_inputs((args, kwargs), True, stand_ins)
+        self._originals = {id(stand_ins[id(x)]): x for x in tensors_in((args, kwargs))}
         self.on_operation = operations.append
         try:
-            handler(self, function, *self._without_data(args), **self._without_data(kwargs))
+            handler(self, function, *meta_args, **meta_kwargs)
         finally:
             self.on_operation = report
             self._originals = {}
         for operation in operations:
             report(operation._replace(elements=moved_elements(operation), output=output))
         return output
-
-    def _without_data(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            stand_in = value.detach().to("meta").requires_grad_(value.requires_grad)
-            self._originals[id(stand_in)] = value
-            return stand_in
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._without_data(v) for v in value)
-        if isinstance(value, dict):
-            return {key: self._without_data(v) for key, v in value.items()}
-        return value
 
 
 class _Reporter:
@@ -219,3 +214,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
+
+
+def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Tensor]) -> Any:
+    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), without_history(value, on_meta).requires_grad_(value.requires_grad))
+    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+        shadow, constant = copy.copy(value), value.constant
+        return shadow.set_constant(None if constant is None else copy_of_inputs(constant, on_meta, memo))
+    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
+        data, sizes, *order = value
+        return PackedSequence(copy_of_inputs(data, on_meta, memo), sizes, *copy_of_inputs(order, on_meta, memo))
+    if isinstance(value, (tuple, list)):
+        return getattr(value, "_make", type(value))(copy_of_inputs(v, on_meta, memo) for v in value)
+    if isinstance(value, dict):
+        return {k: copy_of_inputs(v, on_meta, memo) for k, v in value.items()}
+    return value
+
+
+def without_history(tensor: Tensor, on_meta: bool) -> Tensor:
+    """Return a copy of a tensor that no gradient passes, on the ``meta`` device if asked for."""
+    return tensor.detach().to("meta") if on_meta else tensor.detach().clone()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,8 +38,8 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
-from cpt_core.bitops.counting import counting, tensors_in
-from cpt_core.bitops.shadow import as_it_was, copy_of_inputs, shadow_of
+from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
+from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
 from cpt_core.checks import arguments, check_bits, choose, declared
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
@@ -173,6 +172,8 @@ def count_bitops(
         schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
         convention: "paper" or "per_op", see the module.
         q_grad: gradient bits; None takes the schedule's ``q_max``. All bits are levels where a layer has ladders.
+
+    A part of the model that is in eval mode is priced by the schedule, too, whatever ``eval_bits`` is.
 
     Raises:
         ValueError: for an unknown convention, when nothing in the model can be counted, when it cannot be copied, or
@@ -326,7 +327,6 @@ def formats_per_layer(
         return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
     precisions = all_precisions(model) if is_converted else {}
-    _warn_of_evaluation(model, precisions)
     owners = dict.fromkeys(operation.owner for operation in work if operation.owner is not None)
     layers_by_schedule: dict[tuple[int, AffineGrids], tuple[Schedule, list[str]]] = {}
     for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():
@@ -346,14 +346,6 @@ def formats_per_layer(
     paper = {**formats, None: _count_steps(widest_by_step)}
     per_op = {**(formats if is_converted else {}), None: ((IN_FLOAT32, len(widest_by_step)),)}
     return {"paper": paper, "per_op": per_op}
-
-
-def _warn_of_evaluation(model: nn.Module, precisions: Mapping[str, LayerPrecision]) -> None:
-    drivers = {name: p.driver for name, p in precisions.items() if model.training and not p.training}
-    evaluated = [name for name, d in drivers.items() if getattr(d, "eval_bits", "current") != "current"]
-    if evaluated:
-        reason = "in eval mode inside a model that trains, so at eval_bits; priced by the schedule"
-        warnings.warn(f"{', '.join(evaluated)}: {reason}", stacklevel=4)
 
 
 def _formats_of_steps(schedule: Schedule, q_grad: int | None, grids: AffineGrids) -> list[Formats]:

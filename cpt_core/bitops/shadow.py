@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
-from cpt_core.bitops.counting import is_counting_hook, tensors_in
+from cpt_core.bitops.counting import is_counting_hook, tensors_in, without_history
 from cpt_core.checks import unsharded
-from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 
 
@@ -28,7 +26,7 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
     unsharded(model, "count and check")
     # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
     cached = [t for m in model.modules() for value in vars(m).values() for t in tensors_in(value) if t.grad_fn]
-    memo: dict[int, Any] = {id(t): _without_history(t, on_meta) for t in cached}
+    memo: dict[int, Any] = {id(t): without_history(t, on_meta) for t in cached}
     try:
         shadow = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as problem:
@@ -45,23 +43,6 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
         if precision is not None:
             precision.set_bits(None, None)
     return shadow.to("meta") if on_meta else shadow
-
-
-def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Tensor]) -> Any:
-    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
-    if isinstance(value, Tensor):
-        return memo.setdefault(id(value), _without_history(value, on_meta).requires_grad_(value.requires_grad))
-    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
-        shadow, constant = copy.copy(value), value.constant
-        return shadow.set_constant(None if constant is None else copy_of_inputs(constant, on_meta, memo))
-    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
-        data, sizes, *order = value
-        return PackedSequence(copy_of_inputs(data, on_meta, memo), sizes, *copy_of_inputs(order, on_meta, memo))
-    if isinstance(value, (tuple, list)):
-        return getattr(value, "_make", type(value))(copy_of_inputs(v, on_meta, memo) for v in value)
-    if isinstance(value, dict):
-        return {k: copy_of_inputs(v, on_meta, memo) for k, v in value.items()}
-    return value
 
 
 @contextmanager
@@ -93,7 +74,3 @@ def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
-
-
-def _without_history(tensor: Tensor, on_meta: bool) -> Tensor:
-    return tensor.detach().to("meta") if on_meta else tensor.detach().clone()

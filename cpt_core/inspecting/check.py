@@ -128,7 +128,8 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         inputs: the arguments of its forward; real data of any batch size.
 
     Raises:
-        ValueError: when nothing in the model is quantised, it is sharded, or it has a reentrant checkpoint.
+        ValueError: when nothing in the model is quantised, or it is sharded.
+        RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
     """
     arguments(inputs)
     layer_precisions(model)
@@ -198,13 +199,8 @@ def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     sources = [*parameters.values(), *(x for x in tensors_in(inputs) if x.requires_grad)]
     if not sums or not sources:
         return set()
-    try:
-        with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
-            gradients = torch.autograd.grad(sums, sources, allow_unused=True)
-    except RuntimeError as problem:
-        if "use_reentrant" not in str(problem):
-            raise
-        raise ValueError("a reentrant checkpoint hides its operations; give it use_reentrant=False") from problem
+    with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
+        gradients = torch.autograd.grad(sums, sources, allow_unused=True)
     return {name for name, gradient in zip(parameters, gradients, strict=False) if gradient is not None}
 
 

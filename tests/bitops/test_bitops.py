@@ -141,19 +141,6 @@ def test_ledger_sees_what_does_not_run():
     assert ledger.total() == model_is_unwatched
 
 
-def test_a_part_in_evaluation_is_said_not_to_run_at_the_price():
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    schedule, x = make_schedule("CR", q_min=3, q_max=8, total_steps=10, n_cycles=2), (torch.ones(2, 4),)
-    scheduler = PrecisionScheduler(model, schedule)
-    model[0].eval()
-    priced = count_bitops(model, x, schedule)
-    scheduler.eval_bits = "q_max"
-    with pytest.warns(UserWarning, match="^0: in eval mode inside a model that trains, so at eval_bits; priced"):
-        assert count_bitops(model, x, schedule) == priced
-    model.eval()
-    count_bitops(model, x, schedule)  # a warning would be an error here
-
-
 def test_a_model_without_products_is_refused():
     with pytest.raises(ValueError, match="nothing to count in Sequential"):
         count_bitops(nn.Sequential(nn.ReLU()), (torch.empty(1, 4),))
