@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core import quantization as quantization
     from cpt_core import schedules as schedules
     from cpt_core.bitops.plan import count_bitops as count_bitops
+    from cpt_core.choosing.solved_schedules import DelayedSchedule as DelayedSchedule
     from cpt_core.choosing.solver import solve_schedule as solve_schedule
     from cpt_core.formats.format import FORMATS as FORMATS
     from cpt_core.formats.format import Format as Format
@@ -42,7 +43,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
     from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule
-    from cpt_core.schedules.deficit import DelayedSchedule as DelayedSchedule
     from cpt_core.schedules.layered import LayeredSchedule as LayeredSchedule
     from cpt_core.schedules.make import make_schedule as make_schedule
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict

@@ -17,6 +17,9 @@ EXTENSIONS = {
     "prices": "cpt_core.formats.prices",  # costs of a training step other than BitOps
     "layered": "cpt_core.schedules.layered",  # schedules of groups of layers
     "roles": "cpt_core.schedules.roles",  # schedules of weights, activations and gradients
+    "adjusted": "cpt_core.choosing.solved_schedules",  # schedules for a budget: single steps changed
+    "delayed": "cpt_core.choosing.solved_schedules",  # a delay before a schedule
+    "warped": "cpt_core.choosing.solved_schedules",  # a profile that is read at a power
     "operations": "cpt_core.operations",  # functions of torch that few models use
     "split_gradients": "cpt_core.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
@@ -34,10 +37,10 @@ def load(name: str) -> Any:
     return importlib.import_module(EXTENSIONS[name])
 
 
-def load_handlers(kind: str) -> None:
-    """Import the optional handlers of a kind of layer, where there are any."""
-    if kind in EXTENSIONS and is_installed(kind):
-        load(kind)
+def load_optional(name: str) -> None:
+    """Import the optional part of a name, such as a kind of layer or schedule, if there is one."""
+    if name in EXTENSIONS and is_installed(name):
+        load(name)
 
 
 def is_installed(name: str) -> bool:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import DisplayHandle
 
-from cpt_core.schedules.profiles import savings_of
 from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, whole
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.sweeps.sweep import run_grid
 
 SECONDS = 1.0  # between two pictures

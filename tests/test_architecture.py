@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "cpt_core.checks",
     "cpt_core.choosing.allocation",
     "cpt_core.choosing.sensitivities",
+    "cpt_core.choosing.solved_schedules",
     "cpt_core.choosing.solver",
     "cpt_core.described",
     "cpt_core.extensions",

@@ -109,7 +109,7 @@ def recording():
 VALUES = {
     "aggregation": "fp", "allow_zero_in_degree": True, "base": 4, "bias": True, "bits": 4,
     "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
-    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "delay_at": "float32", "device": "cpu",
+    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "device": "cpu",
     "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,
     "eval_bits": "q_max", "every": 2, "execution": "simulated", "exponent": 4, "family": "rex", "float32": ("fc",),
     "floor": 0.1, "format": None, "formats": {3: "mxfp4", 8: "e4m3"}, "gradient": None, "gradients": 8,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.choosing.range_test import RangeTestWarning as RangeTestWarning
     from cpt_core.choosing.range_test import precision_range_test as precision_range_test
     from cpt_core.choosing.sensitivities import Sensitivity as Sensitivity
+    from cpt_core.choosing.solved_schedules import Warped as Warped
     from cpt_core.choosing.tried import Tried as Tried
     from cpt_core.choosing.trying import try_precision as try_precision
 else:

@@ -20,11 +20,10 @@ from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 
 from cpt_core.checks import check_bits, choose, declared
+from cpt_core.choosing.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
 from cpt_core.formats.prices import costs_of, function_of, static_cost
 from cpt_core.schedules.cost import Ladders, StepCost
-from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
-from cpt_core.schedules.make import delay_steps
-from cpt_core.schedules.profiles import PROFILES, Warped
+from cpt_core.schedules.profiles import PROFILES
 from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
 
 TOLERANCE = 1e-3  # of the budget

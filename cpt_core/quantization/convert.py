@@ -177,7 +177,7 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         precision = None
         kind = _kind(module)
         if name in chosen:
-            extensions.load_handlers(kind)
+            extensions.load_optional(kind)
             if kind == "graph":
                 _graph_handlers().replace_forward(module)
             precision = _add_precision(module, kind, config, _key(config.seed, keys[name]))

@@ -139,7 +139,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        extensions.load_handlers("operations")
+        extensions.load_optional("operations")
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation], None] | None = None
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> its layer, or None
@@ -151,7 +151,7 @@ class QuantizedOpsMode(TorchFunctionMode):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the optional handlers in the process that a stored model comes to."""
         vars(self).update(state, owners=WeakIdKeyDictionary())
-        extensions.load_handlers("operations")
+        extensions.load_optional("operations")
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch: by its handler where it has one."""

@@ -324,7 +324,7 @@ class LayerPrecision(RunningState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
         super().__setstate__(state)
-        extensions.load_handlers(self.kind)
+        extensions.load_optional(self.kind)
         if self.execution != "simulated":
             extensions.load("int8")
         driven, self.driver = self.driver, None

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.profiles import Exponential as Exponential
     from cpt_core.schedules.profiles import Linear as Linear
     from cpt_core.schedules.profiles import Rex as Rex
-    from cpt_core.schedules.profiles import Warped as Warped
     from cpt_core.schedules.schedule import TableSchedule as TableSchedule
 else:
     from cpt_core.public import lazily

@@ -1,6 +1,6 @@
 """A schedule for every group of layers, as one value that specs and rows can hold.  Beyond the paper."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import declared, shown, whole
-from cpt_core.schedules.make import schedule_from_dict
+from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, set_range
 
@@ -98,7 +98,9 @@ class LayeredSchedule(Schedule):
         return {"kind": self.kind, "parts": parts}
 
 
-def from_dict(description: Mapping[str, Any]) -> LayeredSchedule:
-    """Rebuild a layered schedule from ``to_dict()``, without its kind."""
-    groups = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in description["parts"])
+def _from_dict(parts: Iterable[Mapping[str, Any]]) -> LayeredSchedule:
+    groups = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in parts)
     return LayeredSchedule(tuple(groups))
+
+
+KINDS["layered"] = _from_dict

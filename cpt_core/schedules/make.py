@@ -5,19 +5,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cpt_core import extensions
-from cpt_core.checks import choose, declared, shown, whole
-from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+from cpt_core.checks import choose, declared, shown
+from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import (
-    FLOAT32,
     CyclicSchedule,
     Schedule,
     ShortCycleWarning,
     StaticSchedule,
     TableSchedule,
 )
-
-DELAYS_AT = ("q_max", "float32")
 
 
 def make_schedule(
@@ -29,8 +26,6 @@ def make_schedule(
     n_cycles: int = 8,
     cycle_rule: str = "exact",
     profile: Profile | None = None,
-    delay: float = 0.0,
-    delay_at: str = "q_max",
 ) -> Schedule:
     """Make one of the paper's ten schedules, another of ``SCHEDULES``, or the static baseline, by name.
 
@@ -40,9 +35,6 @@ def make_schedule(
         q_min: lowest bits; needed by all but STATIC, which has none (give ``q_max`` or nothing).
         n_cycles, cycle_rule: see ``CyclicSchedule``.
         profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
-        delay: share of the steps that are held at ``q_max`` first; the cycles share the others. A delay makes training
-            dearer; ``solve_schedule`` delays at a given cost.
-        delay_at: "q_max", or "float32": these steps are not quantised at all.
 
     Raises:
         ValueError: for an unknown name or values that make no schedule.
@@ -51,10 +43,10 @@ def make_schedule(
     """
     choose("schedule", name, (*SCHEDULES, STATIC))
     if name == STATIC:
-        if q_min not in (None, q_max) or profile is not None or delay:
+        if q_min not in (None, q_max) or profile is not None:
             raise ValueError(
-                f"STATIC has one precision, no profile and nothing to delay: q_min is q_max = {q_max} or left out; "
-                f"got {q_min=}, {profile=}, {delay=}"
+                f"STATIC has one precision and no profile: q_min is q_max = {q_max} or left out; "
+                f"got {q_min=}, {profile=}"
             )
         return StaticSchedule(q_max, total_steps)
     if q_min is None:
@@ -64,32 +56,17 @@ def make_schedule(
     if profile is not None and type(profile) is not type(standard):
         raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")
     chosen = standard if profile is None else profile
-    hold = delay_steps(delay, total_steps)
-    level = {"q_max": None, "float32": FLOAT32}[choose("delay_at", delay_at, DELAYS_AT)]
-    schedule = CyclicSchedule(
+    return CyclicSchedule(
         profile=chosen,
         q_min=q_min,
         q_max=q_max,
-        total_steps=total_steps - hold,
+        total_steps=total_steps,
         n_cycles=n_cycles,
         triangular=entry.triangular,
         mirror=entry.mirror,
         cycle_rule=cycle_rule,
         name=name if chosen == standard else "",
     )
-    if not hold:
-        return schedule
-    return DelayedSchedule(schedule, hold, level)
-
-
-def delay_steps(delay: float, total_steps: int) -> int:
-    """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
-    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
-        raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
-    steps = round(delay * whole("total_steps", total_steps))
-    if steps and steps == total_steps:
-        raise ValueError(f"a delay of {delay} leaves none of {total_steps} steps to cycle in")
-    return steps
 
 
 def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
@@ -99,46 +76,27 @@ def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
     """
     declared(schedule_from_dict, locals())
     try:
-        return _made(dict(description))
+        fields = dict(description)
+        kind = fields.pop("kind")
+        extensions.load_optional(kind)
+        return KINDS[choose("kind", kind, KINDS)](**fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"description must be what to_dict() returned, got {shown(description)}: {error!r}") from None
 
 
-def _made(d: dict[str, Any]) -> Schedule:
-    kind = choose("kind", d.pop("kind"), (*KINDS, *OPTIONAL_KINDS))
-    if kind in OPTIONAL_KINDS:
-        return extensions.load(kind).from_dict(d)
-    return KINDS[kind](d)
-
-
-def _cyclic(d: dict[str, Any]) -> Schedule:
-    parameters = dict(d.pop("profile"))
-    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
+def _cyclic_from_dict(profile: dict[str, Any], **fields: Any) -> Schedule:
+    constants = dict(profile)
+    name = constants.pop("name", None)
+    extensions.load_optional(name)
+    curve = PROFILES[choose("profile", name, PROFILES)](**constants)
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-        return CyclicSchedule(profile=profile, **d)
+        return CyclicSchedule(curve, **fields)
 
 
-def _deficit(d: dict[str, Any]) -> Schedule:
-    return DeficitSchedule(**{**d, "windows": tuple(tuple(window) for window in d["windows"])})
-
-
-def _delayed(d: dict[str, Any]) -> Schedule:
-    inner: Any = schedule_from_dict(d["schedule"])
-    return DelayedSchedule(inner, d["hold"], d.get("level"))
-
-
-def _adjusted(d: dict[str, Any]) -> Schedule:
-    inner: Any = schedule_from_dict(d["schedule"])
-    return AdjustedSchedule(inner, tuple(tuple(change) for change in d["changes"]))
-
-
-# kind of a schedule -> what makes it from its description
-KINDS: dict[str, Callable[[dict[str, Any]], Schedule]] = {
-    "static": lambda d: StaticSchedule(**d),
-    "cyclic": _cyclic,
-    "table": lambda d: TableSchedule(tuple(tuple(run) for run in d["runs"])),
-    "deficit": _deficit,
-    "adjusted": _adjusted,
-    "delayed": _delayed,
+# kind of a schedule -> what makes it from its description; optional parts add theirs
+KINDS: dict[str, Callable[..., Schedule]] = {
+    "static": StaticSchedule,
+    "cyclic": _cyclic_from_dict,
+    "table": TableSchedule,
+    "deficit": DeficitSchedule,
 }
-OPTIONAL_KINDS = ("layered", "roles")  # see ``cpt_core.extensions``

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import choose, declared
+from cpt_core.checks import declared
 
 Array = NDArray[np.float64]
 
@@ -103,44 +103,8 @@ class Rex(Profile):
         return z / ((1.0 - self.d) + self.d * z)
 
 
-@dataclass(frozen=True)
-class Warped(Profile):
-    """f(x) = g(x**power), g another profile: the same two ends, reached earlier (power < 1) or later (power > 1).
-
-    One number takes every profile from static ``q_max`` (power to 0) to static ``q_min`` (power to infinity);
-    ``solve_schedule`` chooses it.
-
-    Args:
-        base: name of g, with its standard constants.
-        power: positive; 1 is g itself.
-    """
-
-    base: str = "linear"
-    power: float = 1.0
-
-    def __post_init__(self) -> None:
-        choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
-        declared(type(self), vars(self))
-        if not 0 < self.power < math.inf:
-            raise ValueError(f"power must be positive, got {self.power}")
-        object.__setattr__(self, "power", float(self.power))
-
-    def growth(self, x: Array) -> Array:
-        """Return g(x**power)."""
-        return PROFILES[self.base]().growth(x**self.power)
-
-    def vertical(self, x: Array) -> Array:
-        """Return 1 - g(x**(1/power)): a falling cycle gets cheaper with the power too, as a rising one does."""
-        return PROFILES[self.base]().vertical(x ** (1 / self.power))
-
-
-PROFILES: dict[str, type[Profile]] = {
-    "linear": Linear,
-    "cosine": Cosine,
-    "exponential": Exponential,
-    "rex": Rex,
-    "warped": Warped,
-}
+# name -> profile
+PROFILES: dict[str, type[Profile]] = {"linear": Linear, "cosine": Cosine, "exponential": Exponential, "rex": Rex}
 
 
 @dataclass(frozen=True)
@@ -172,8 +136,3 @@ SUITE: dict[str, SuiteEntry] = {
 SCHEDULES: dict[str, SuiteEntry] = {**SUITE}
 
 STATIC = "STATIC"
-
-
-def savings_of(arm: str) -> str:
-    """Return the paper's group of an arm, "large", "medium" or "small"; "static" or "own" for arms that have none."""
-    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from cpt_core.checks import check_bits, declared, whole
 from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import schedule_from_dict
+from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
 
@@ -118,6 +118,8 @@ def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
     return StaticSchedule(FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1), total_steps)
 
 
-def from_dict(description: Mapping[str, Any]) -> RoleSchedules:
-    """Rebuild the schedules of roles from ``to_dict()``, without its kind."""
-    return RoleSchedules(**{name: schedule_from_dict(part) for name, part in description.items()})
+def _from_dict(**roles: Mapping[str, Any]) -> RoleSchedules:
+    return RoleSchedules(**{name: schedule_from_dict(part) for name, part in roles.items()})
+
+
+KINDS["roles"] = _from_dict

@@ -12,13 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from cpt_core.checks import offer
-from cpt_core.schedules.profiles import savings_of
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.parameters import checked
 from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, task_of_dataset
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.experiments.stand_ins import STAND_INS
 
 

@@ -16,7 +16,7 @@ from cpt_core.checks import check_bits, choose, whole
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
-from cpt_core.schedules.profiles import STATIC
+from cpt_core.schedules.profiles import STATIC, SUITE
 from cpt_core.schedules.schedule import FunctionSchedule, Schedule
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
@@ -125,3 +125,8 @@ def run_spec(
         cycles: dict[str, Any] = {"n_cycles": recipe.n_cycles, "cycle_rule": recipe.cycle_rule}
         schedule = make_schedule(arm, q_min=recipe.q_min, q_max=q_max, total_steps=recipe.steps, **cycles)
     return RunSpec(recipe, schedule, q_max, q_grad or q_max, seed, arm, scale, preset)
+
+
+def savings_of(arm: str) -> str:
+    """Return the paper's group of an arm, "large", "medium" or "small"; "static" or "own" for arms that have none."""
+    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"

@@ -7,8 +7,8 @@ from helpers import INF, NAN, price, quietly, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpt_core.choosing.solved_schedules import AdjustedSchedule
 from cpt_core.choosing.solver import solve_schedule
-from cpt_core.schedules.deficit import AdjustedSchedule
 from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
 
 

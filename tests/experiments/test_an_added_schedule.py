@@ -30,8 +30,7 @@ import json
 import cpt_core as cpt
 from cpt_lab.experiments import grids
 from cpt_lab.experiments.recipes import recipe
-from cpt_lab.experiments.spec import RunSpec, run_spec
-from cpt_core.schedules.profiles import savings_of
+from cpt_lab.experiments.spec import RunSpec, run_spec, savings_of
 
 spec = run_spec(recipe("demo"), "PR", q_max=8, seed=0)
 chosen = grids.grid_specs("digits/mlp6", seeds=[0]) + [spec]

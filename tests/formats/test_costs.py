@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from helpers import make, quietly, refused
 
+from cpt_core.choosing.solved_schedules import DelayedSchedule
 from cpt_core.choosing.solver import solve_schedule
 from cpt_core.formats.costs import COSTS, PASSES, Operands, cost_named
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, LADDERS, FormatLadder
 from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
@@ -151,7 +151,7 @@ def test_the_baseline_of_roles_has_gradients_of_q_max_bits(spent):
 
 
 def test_a_float_phase_is_priced_as_float32():
-    held = quietly(make_schedule, "CR", q_min=3, q_max=8, total_steps=800, delay=0.25, delay_at="float32")
+    held = DelayedSchedule(quietly(make, "CR", total_steps=600), 200, 32)
     # 200 steps of float32 in all three products, then the cycle
     rest = quietly(make, "CR", total_steps=600).relative_cost(cost="energy")
     assert held.relative_cost(cost="energy") == pytest.approx((200 * 4.6 * 3 / 0.9 + 600 * rest) / 800)

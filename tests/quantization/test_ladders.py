@@ -251,7 +251,8 @@ def test_a_role_has_one_schedule_and_one_ladder_given_once(ask, said):
 @pytest.mark.parametrize("ladder", [None, LADDER.filled()])
 def test_a_float_phase_quantises_nothing(ladder):
     (model, x), (plain, _) = converted("linear", ladder=ladder), made("linear")
-    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=1, delay=0.1, delay_at="float32")
+    cycle = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=36, n_cycles=1)
+    schedule = cpt.DelayedSchedule(cycle, hold=4, level=32)
     scheduler = cpt.PrecisionScheduler(nn.Sequential(model), schedule)
     outputs = model(x), plain(x)
     for y in outputs:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from helpers import NAN, make, quietly, refused, written_and_read
 
+from cpt_core.choosing.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
 from cpt_core.schedules import cost
-from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import delay_steps, make_schedule, schedule_from_dict
-from cpt_core.schedules.profiles import SUITE, Cosine, Exponential, Linear, Profile, Rex, Warped
+from cpt_core.schedules.make import make_schedule, schedule_from_dict
+from cpt_core.schedules.profiles import SUITE, Cosine, Exponential, Linear, Profile, Rex
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import (
     CYCLE_RULES,
@@ -63,7 +64,7 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (partial(make, "cr"), "unknown schedule 'cr'; choose from LR"),
         *(
             (partial(make_schedule, "STATIC", **{"q_max": 6, "total_steps": 10} | changes), "STATIC has one precision")
-            for changes in ({"q_min": 3}, {"profile": Rex(0.5)}, {"delay": NAN})
+            for changes in ({"q_min": 3}, {"profile": Rex(0.5)})
         ),
         *((partial(make(), step), f"step {step} is outside") for step in (-1, 1600)),
         (partial(Exponential, 0.0), "rate must be positive"),
@@ -84,8 +85,8 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (deficit((0, 4, 6)), r"a window is a pair .* got \(0, 4, 6\)"),
         (deficit((0.0, 4)), r"start of a window must be an integer, got 0\.0"),
         (deficit(q_low=9), "q_min=9, q_max=8"),
-        (partial(make, delay=1), "delay is a share of the training, 0 <= delay < 1; got 1"),
-        (partial(make, total_steps=100, delay=0.95), r"n_cycles must lie in 1..total_steps = 1..5, got 8"),
+        (partial(delay_steps, 1, 100), "delay is a share of the training, 0 <= delay < 1; got 1"),
+        (partial(delay_steps, NAN, 100), "delay is a share of the training, 0 <= delay < 1; got nan"),
         (partial(DelayedSchedule, STATIC, 1), f"{ONE_OF_TWO}, got StaticSchedule"),
         (partial(DelayedSchedule, DelayedSchedule(make(), 3), 1), ONE_OF_TWO),
         (partial(schedule_from_dict, {"kind": "delayed", "schedule": STATIC.to_dict(), "hold": 3}), ONE_OF_TWO),
@@ -267,11 +268,6 @@ def test_function_comes_back_as_a_table_of_the_same_bits():
 def test_curves_may_round_to_the_limits_of_bits_and_no_further(bad):
     assert FunctionSchedule(lambda u: 0.6 if u < 0.5 else 32.4, total_steps=4).bits().tolist() == [1, 1, 32, 32]
     refused(r"at step 5; bits lie in 1\.\.32", FunctionSchedule, lambda u: 4 if u < 0.5 else bad, total_steps=10)
-
-
-def test_arguments_reach_a_delayed_schedule():
-    delayed = make("RTV", delay=0.1, q_min=4, n_cycles=4, cycle_rule="floor", profile=Rex(0.5))
-    assert delayed.schedule == make("RTV", total_steps=1440, q_min=4, n_cycles=4, cycle_rule="floor", profile=Rex(0.5))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.schedules.profiles import SUITE, savings_of
+from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis.estimates import TOP, Estimate, by_run, found, seeds_by_arms, standing
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, corrected, in_margins, intervals, summary, unbeaten
 from cpt_lab.analysis.statistics import spearman
+from cpt_lab.experiments.spec import savings_of
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
 
