@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from cpt_core.quantization import autocast_matmul
-from cpt_core.quantization.op_handlers import functions_named, input_role, matmul, register_handler
-from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.op_handlers import (
+    added_matmul,
+    functions_named,
+    input_role,
+    matmul,
+    register_handler,
+    with_inner_functions_visible,
+)
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
 # --- bilinear maps, experts, chains -----------------------------------------------------------------------------------
@@ -80,6 +87,11 @@ def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Ten
     for other in others:
         first = matmul(mode, torch.matmul, first, other)
     return first
+
+
+def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor) -> Tensor:
+    """Quantise ``Tensor.__rmatmul__``."""
+    return matmul(mode, torch.matmul, first, second)
 
 
 # --- sums over any dimensions -----------------------------------------------------------------------------------------
@@ -224,6 +236,11 @@ HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, 
     "einsum": (einsum, "equation"),
     "tensordot": (tensordot, "a b"),
     "inner": (inner, "input other"),
+    "__rmatmul__": (right_matmul, "input other"),
+    "mv": (matmul, "input vec"),
+    "dot": (matmul, "input tensor"),
+    "vdot": (matmul, "input other"),
+    "addmv": (added_matmul, "input mat vec"),
 }
 for _name, (_handler, _operands) in HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)
@@ -235,3 +252,16 @@ def register_library_operators() -> None:
     packet = getattr(library, "grouped_mm_fallback", None)
     if packet is not None:
         register_handler([packet, packet.default], grouped_matmul, "input weight")
+
+
+def _linear_cross_entropy(function: Any) -> Callable[..., Any]:
+    visible = with_inner_functions_visible(function)
+
+    def composite(mode: QuantizedOpsMode, *args: Any, options: Any = None, **kwargs: Any) -> Any:
+        return visible(mode, *args, **kwargs)  # the options hide its matmul to save memory
+
+    return composite
+
+
+for _function in functions_named("linear_cross_entropy"):  # of newer torch
+    COMPOSITE_OPS[_function] = _linear_cross_entropy(_function)

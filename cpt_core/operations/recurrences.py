@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import linear
 
-from cpt_core.quantization.lstm import State, lstm_state, run_steps
+from cpt_core.quantization import lstm
+from cpt_core.quantization.lstm import RecurrentCall, State, lstm_state
 
 Weights = Sequence[Any]  # of input and hidden state, their biases, and the projection; None for what there is not
 Step = Callable[[Weights, Tensor, State], State]
@@ -65,38 +65,13 @@ def run_cell(
     return after if kind == "lstm" else after[0]
 
 
-def run_layers(kind: str, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Compute what ``torch.gru`` and its like do, with their two lists of arguments: padded, or packed with sizes."""
-    is_packed = not isinstance(args[2], bool)  # of padded sequences the third says if there are biases
-    if is_packed:
-        sizes, hx, flat, has_biases, num_layers, dropout, training, is_bidirectional = args
-        steps = list(x.split(sizes.tolist()))
-    else:
-        hx, flat, has_biases, num_layers, dropout, training, is_bidirectional, is_batch_first = args
-        steps = list(x.unbind(1 if is_batch_first else 0))
-    state = tuple(hx) if kind == "lstm" else (hx,)
-    ends: list[State] = []
-    directions = 2 if is_bidirectional else 1
-    count = len(flat) // (num_layers * directions)
-    for layer in range(num_layers):
-        outputs = []
-        for direction in range(directions):
-            place = layer * directions + direction
-            weights = _weights(flat[place * count : (place + 1) * count], has_biases)
-            start = tuple(s[place] for s in state)
-            ys, end = run_steps(partial(STEPS[kind], weights), steps[::-1] if direction else steps, start)
-            outputs.append(ys[::-1] if direction else ys)
-            ends.append(end)
-        steps = [torch.cat(ys, -1) if is_bidirectional else ys[0] for ys in zip(*outputs, strict=True)]
-        if dropout and training and layer < num_layers - 1:
-            lengths = [len(y) for y in steps]
-            steps = list(functional.dropout(torch.cat(steps), dropout, True).split(lengths))
-    y = torch.cat(steps) if is_packed else torch.stack(steps, 1 if is_batch_first else 0)
-    return y, *(torch.stack(parts) for parts in zip(*ends, strict=True))
+def run_layers(kind: str, input: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Compute what ``torch.gru`` and its like do; arguments as there."""
+    call = RecurrentCall.of(input, *args)
 
+    def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
+        steps = x.split(call.sizes or len(x) // call.steps)
+        is_reverse = call.is_bidirectional and index % 2 == 1
+        return lstm.run_steps(partial(STEPS[kind], call.weights_of(index)), steps, start, is_reverse)
 
-def _weights(flat: Sequence[Tensor], has_biases: bool) -> Weights:
-    """Return the weights of a direction, with None for biases and the projection where there are none."""
-    biases = flat[2:4] if has_biases else (None, None)
-    has_projection = len(flat) > (4 if has_biases else 2)
-    return [*flat[:2], *biases, flat[-1] if has_projection else None]
+    return lstm.run_layers(call, run_direction)

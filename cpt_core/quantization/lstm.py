@@ -8,8 +8,8 @@ both weights. The gates, the cell state and the hidden state itself stay in floa
 
 The handler takes the arguments of the function apart and goes through layers and directions. What computes one of them
 is ``run_by_steps``, or a faster function to the same numbers, see ``lstm_handler``; or an executor "lstm" of the same
-form, of ``EXECUTORS``, that may return None. LSTMs with a projection, subclasses
-of ``nn.LSTM`` and cells run by ``recurrences`` instead.
+form, of ``EXECUTORS``, that may return None. The handler leaves LSTMs with a projection and subclasses of ``nn.LSTM``
+alone.
 
 Without quantisation ("float", or 24 bits and more) torch's own LSTM runs. Output and gates are computed in float32 also
 under autocast.
@@ -80,39 +80,53 @@ class LSTMDirection(NamedTuple):
 
 
 # ``run(direction, x, h, c)`` computes one direction: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c
-RunDirection = Callable[[LSTMDirection, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+RunDirection = Callable[[LSTMDirection, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
-class _Call(NamedTuple):
-    """Arguments of ``torch.lstm``, which has two lists of them: for padded and for packed sequences."""
+class RecurrentCall(NamedTuple):
+    """Arguments of ``torch.lstm`` and its like, which have two lists of them: for padded and for packed sequences."""
 
-    x: Tensor  # (T, B, I), (B, T, I) if ``batch_first``, or packed (N, I)
+    x: Tensor  # (T, B, I), (B, T, I) if ``is_batch_first``, or packed (N, I)
     sizes: tuple[int, ...] | None  # sequences of every step where they are packed
     state: State  # (layers directions, B, H) each
-    weights: list[Tensor]
+    weights: Sequence[Tensor]
     has_biases: bool
     num_layers: int
     dropout: float
     training: bool
-    bidirectional: bool
-    batch_first: bool
+    is_bidirectional: bool
+    is_batch_first: bool
 
     @classmethod
-    def of(cls, x: Tensor, args: tuple[Any, ...]) -> _Call:
+    def of(cls, x: Tensor, *args: Any) -> RecurrentCall:
         """Return a call of either form; ``args``: those behind x."""
-        if isinstance(args[0], Tensor):
-            return cls(x, tuple(args[0].tolist()), *args[1:], False)  # type: ignore[call-arg]
-        return cls(x, None, *args)
+        is_packed = not isinstance(args[2], bool)  # of padded sequences the third says if there are biases
+        sizes, (state, *others) = (tuple(args[0].tolist()), args[1:]) if is_packed else (None, args)
+        states = (state,) if isinstance(state, Tensor) else tuple(state)
+        return cls(x, sizes, states, *others, *[False] * is_packed)
 
     @property
     def directions(self) -> int:
-        return 2 if self.bidirectional else 1
+        """Directions of every layer."""
+        return 2 if self.is_bidirectional else 1
 
-    def weights_of(self, index: int) -> list[Tensor | None]:
-        """Return weights of input and hidden state, and their biases, of a direction of a layer."""
-        count = 4 if self.has_biases else 2
-        own: list[Tensor | None] = [*self.weights[index * count : (index + 1) * count]]
-        return own if self.has_biases else [*own, None, None]
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.x.shape[1 if self.is_batch_first else 0] if self.sizes is None else len(self.sizes)
+
+    def to(self, dtype: torch.dtype) -> RecurrentCall:
+        """Return the call with all tensors of a type."""
+        state, weights = (tuple(t.to(dtype) for t in tensors) for tensors in (self.state, self.weights))
+        return self._replace(x=self.x.to(dtype), state=state, weights=weights)
+
+    def weights_of(self, index: int) -> list[Any]:
+        """Return weights of input and hidden state, their biases, and the projection, of a direction of a layer."""
+        count = len(self.weights) // (self.num_layers * self.directions)
+        weights = self.weights[index * count : (index + 1) * count]
+        biases = weights[2:4] if self.has_biases else (None, None)
+        has_projection = count > (4 if self.has_biases else 2)
+        return [*weights[:2], *biases, weights[-1] if has_projection else None]
 
 
 # --- what conversion needs to know ------------------------------------------------------------------------------------
@@ -143,63 +157,61 @@ def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
             return None
         if layer.precision is None or not mode.is_active(layer.precision):
             return function(input, *args)
-        return _run(layer.precision, run_direction, _Call.of(input, args))
+        return _run(layer.precision, run_direction, RecurrentCall.of(input, *args))
 
     return handler
 
 
-def _run(precision: LayerPrecision, run_direction: RunDirection, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _run(precision: LayerPrecision, run_direction: RunDirection, call: RecurrentCall) -> tuple[Tensor, ...]:
     """Return hidden states, last h and last c of a quantised LSTM, in the types of its input and state."""
-    x, (h, c) = call.x, call.state
-    for tensor in (x, h, c):
+    before = call.x, *call.state
+    for tensor in before:
         check_floating(tensor)  # the result would be cut to its dtype
-    if call.sizes is None:
-        x = x.transpose(0, 1) if call.batch_first else x
-        steps, batch = x.shape[:2]
-        sizes: tuple[int, ...] = ()
-        x = x.flatten(0, 1)
-    else:
-        steps = len(call.sizes)
-        sizes = call.sizes if len(set(call.sizes)) > 1 else ()
-    if steps == 0:
-        raise ValueError("the sequences of an LSTM need at least one step")
-
-    device, dtype = x.device.type, torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        state = h.to(dtype), c.to(dtype)
-        call_in_float32 = call._replace(x=x.to(dtype), state=state)
-        y, last_h, last_c = _run_layers(precision, run_direction, call_in_float32, steps, sizes)
-    if call.sizes is None:
-        y = y.unflatten(0, (steps, batch))
-        y = y.transpose(0, 1) if call.batch_first else y
-    return y.to(x.dtype), last_h.to(h.dtype), last_c.to(c.dtype)
-
-
-def _run_layers(
-    precision: LayerPrecision, run_direction: RunDirection, call: _Call, steps: int, sizes: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run all layers over x (N, I), with dropout between them."""
-    names = direction_names(call.num_layers, call.bidirectional)
+    names = direction_names(call.num_layers, call.is_bidirectional)
     executor = EXECUTORS.get((precision.execution, "lstm"))
-    x = call.x
-    ends: list[State] = []
+    sizes = call.sizes if call.sizes is not None and len(set(call.sizes)) > 1 else ()
+    device, dtype = call.x.device.type, torch.promote_types(call.x.dtype, torch.float32)
+    in_dtype = call.to(dtype)
+
+    def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        w_ih, w_hh, b_ih, b_hh, _ = in_dtype.weights_of(index)
+        direction = LSTMDirection(precision, names[index], w_ih, w_hh, b_ih, b_hh, call.steps, sizes)
+        results = None if executor is None else executor(direction, x, h, c)
+        return run_direction(direction, x, h, c) if results is None else results
+
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        after = run_layers(in_dtype, run)
+    return tuple(new.to(old.dtype) for new, old in zip(after, before, strict=True))
+
+
+def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Run all layers, with dropout between them; return hidden states and the states behind the last step.
+
+    Args:
+        call: arguments of the function.
+        run_direction: index of layer and direction, x (N, I), state (B, H) each -> hidden states (N, H), last state.
+    """
+    if call.steps == 0:
+        raise ValueError("the sequences of a recurrent layer need at least one step")
+    x = call.x.transpose(0, 1) if call.is_batch_first else call.x
+    x = x.flatten(0, 1) if call.sizes is None else x
+    ends: list[Sequence[Tensor]] = []
     for layer in range(call.num_layers):
         outputs = []
         for index in range(layer * call.directions, (layer + 1) * call.directions):
-            own = (None if w is None else w.to(x.dtype) for w in call.weights_of(index))
-            direction = LSTMDirection(precision, names[index], *own, steps=steps, sizes=sizes)  # type: ignore[arg-type, misc]
-            start = call.state[0][index], call.state[1][index]
-            results = None if executor is None else executor(direction, x, *start)
-            y, h, c = run_direction(direction, x, *start) if results is None else results
+            y, *end = run_direction(index, x, *(tensor[index] for tensor in call.state))
             outputs.append(y)
-            ends.append((h, c))
+            ends.append(end)
         x = torch.cat(outputs, -1)
         if call.dropout and layer < call.num_layers - 1:
             x = functional.dropout(x, call.dropout, call.training)
-    return x, torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends])
+    if call.sizes is None:
+        x = x.unflatten(0, (call.steps, -1))
+        x = x.transpose(0, 1) if call.is_batch_first else x
+    return x, *(torch.stack(tensors) for tensors in zip(*ends, strict=True))
 
 
-def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     """Run one direction of one layer, one time step after the other."""
     precision, name = direction.precision, direction.name
     input_weight = precision.operand("weight", direction.input_weight)
@@ -218,13 +230,7 @@ def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
         hidden_gates = multiply(precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias)
         return lstm_state(input_gates + hidden_gates, cell)
 
-    steps = list(x.split(direction.rows_of_steps(x)))
-    if direction.is_reverse:
-        steps.reverse()
-    ys, (last_h, last_c) = run_steps(step, steps, (h, c))
-    if direction.is_reverse:
-        ys.reverse()
-    return torch.cat(ys), last_h, last_c
+    return run_steps(step, x.split(direction.rows_of_steps(x)), (h, c), direction.is_reverse)
 
 
 def lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,8 +240,18 @@ def lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def run_steps(step: Callable[[Tensor, State], State], xs: Sequence[Tensor], start: State) -> tuple[list[Tensor], State]:
-    """Run over steps, the batches of which may shrink, or grow, as those of packed sequences do."""
+def run_steps(
+    step: Callable[[Tensor, State], State], xs: Sequence[Tensor], start: State, is_reverse: bool
+) -> tuple[Tensor, ...]:
+    """Return hidden states of all steps, and the last state; batches shrink, or grow, as in packed sequences.
+
+    Args:
+        step: x and the state before the step -> the state behind it.
+        xs: inputs of all steps.
+        start: the state before the first step.
+        is_reverse: whether to run from the last step to the first.
+    """
+    xs = xs[::-1] if is_reverse else xs
     state, ys = tuple(s[: len(xs[0])] for s in start), []
     ended: list[State] = []
     for x in xs:
@@ -247,7 +263,8 @@ def run_steps(step: Callable[[Tensor, State], State], xs: Sequence[Tensor], star
         state = step(x, state)
         ys.append(state[0])
     parts = [state, *ended[::-1]]
-    return ys, tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    y = torch.cat(ys[::-1] if is_reverse else ys)
+    return y, *(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
 register_handler(functions_named("lstm"), lstm_handler(run_by_steps), "input hx")

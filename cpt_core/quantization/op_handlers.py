@@ -8,7 +8,7 @@ its operations to ``mode.run``. What an operand is decides its role:
 - what meets any other weight is an input with a range per vector;
 - two operands neither of which is a weight are those of attention: each has a range per vector as it lies in memory.
 
-Add a function here: a handler, and a line of ``_table``.
+Add a function here: a handler, and a line of ``HANDLERS``.
 
 In float32, by name: a sum over one element of two operands that are no weights (the angles of rotary positions are such
 products, and no sums); operands that are sparse, complex or no floating numbers; and what is told where to write
@@ -19,10 +19,9 @@ Differs: the paper and its code quantise the layers of their own models; nothing
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +34,7 @@ from cpt_core.quantization import autocast_matmul, fake_quantize
 from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # first operand, second operand, bias
 ATTENTION_SCORES = ("attention_query", "attention_key")
 ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
 
@@ -57,17 +57,13 @@ def has_keys_per_feature(module: nn.Module) -> bool:
 def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     layer = mode.layer_of(weight)
-    run = partial(_run_linear, mode, layer)
-    return in_float32(layer.precision, input, run, input, weight, bias)
-
-
-def _run_linear(
-    mode: QuantizedOpsMode, layer: Interception, input: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
     roles = input_role(layer, "linear"), "linear_weight"
-    return mode.run(
-        layer, "linear", fake_quantize.operators.linear, (input, weight, bias), roles, _linear_macs, "linear_grad"
-    )
+
+    def run(*operands: Any) -> Tensor:
+        compute = fake_quantize.operators.linear
+        return mode.run(layer, "linear", compute, operands, roles, _linear_macs, "linear_grad")
+
+    return in_float32(layer.precision, input, run, input, weight, bias)
 
 
 def _linear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
@@ -82,9 +78,14 @@ def input_role(layer: Interception, kind: str) -> str:
 
 
 def convolution(
-    mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any,
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *rest: Any,
     **more: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Quantise a convolution, with a range per output channel of the weight.
 
     Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
@@ -115,80 +116,96 @@ def convolution(
 
 def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
     """Quantise a matmul of any two operands, either of them perhaps a vector."""
-    return _matmul(mode, autocast_matmul.matmul, first, second)
+    return _matmul(mode, multiply, first, second)
 
 
-def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor) -> Tensor:
-    """Quantise ``Tensor.__rmatmul__``."""
-    return _matmul(mode, autocast_matmul.matmul, first, second)
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a @ b, without the bias."""
+    return autocast_matmul.matmul(a, b)
 
 
-def _matmul(
-    mode: QuantizedOpsMode, compute: Callable[..., Tensor], first: Tensor, second: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Compute ``compute(first, second[, bias])`` with quantised operands."""
-    weights = mode.is_weight(first), mode.is_weight(second)
-    is_scaling = not any(weights) and first.dim() > 0 and first.shape[-1] == 1
-    if is_scaling:
-        layer = mode.running.stack[-1].interception._replace(precision=None)
-    elif weights[1]:
-        layer = mode.layer_of(second)
-    elif weights[0]:
-        layer = mode.layer_of(first)
-    else:
-        layer = mode.running.stack[-1].interception
+def _matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands."""
+    is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
+    layer = mode.running.stack[-1].interception
+    if is_second_weight:
+        layer = mode.layer_of(b)
+    elif is_first_weight:
+        layer = mode.layer_of(a)
+    elif a.dim() > 0 and a.shape[-1] == 1:  # a scaling
+        layer = layer._replace(precision=None)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        return _run_matmul(mode, layer, compute, weights, a, b, bias)
+        roles = input_role(layer, "linear"), "linear_weight"
+        if is_second_weight and b.dim() > 1:
+            return _run_matmul(mode, layer, compute, (a, b.mT, bias), _second_transposed, roles, "linear_grad")
+        if is_first_weight and a.dim() > 1:  # the input gradient is that of the first operand
+            return _run_matmul(mode, layer, compute, (b, a, bias), _swapped, roles, "linear_grad")
+        is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
+        roles = ATTENTION_SCORES if is_transposed else ATTENTION_CONTEXT
+        return _multiply_activations(mode, layer, compute, roles, a, b, bias)
 
-    return in_float32(layer.precision, first, run, first, second, bias)
-
-
-def _run_matmul(
-    mode: QuantizedOpsMode, layer: Interception, compute: Callable[..., Tensor], weights: tuple[bool, bool],
-    a: Tensor, b: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Multiply a (..., M, K) and b (..., K, N); ``weights`` says which of them is a weight."""
-
-    def with_bias(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        return compute(a, b) if bias is None else compute(a, b, bias)
-
-    roles = input_role(layer, "linear"), "linear_weight"
-    if weights[1] and b.dim() > 1:
-        turned = lambda first, second, bias: with_bias(first, second.mT, bias)  # noqa: E731
-        macs = lambda first, second, y: _matmul_macs(first, second.mT)  # noqa: E731
-        return mode.run(layer, "matmul", turned, (a, b.mT, bias), roles, macs, "linear_grad")
-    if weights[0] and a.dim() > 1:  # the input gradient is that of the first operand
-        turned = lambda first, second, bias: with_bias(second, first, bias)  # noqa: E731
-        macs = lambda first, second, y: _matmul_macs(second, first)  # noqa: E731
-        return mode.run(layer, "matmul", turned, (b, a, bias), roles, macs, "linear_grad")
-    is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
-    return multiply_activations(
-        mode, layer, with_bias, ATTENTION_SCORES if is_transposed else ATTENTION_CONTEXT, a, b, bias
-    )
+    return in_float32(layer.precision, a, run, a, b, bias)
 
 
-def multiply_activations(
-    mode: QuantizedOpsMode, layer: Interception, compute: Callable[..., Tensor], roles: tuple[str, str],
-    a: Tensor, b: Tensor, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _multiply_activations(
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    compute: Compute,
+    roles: tuple[str, str],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Multiply a (..., M, K) and b (..., K, N), neither of them a weight.
 
     Keys have a range per token, values one per row as they lie; with keys per feature, as in the paper's BERT, keys
     have one per row of the transposed matrix.
     """
-    macs = lambda a, b, y: _matmul_macs(a, b)  # noqa: E731
-    is_outer = a.dim() > 1 < b.dim() and a.shape[-1] == 1
-    if is_outer:  # vectors lie across the sum
-        turned = lambda at, b, bias: compute(at.mT, b, bias)  # noqa: E731
-        macs = lambda at, b, y: _matmul_macs(at.mT, b)  # noqa: E731
-        return mode.run(layer, "matmul", turned, (a.mT, b, bias), ATTENTION_CONTEXT, macs, "attention_grad")
+    gradient = "attention_grad"
+    if a.dim() > 1 < b.dim() and a.shape[-1] == 1:  # an outer product: vectors lie across the sum
+        return _run_matmul(mode, layer, compute, (a.mT, b, bias), _first_transposed, ATTENTION_CONTEXT, gradient)
     if roles == ATTENTION_SCORES and not layer.keys_per_feature:
-        turned = lambda a, bt, bias: compute(a, bt.mT, bias)  # noqa: E731
-        macs = lambda a, bt, y: _matmul_macs(a, bt.mT)  # noqa: E731
-        along = None, -1
-        return mode.run(layer, "matmul", turned, (a, b.mT, bias), roles, macs, "attention_grad", along=along)
-    return mode.run(layer, "matmul", compute, (a, b, bias), roles, macs, "attention_grad")
+        operands = a, b.mT, bias
+        return _run_matmul(mode, layer, compute, operands, _second_transposed, roles, gradient, along=(None, -1))
+    return _run_matmul(mode, layer, compute, (a, b, bias), _unchanged, roles, gradient)
+
+
+def _run_matmul(
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    compute: Compute,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    arrange: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    roles: tuple[str, str],
+    gradient: str,
+    along: tuple[int | None, int | None] = (None, None),
+) -> Tensor:
+    """Run a matmul by ``mode.run``; ``arrange`` makes its two operands, a and b, of those that are rounded."""
+
+    def compute_arranged(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+        return compute(*arrange(first, second), bias)
+
+    def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
+        return _matmul_macs(*arrange(first, second))
+
+    return mode.run(layer, "matmul", compute_arranged, operands, roles, macs, gradient, along=along)
+
+
+def _unchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return first, second
+
+
+def _swapped(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return second, first
+
+
+def _first_transposed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return first.mT, second
+
+
+def _second_transposed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return first, second.mT
 
 
 def _matmul_macs(a: Tensor, b: Tensor) -> int:
@@ -203,18 +220,27 @@ def _matmul_macs(a: Tensor, b: Tensor) -> int:
 
 
 def added_matmul(
-    mode: QuantizedOpsMode, function: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1,
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: Any = 1,
     alpha: Any = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Quantise ``beta input + alpha first @ second``; an ``input`` that is a parameter is a bias."""
 
     def scaled(factor: Any, x: Tensor) -> Tensor:
         return x if factor == 1 else factor * x
 
+    def compute(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        product = scaled(alpha, autocast_matmul.matmul(a, b))
+        return product if bias is None else scaled(beta, bias) + product
+
     if mode.is_weight(input) and beta != 0:
-        compute = lambda a, b, bias: scaled(beta, bias) + scaled(alpha, autocast_matmul.matmul(a, b))  # noqa: E731
         return _matmul(mode, compute, first, second, input)
-    product = scaled(alpha, _matmul(mode, autocast_matmul.matmul, first, second))
+    product = scaled(alpha, _matmul(mode, multiply, first, second))
     return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
 
 
@@ -222,9 +248,17 @@ def added_matmul(
 
 
 def attention(
-    mode: QuantizedOpsMode, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: QuantizedOpsMode,
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Quantise both matmuls of attention; scaling, mask, softmax and dropout stay in float32.
 
     scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)
@@ -234,12 +268,11 @@ def attention(
     if attn_mask is not None and hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
         attn_mask = attn_mask._materialize(query.device)
     layer = mode.running.stack[-1].interception
-    product = lambda a, b, bias: autocast_matmul.matmul(a, b)  # noqa: E731
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        scores = multiply_activations(mode, layer, product, ATTENTION_SCORES, query, key.transpose(-2, -1))
+        scores = _multiply_activations(mode, layer, multiply, ATTENTION_SCORES, query, key.transpose(-2, -1))
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -248,7 +281,7 @@ def attention(
         elif mask is not None:
             scores = scores + mask
         probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
-        return multiply_activations(mode, layer, product, ATTENTION_CONTEXT, probabilities, value)
+        return _multiply_activations(mode, layer, multiply, ATTENTION_CONTEXT, probabilities, value)
 
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
@@ -265,25 +298,6 @@ def functions_named(*names: str) -> list[Any]:
 
 
 TRANSPOSED_CONVOLUTIONS = frozenset(functions_named(*(f"conv_transpose{n}d" for n in (1, 2, 3))))
-
-
-def _table() -> dict[str, tuple[Callable[..., Any], str]]:
-    """Return the name of a function -> its handler, and the names of its operands in their order."""
-    like_linear = "input weight bias"
-    convolutions = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]
-    return {
-        "linear": (linear, like_linear),
-        **{name: (convolution, like_linear) for name in convolutions},
-        **dict.fromkeys(("matmul", "vdot", "__matmul__"), (matmul, "input other")),
-        **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
-        "mv": (matmul, "input vec"),
-        "dot": (matmul, "input tensor"),
-        "__rmatmul__": (right_matmul, "input other"),
-        "addmm": (added_matmul, "input mat1 mat2"),
-        "baddbmm": (added_matmul, "input batch1 batch2"),
-        "addmv": (added_matmul, "input mat vec"),
-        "scaled_dot_product_attention": (attention, "query key value attn_mask"),
-    }
 
 
 def register_handler(functions: list[Any], handler: Callable[..., Any], names: str) -> None:
@@ -308,26 +322,30 @@ def _with_positional_operands(handler: Callable[..., Any], names: list[str]) -> 
     return bound
 
 
-def _with_inner_functions_visible(function: Any) -> Callable[..., Any]:
+def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
     """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
-    asking = "has_torch_function", "has_torch_function_variadic"
-    own = function.__globals__ | dict.fromkeys(asking, lambda *_: False)
-    inside = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
-    inside.__kwdefaults__ = function.__kwdefaults__
-    takes_options = "options" in inspect.signature(function).parameters
-
-    def visible(mode: QuantizedOpsMode, *args: Any, **kwargs: Any) -> Any:
-        if takes_options:
-            kwargs.pop("options", None)  # those of a fused cross entropy hide its products to save memory
-        return inside(*args, **kwargs)
-
-    return visible
+    questions = "has_torch_function", "has_torch_function_variadic"
+    namespace = function.__globals__ | dict.fromkeys(questions, lambda *_: False)
+    inner = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    inner.__kwdefaults__ = function.__kwdefaults__
+    return lambda mode, *args, **kwargs: inner(*args, **kwargs)
 
 
-for _name, (_handler, _operands) in _table().items():
+HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
+    "linear": (linear, "input weight bias"),
+    **{f"conv{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
+    **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
+    **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
+    "addmm": (added_matmul, "input mat1 mat2"),
+    "baddbmm": (added_matmul, "input batch1 batch2"),
+    "scaled_dot_product_attention": (attention, "query key value attn_mask"),
+}
+for _name, (_handler, _operands) in HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)
-for _function in functions_named("multi_head_attention_forward", "linear_cross_entropy"):
-    COMPOSITE_OPS[_function] = _with_inner_functions_visible(_function)
+COMPOSITE_OPS[functional.multi_head_attention_forward] = with_inner_functions_visible(
+    functional.multi_head_attention_forward
+)
 
 
 def module_kind(module: nn.Module) -> str:
