@@ -9,29 +9,24 @@ Shapes: N images of H x W pixels, A anchors over all pyramid levels, K classes. 
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-import torch
 import torchvision
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet as TorchvisionRetinaNet
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
-from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import RetinaNetHead, RetinaNetRegressionHead
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from cpt_core.models.resnet import BasicBlock, initialize
 
-Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
 LEVELS = 5  # P3 to P7
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
 BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # box targets are divided by 0.1, 0.1, 0.2, 0.2
-SMOOTH_L1_BETA = 1 / 9
 PRIOR = 0.01  # what an untrained classifier says of every class
 
 
@@ -56,29 +51,10 @@ class FrozenStatisticsBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-class BoxHead(RetinaNetRegressionHead):
-    """torchvision's box head with the paper's loss: smooth L1, the mean over all coordinates of positive anchors."""
-
-    def compute_loss(
-        self, targets: list[Target], head_outputs: dict[str, Tensor], anchors: list[Tensor], matched_idxs: list[Tensor]
-    ) -> Tensor:
-        """Return the loss (0-d), a mean over images; an image without positive anchors counts as 0."""
-        losses = []
-        for target, offsets, anchor, matched in zip(
-            targets, head_outputs["bbox_regression"], anchors, matched_idxs, strict=True
-        ):
-            (positive,) = torch.where(matched >= 0)  # as numbers: a mask is counted at every use, and a GPU waited for
-            wanted = self.box_coder.encode_single(target["boxes"][matched[positive]], anchor[positive])
-            loss = nn.functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum", beta=SMOOTH_L1_BETA)
-            losses.append(loss / max(1, wanted.numel()))
-        return torch.stack(losses).mean()
-
-
 class RetinaNet(TorchvisionRetinaNet):
     """torchvision's RetinaNet on batches that are resized, normalised and padded already.
 
-    Differs: anchors are torchvision's (rounded to whole pixels, the first one centred on the corner of the image); the
-        focal loss is computed from logits, where the authors clamp probabilities to [1e-4, 1 - 1e-4].
+    Differs: anchors are torchvision's (rounded to whole pixels, the first one centred on the corner of the image).
     """
 
     def forward(self, images: Tensor) -> Outputs:
@@ -87,49 +63,17 @@ class RetinaNet(TorchvisionRetinaNet):
         outputs = self.head(features)
         return Outputs(outputs["cls_logits"], outputs["bbox_regression"], features)
 
-    def anchors(self, images: Tensor, outputs: Outputs) -> list[Tensor]:
-        """Return the anchors (A, 4) of every image."""
-        sizes = [tuple(images.shape[-2:])] * len(images)
-        return self.anchor_generator(ImageList(images, sizes), outputs.features)
 
-    def losses(self, images: Tensor, outputs: Outputs, targets: list[Target]) -> dict[str, Tensor]:
-        """Return "classification" (focal) and "bbox_regression" (smooth L1), means over the images, each 0-d."""
-        named = {"cls_logits": outputs.logits, "bbox_regression": outputs.offsets}
-        return self.compute_loss(targets, named, self.anchors(images, outputs))
-
-    def detections(self, images: Tensor, outputs: Outputs, sizes: Sequence[tuple[int, int]]) -> list[Target]:
-        """Return boxes, labels and scores of every image, the best score first.
-
-        Args:
-            images: (N, 3, H, W) as for ``forward``.
-            outputs: what ``forward`` made of them.
-            sizes: height and width of every image without its padding; boxes are clipped to it.
-        """
-        levels = [f.shape[-2] * f.shape[-1] * self.head.classification_head.num_anchors for f in outputs.features]
-        named = {
-            "cls_logits": list(outputs.logits.split(levels, 1)),
-            "bbox_regression": list(outputs.offsets.split(levels, 1)),
-        }
-        anchors = [list(a.split(levels)) for a in self.anchors(images, outputs)]
-        return self.postprocess_detections(named, anchors, list(sizes))
-
-
-def retinanet(
-    name: str, classes: int, *, anchor: int = 4, frozen: bool = True, weights: Path | None = None
-) -> RetinaNet:
+def retinanet(name: str, classes: int, *, anchor: int = 4, frozen: bool = True) -> RetinaNet:
     """Return a RetinaNet: a backbone, a pyramid P3 to P7, nine anchors per place, two heads for all levels.
 
     Args:
         name: a key of ``BACKBONES``.
         classes: number of classes; there is none for the background.
         anchor: side of a level's smallest square anchor in strides of that level; the paper's is 4 (32 pixels at P3).
-        frozen: BatchNorm's statistics never change, as in the paper; needs those of ``weights`` to train well.
-        weights: a file with weights of the backbone as torchvision stores them; None starts from scratch.
+        frozen: BatchNorm's statistics never change, as in the paper; needs a pretrained backbone to train well.
 
-    Raises:
-        ValueError: when the file holds the weights of another network.
-
-    Paper: section 4.2; anchors, loss weights and initialisation as in the authors' code.
+    Paper: section 4.2; anchors, box weights and initialisation as in the authors' code.
     """
     build, channels, stride, width = BACKBONES[name]
     body = build(FrozenStatisticsBatchNorm2d if frozen else nn.BatchNorm2d)
@@ -144,7 +88,7 @@ def retinanet(
     generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
     count = len(ASPECT_RATIOS) * len(SCALES)
     head = RetinaNetHead(width, count, classes)
-    head.regression_head = BoxHead(width, count)
+    head.regression_head = RetinaNetRegressionHead(width, count)  # drawn again: seeds give the weights of stored runs
     model = RetinaNet(
         backbone,
         classes,
@@ -161,12 +105,6 @@ def retinanet(
     for output in (head.classification_head.cls_logits, head.regression_head.bbox_reg):
         nn.init.zeros_(output.weight)
     nn.init.constant_(head.classification_head.cls_logits.bias, -math.log((1 - PRIOR) / PRIOR))
-    if weights is not None:
-        stored = torch.load(weights, weights_only=True, map_location="cpu")
-        wanted = {name for name in body.state_dict() if not name.startswith("fc.")}
-        if missing := sorted(wanted - set(stored)):
-            raise ValueError(f"{weights} holds no weights of this backbone: there is no {missing[0]}")
-        body.load_state_dict({name: stored[name] for name in wanted}, strict=False)
     return model
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
+from cpt_core.models.retinanet import Outputs, RetinaNet, retinanet
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.base import LearningRate, Metrics, constant, optimizer_of, sums
+from cpt_lab.tasks.detection_boxes import Target
 
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
@@ -51,7 +53,9 @@ class DetectionTask:
     def model(self) -> RetinaNet:
         """Return the recipe's RetinaNet."""
         r = self.recipe
-        model = retinanet(r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained, weights=self.weights)
+        model = retinanet(r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained)
+        if self.weights is not None:
+            detection_boxes.load_backbone(model, self.weights)
         return model.to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -67,8 +71,10 @@ class DetectionTask:
         return self._loss(model, model(batch.images), batch), None
 
     def _loss(self, model: nn.Module, outputs: Outputs, batch: Batch) -> Tensor:
-        losses = cast(RetinaNet, model).losses(batch.images, outputs, batch.targets)
-        return losses["classification"] + losses["bbox_regression"]
+        focal, smooth_l1 = detection_boxes.detection_losses(
+            cast(RetinaNet, model), batch.images, outputs, batch.targets
+        )
+        return focal + smooth_l1
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return the mean average precisions (0..1) and the mean loss of every split that is not empty."""
@@ -91,7 +97,7 @@ class DetectionTask:
             for batch in evaluation_batches(pictures, self.recipe, self.workers, self.device):
                 outputs = model(batch.images)
                 yield (self._loss(model, outputs, batch).double() * len(batch.images),)
-                found = cast(RetinaNet, model).detections(batch.images, outputs, batch.sizes)
+                found = detection_boxes.detections(cast(RetinaNet, model), batch.images, outputs, batch.sizes)
                 for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
                     scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
                     on_cpu = {name: t.cpu() for name, t in target.items()}

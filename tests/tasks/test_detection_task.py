@@ -22,7 +22,9 @@ from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
+from cpt_lab.tasks.detection_boxes import anchors_of, detection_losses, detections
 from cpt_lab.training.train import train
 from cpt_lessons.detection import pretrained_or_scratch
 
@@ -46,7 +48,7 @@ def test_shapes_and_anchors(name, stride):
     assert [tuple(f.shape[-2:]) for f in out.features] == [(8, 12), (4, 6), (2, 3), (1, 2), (1, 1)]
     assert out.logits.shape == (2, 9 * places, 7)
     assert out.offsets.shape == (2, 9 * places, 4)
-    anchors = model.anchors(images, out)
+    anchors = anchors_of(model, images, out)
     assert [a.shape for a in anchors] == [(9 * places, 4)] * 2
     sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
     np.testing.assert_allclose(sorted(sides.tolist()), sorted(4 * stride * x for x in (1, 1.26, 1.59) * 3), rtol=0.06)
@@ -139,10 +141,10 @@ def test_loss_equals_the_one_written_out(boxes, learned):
         "labels": torch.tensor([2, 0][: len(boxes)], dtype=torch.int64),
     }
     out = model(images)
-    losses = model.losses(images, out, [target])
-    focal, box = plain_losses(out, model.anchors(images, out)[0], target["boxes"], target["labels"].tolist(), 3)
-    assert losses["classification"].item() == pytest.approx(focal, rel=1e-4)
-    assert losses["bbox_regression"].item() == pytest.approx(box, rel=1e-4)
+    found_focal, found_box = detection_losses(model, images, out, [target])
+    focal, box = plain_losses(out, anchors_of(model, images, out)[0], target["boxes"], target["labels"].tolist(), 3)
+    assert found_focal.item() == pytest.approx(focal, rel=1e-4)
+    assert found_box.item() == pytest.approx(box, rel=1e-4)
     assert (box > 0) == learned
 
 
@@ -152,16 +154,16 @@ def test_detections_are_the_boxes_that_were_learned():
     images = torch.zeros(1, 3, 64, 64)
     box = torch.tensor([[6.0, 4, 50, 44]])
     out = model(images)
-    anchors = model.anchors(images, out)[0]
+    anchors = anchors_of(model, images, out)[0]
     offsets = model.box_coder.encode_single(box.expand(len(anchors), 4), anchors)
     logits = torch.full_like(out.logits, -9.0)
     logits[0, 17, 2] = 3.0
     answer = out._replace(logits=logits, offsets=offsets[None])
-    (found,) = model.detections(images, answer, [(64, 64)])
+    (found,) = detections(model, images, answer, [(64, 64)])
     torch.testing.assert_close(found["boxes"], box, rtol=1e-4, atol=1e-3)
     assert found["labels"].tolist() == [2]
     assert found["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
-    (cut,) = model.detections(images, answer, [(30, 40)])  # the rest is padding
+    (cut,) = detections(model, images, answer, [(30, 40)])  # the rest is padding
     torch.testing.assert_close(cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3)
 
 
@@ -173,11 +175,11 @@ def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
     ]
     seen = []
 
-    def whole(images, outputs, sizes):
+    def whole(model, images, outputs, sizes):
         seen.extend(sizes)
         return [found([[0, 0, sizes[0][1], sizes[0][0]]], [0.9], [1])]
 
-    monkeypatch.setattr(model, "detections", whole)
+    monkeypatch.setattr(detection_boxes, "detections", whole)
     ((detection, there),), loss = task.detect(model, odd)
     assert seen == [(38, 100)]  # 64 x 166 would be too long
     assert there is odd[0]
@@ -338,7 +340,7 @@ def test_upsampling_is_priced_by_the_paper_only():
     assert "upsample_nearest2d" not in paper.uncounted
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     with cpt.BitOpsLedger(model) as ledger:
-        sum(model.losses(*x, model(*x), [nothing]).values()).backward()
+        sum(detection_losses(model, *x, model(*x), [nothing])).backward()
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 
 
