@@ -21,10 +21,12 @@ EXTENSIONS = {
     "delayed": "cpt_core.choosing.solved_schedules",  # a delay before a schedule
     "warped": "cpt_core.choosing.solved_schedules",  # a profile that is read at a power
     "operations": "cpt_core.operations",  # functions of torch that few models use
+    "recomputation": "cpt_core.operations.recomputation",  # activation checkpointing of functions inside modules
     "split_gradients": "cpt_core.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_core.codes.register",  # execution on 8-bit integers
     "graph": "cpt_core.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
+    "graph_modules": "cpt_core.integrations.graph_modules",  # copies of modules that torch.fx made
     "follow": "cpt_core.integrations.following",  # schedulers that step with an optimizer
     "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL
 }

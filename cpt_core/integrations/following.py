@@ -41,13 +41,13 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
         if layer.driver is not None:
             layer.driver.release(layer)
     _schedulers[optimizer] = scheduler
-    scheduler.followed_optimizer = weakref.ref(optimizer)
+    scheduler.follows = True
 
 
 def _follower(optimizer: Optimizer) -> PrecisionScheduler | None:
     """Return the scheduler that follows an optimizer now."""
     scheduler = _schedulers.get(optimizer)
-    return scheduler if scheduler is not None and scheduler.followed_optimizer() is optimizer else None
+    return scheduler if scheduler is not None and scheduler.follows else None
 
 
 def _add_hooks(optimizer: Optimizer) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
@@ -167,11 +166,11 @@ class ModelMode(QuantizedOpsMode):
 
 def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
-    if extensions.is_installed("operations"):
-        extensions.load("operations").register_library_operators()
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
-    keys = {name: index for index, name in enumerate(order)}
+    generator = torch.Generator().manual_seed(config.seed)
+    seeds = torch.randint(0, 2**31, (len(order),), generator=generator, device="cpu").tolist()
+    keys = dict(zip(order, seeds, strict=True))
     mode = ModelMode()
     for name, module in list(model.named_modules()):
         precision = None
@@ -180,46 +179,27 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
             extensions.load_optional(kind)
             if kind == "graph":
                 _graph_handlers().replace_forward(module)
-            precision = _add_precision(module, kind, config, _key(config.seed, keys[name]))
+            precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
         if name in chosen or _may_multiply(module):
             per_feature = op_handlers.has_keys_per_feature(module)
             vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
         if hasattr(module, HOOK) and _has_own_forward(module):
-            _add_hooks(module)
+            add_hooks(module)
             if isinstance(module, fx.GraphModule):
-                module._register_deepcopy_hook(_CopiesOfGraphs())
-                module.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HOOK] = getattr(module, HOOK)
+                extensions.load("graph_modules").follow_copies(module)
 
 
-def _add_hooks(module: nn.Module) -> None:
+def add_hooks(module: nn.Module) -> None:
+    """Let operations of a module be intercepted, whose interception is there."""
     module.register_forward_pre_hook(enter_module)
     module.register_forward_hook(leave_module, prepend=True, always_call=True)
 
 
-class _CopiesOfGraphs:
-    """Hook on copies of a module that torch made of a graph: torch copies neither forward hooks nor such children."""
-
-    def __call__(self, copied: nn.Module) -> None:
-        """Convert a copy, whose interception has been copied."""
-        precision = getattr(copied, HOOK).precision
-        if precision is not None:
-            _attach(copied, precision)
-        _add_hooks(copied)
-
-    def __deepcopy__(self, memo: Any) -> _CopiesOfGraphs:
-        """Stay the same in copies of copies."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """Refuse to be stored: torch calls nothing when it reads the module."""
-        raise ValueError(
-            "a converted graph cannot be stored whole; store its state_dict, or call restore_(model) first"
-        )
-
-
 def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
     """Load the optional parts that the library of a model, or a configuration, asks for."""
+    if extensions.is_installed("operations"):
+        extensions.load("operations").register_library_operators()
     libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
     if "dgl" in libraries:
         extensions.load("dgl")
@@ -266,11 +246,11 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
     precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
     precision.train(module.training)
-    _attach(module, precision)
+    attach(module, precision)
     return precision
 
 
-def _attach(module: nn.Module, precision: LayerPrecision) -> None:
+def attach(module: nn.Module, precision: LayerPrecision) -> None:
     """Let a module have a precision: as a child where it holds weights."""
     if holds_weights(module):
         module.precision = precision
@@ -489,9 +469,8 @@ def _undo(model: nn.Module) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """Let operations of a module be intercepted no longer."""
     vars(module).pop(HOOK, None)
-    if isinstance(module, fx.GraphModule):
-        module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {}).pop(HOOK, None)
-        module._deepcopy_hooks = [hook for hook in module._deepcopy_hooks if not isinstance(hook, _CopiesOfGraphs)]
+    if isinstance(module, fx.GraphModule) and extensions.is_installed("graph_modules"):
+        extensions.load("graph_modules").forget_copies(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
             hooks.pop(key)
@@ -524,8 +503,3 @@ def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")
     return found
-
-
-def _key(seed: int, index: int) -> int:
-    generator = torch.Generator().manual_seed(seed)
-    return int(torch.randint(0, 2**31, (index + 1,), generator=generator, device="cpu")[index]) << 20

@@ -347,9 +347,8 @@ class QuantizedOpsMode(TorchFunctionMode):
             entry = self.running.stack[-1]
             state = _autograd_state()
             if state != entry.autograd_state:  # inside a checkpoint that began in the forward of this module
-                from cpt_core.quantization.recomputation import intercept_recomputation
-
-                intercept_recomputation(self, entry, state[0])
+                if extensions.is_installed("recomputation"):
+                    extensions.load("recomputation").intercept_recomputation(self, entry, state[0])
         return True
 
 

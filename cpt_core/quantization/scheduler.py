@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,7 +28,7 @@ from cpt_core import extensions
 from cpt_core.checks import check_bits, declared, whole
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.missing_step_warning import MissingStepWarning
+from cpt_core.quantization.missing_step_warning import warn_of_missing_steps
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 
@@ -64,7 +64,7 @@ class PrecisionScheduler:
             the optimizer.
 
     Warns:
-        UserWarning: once, when ``step()`` seems not to be called, see ``MissingStepWarning``; for a copy that should
+        UserWarning: once, when ``step()`` seems not to be called, see ``warn_of_missing_steps``; for a copy that should
             follow, and where the optimizer to follow has taken steps before, as one that was loaded too early.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
@@ -80,7 +80,7 @@ class PrecisionScheduler:
         self.schedules = assign_schedules(schedule, self._layers)
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
-        self.followed_optimizer: Callable[[], Optimizer | None] = _no_optimizer  # a weak reference
+        self.follows = False  # whether the steps of an optimizer are those of the scheduler
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
         changes = False
@@ -93,7 +93,7 @@ class PrecisionScheduler:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
         if changes:
-            MissingStepWarning(self, model)
+            warn_of_missing_steps(self, model)
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -106,11 +106,6 @@ class PrecisionScheduler:
         self._apply()
 
     @property
-    def follows(self) -> bool:
-        """Whether the steps of an optimizer are those of the scheduler."""
-        return self.followed_optimizer() is not None
-
-    @property
     def drives(self) -> bool:
         """Whether the bits of some layer are those of this scheduler now."""
         return any(layer.driver is self for layer in self._layers.values())
@@ -119,7 +114,7 @@ class PrecisionScheduler:
         """Drive a layer no longer, as another scheduler or nobody does; who drives none follows no optimizer."""
         layer.driver = None
         if not self.drives:
-            self.followed_optimizer = _no_optimizer
+            self.follows = False
 
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
@@ -162,15 +157,11 @@ class PrecisionScheduler:
         if self.eval_bits != "current":
             self._apply({layer})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the optimizer out of a copy."""
-        return {**vars(self), "followed_optimizer": _no_optimizer, "follows": self.follows}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Drive the layers that were copied together with their scheduler."""
-        if state.pop("follows", False):
+        """Drive the layers that were copied together with their scheduler, and follow no optimizer."""
+        if state["follows"]:
             warnings.warn("the copy of a PrecisionScheduler follows no optimizer: call its step()", stacklevel=2)
-        vars(self).update(state)
+        vars(self).update(state, follows=False)
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,10 +204,6 @@ class PrecisionScheduler:
             layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
-
-
-def _no_optimizer() -> None:
-    """Return nothing: the reference of a scheduler that follows no optimizer."""
 
 
 def assign_schedules(
