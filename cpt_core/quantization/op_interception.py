@@ -215,20 +215,11 @@ class QuantizedOpsMode(TorchFunctionMode):
             self._switch_off()
 
     def _is_inside(self) -> bool:
-        """Return whether a module runs now; an interrupted forward pass leaves the mode on."""
+        """Return whether code of a running module calls; an interrupted forward pass leaves the mode on."""
         stack = self.running.stack
-        current = None if torch.compiler.is_compiling() else sys._getframe(1)
-        while stack:
-            entry = stack[-1]
-            if entry.frame is None or current is None:
-                return True
-            exempt = _runs_exempt_code(entry.frame, current)
-            if exempt is not None:
-                return not exempt
-            if entry.switched_on:  # the mode cannot be switched off here, where it hides itself
-                return False
-            stack.pop()
-        return False
+        if not stack or stack[-1].frame is None or torch.compiler.is_compiling():
+            return bool(stack)
+        return _runs_in(stack[-1].frame, sys._getframe(1))
 
     def _drop_interrupted(self, frame: Any) -> None:
         """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""
@@ -373,22 +364,23 @@ def _is_running(frame: Any, current: Any) -> bool:
     return current is not None
 
 
-def _runs_exempt_code(frame: Any, current: Any) -> bool | None:
-    """Return whether code that is not to be intercepted runs in a frame; None where the frame runs no longer.
+def _runs_in(frame: Any, current: Any) -> bool:
+    """Return whether code that is to be intercepted runs in a frame.
 
-    That is code that computes a weight from its parameters, and compiled code: the mode was at work when it was made.
+    That is neither what computes a weight from its parameters, nor compiled code: the mode was at work when it was
+    made.
     """
-    is_exempt = False
     while current is not frame:
         if current is None:
-            return None
+            return False
         code = current.f_code
         if code is PARAMETRIZATION or code is SPECTRAL_NORM or code.co_filename == COMPILED_RUNTIME:
-            is_exempt = True
-        elif code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
-            is_exempt = is_exempt or "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {})
+            return False
+        if code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
+            if "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {}):
+                return False
         current = current.f_back
-    return is_exempt
+    return True
 
 
 def _autograd_state() -> tuple[Any, bool]:
