@@ -22,6 +22,7 @@ import cpt_core.bitops.functions  # noqa: F401 - registers counters
 from cpt_core.bitops.conventions import NORM, PRODUCTS, Work
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
+from cpt_core.quantization.graph_handlers import graph_layer_of
 from cpt_core.quantization.op_handlers import module_kind
 from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
@@ -29,7 +30,7 @@ from cpt_core.quantization.precision import LayerPrecision
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
 # layer, but what runs in it
 KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
-KNOWN_FUNCTIONS = "graph_conv", "sage_conv"  # whatever module calls them
+KNOWN_FUNCTIONS = ("graph_linear",)  # of graph convolutions
 
 # called with every operation and its precision, if it has one; returns what to call when its gradient arrives
 Report = Callable[[Work, LayerPrecision | None], Callable[[], None] | None]
@@ -66,12 +67,11 @@ def is_counting_hook(hook: Any) -> bool:
 
 
 def _enter(mode: QuantizedOpsMode, name: str, module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of modules without one of the mode: only the name of the innermost module changes."""
-    stack = mode.running.stack
-    if stack:
-        interception = stack[-1].interception._replace(name=name)
-    else:
-        interception = Interception(mode, name, None, module_kind(module), False)
+    """Forward pre-hook of modules without one of the mode: inside a converted module only the name changes."""
+    kind = "graph" if graph_layer_of(module) is not None else module_kind(module)
+    interception = Interception(mode, name, None, kind, False)
+    if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
+        interception = mode.running.stack[-1].interception._replace(name=name)
     mode.enter(module, interception, None if torch.compiler.is_compiling() else sys._getframe(1))
 
 

@@ -1,7 +1,7 @@
 """Counters of functions that are counted as a whole, registered in ``COUNTED_FUNCTIONS``.
 
 Normalisations, the gates of LSTMs and the upsampling of feature pyramids are no matmuls, but the paper prices them.
-Recurrent layers read a weight once, not once per step, and graph convolutions sum over neighbours.
+Recurrent layers read a weight once, not once per step, and sums over constant features are computed once.
 
 A counter has the form ``counter(mode, output, *args, **kwargs) -> operations``, with the arguments of the function.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from cpt_core.bitops.conventions import AGGREGATION, GATES, NORM, UPSAMPLING
 from cpt_core.graphs import functional as graph_functional
-from cpt_core.graphs.functional import source_and_destination
+from cpt_core.graphs.functional import is_constant
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import spread_norm
 from cpt_core.quantization.op_handlers import functions_named
@@ -129,57 +129,28 @@ def recurrence(
 # --- graph convolutions -------------------------------------------------------------------------------------------
 
 
-def graph_conv(
-    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, features: Any, weight: Tensor, *rest: Any, **more: Any
+def neighbour_sum(
+    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum"
 ) -> Iterator[Operation]:
-    """Count a GCN layer: a matmul, and the sum over neighbours of the narrower side."""
-    x, _ = source_and_destination(graph, features)
-    inside, out = weight.shape
-    is_sum_first = inside <= out
-    rows = graph.num_dst if is_sum_first else graph.num_src
-    elements = rows * inside, weight.numel(), rows * out
-    yield _graph_matmul(mode, "graph_conv", elements, rows * inside * out, x, (weight,), y)
-    yield _neighbour_sum(mode, graph, x, min(inside, out), is_sum_first, (weight,), y)
-
-
-def sage_conv(
-    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, features: Any, neighbour_weight: Tensor, self_weight: Tensor,
-    *rest: Any, **more: Any,
-) -> Iterator[Operation]:  # fmt: skip
-    """Count a GraphSAGE layer: matmuls of the neighbours' mean and of the nodes themselves, and the mean."""
-    x, destination = source_and_destination(graph, features)
-    out, inside = neighbour_weight.shape
-    is_sum_first = inside <= out
-    rows = graph.num_dst if is_sum_first else graph.num_src
-    read = rows * inside + destination.numel()
-    weights = neighbour_weight, self_weight
-    elements = read, neighbour_weight.numel() + self_weight.numel(), (rows + len(destination)) * out
-    yield _graph_matmul(mode, "sage_conv", elements, read * out, x, weights, y)
-    yield _neighbour_sum(mode, graph, x, min(inside, out), is_sum_first, weights, y)
-
-
-def _graph_matmul(
-    mode: QuantizedOpsMode, name: str, elements: tuple[int, int, int], macs: int, x: Tensor,
-    weights: tuple[Tensor, ...], y: Tensor,
-) -> Operation:  # fmt: skip
-    layer = mode.running.stack[-1].interception
-    has_gradient = any(w.requires_grad for w in weights)
-    return Operation(layer.name, name, macs, x, weights[0], y, layer.precision, elements, weight=has_gradient)
-
-
-def _neighbour_sum(
-    mode: QuantizedOpsMode, graph: Graph, x: Tensor, width: int, is_first: bool, weights: tuple[Tensor, ...], y: Tensor
-) -> Operation:
-    """Return the sum over neighbours, of an operation per edge and feature; quantised with Q-Agg alone."""
+    """Count an operation per edge and feature; quantised with Q-Agg alone."""
     layer = mode.running.stack[-1].interception
     precision = layer.precision
-    is_quantized = precision is not None and "aggregation" in precision.quantizers
-    has_error = x.requires_grad or (any(w.requires_grad for w in weights) and not is_first)  # the sum is behind
-    return Operation(
-        layer.name, AGGREGATION, graph.num_edges * width, x, x, y, precision if is_quantized else None,
-        (graph.num_src * width, graph.num_edges, graph.num_dst * width), has_error, False, AGGREGATION,
-        is_first and x is graph.constant,
-    )  # fmt: skip
+    if precision is not None and "aggregation" not in precision.quantizers:
+        precision = None
+    elements = x.numel(), graph.num_edges, y.numel()
+    yield Operation(
+        layer.name,
+        AGGREGATION,
+        graph.num_edges * x.shape[1],
+        x,
+        x,
+        y,
+        precision,
+        elements,
+        weight=False,
+        part=AGGREGATION,
+        once=is_constant(graph, x),
+    )
 
 
 COUNTED_FUNCTIONS |= {
@@ -187,7 +158,6 @@ COUNTED_FUNCTIONS |= {
     functional.layer_norm: layer_norm,
     spread_norm: layer_norm,
     functional.interpolate: interpolate,
-    graph_functional.graph_conv: graph_conv,
-    graph_functional.sage_conv: sage_conv,
+    graph_functional.neighbour_sum: neighbour_sum,
     **{function: partial(recurrence, kind) for kind in NUM_GATES for function in functions_named(kind)},
 }

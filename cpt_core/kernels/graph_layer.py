@@ -71,7 +71,7 @@ class FusedGraphHandlers(GraphHandlers):
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation; its result also knows what it was before its gradient was to be rounded."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or mode.on_operation is not None:  # the gradient of the result is waited for
             return super().run(mode, *args, **options)
         layer, name, compute, *others = args
         computed = []

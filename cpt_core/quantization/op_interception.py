@@ -177,7 +177,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def _count_whole(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
-        report, self.on_operation = self.on_operation, None
+        report, self.on_operation = self.on_operation, lambda operation: None
         try:
             output = self.__torch_function__(function, types, args, kwargs)
         finally:

@@ -50,9 +50,12 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
         lambda: nn.GRU(3, 4), lambda: (torch.empty(5, 2, 3),),
         [(360, 30, 36, 120), (480 * 4 // 5, 40, 48, 120), (480 // 5, 0, 0, 0)],
     ),
-    # the narrower side is summed: the product comes first
+    # the narrower side is summed: behind the product, and before it
     "graph": (lambda: cpt.GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
-    "sage": (lambda: cpt.SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(120, 24, 30, 40), (24, 12, 8, 12)]),
+    "sage": (
+        lambda: cpt.SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)),
+        [(24, 12, 8, 12), (60, 12, 15, 20), (60, 12, 15, 20)],
+    ),
     "function": (lambda: Does(lambda _, x: x @ x.T), lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
