@@ -24,7 +24,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
 from cpt_core.quantization.op_handlers import module_kind
-from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, HOOK, Interception, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
@@ -118,7 +118,7 @@ class CountingMode(QuantizedOpsMode):
         """Compute a function, and let its handler report the operations of tensors without data."""
         output = function(*args, **kwargs)
         report = self.on_operation
-        if report is None:
+        if report is None or function in COUNTED_FUNCTIONS:
             return output
         operations: list[Operation] = []
         stand_ins: dict[int, Tensor] = {}

@@ -154,10 +154,13 @@ class QuantizedOpsMode(TorchFunctionMode):
         extensions.load_optional("operations")
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch: by its handler where it has one."""
+        """Run one function of torch, and report its operations where they are asked for."""
         if self.on_operation is not None and function in COUNTED_FUNCTIONS:
-            return self._count_whole(function, types, args, kwargs or {})
-        kwargs = kwargs or {}
+            return self._count_whole(function, args, kwargs or {})
+        return self._run_function(function, args, kwargs or {})
+
+    def _run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function by its handler where it has one."""
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
@@ -175,11 +178,11 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Let a handler compute a function."""
         return handler(self, function, *args, **kwargs)
 
-    def _count_whole(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _count_whole(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
         report, self.on_operation = self.on_operation, lambda operation: None
         try:
-            output = self.__torch_function__(function, types, args, kwargs)
+            output = self._run_function(function, args, kwargs)
         finally:
             self.on_operation = report
         if report is not None and self.running.stack and not torch.compiler.is_compiling():
