@@ -1,6 +1,6 @@
 """Layers as one operator in C++ give what the plain path gives, bit for bit, and leave it what they cannot do."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -179,7 +179,43 @@ def shared(layer, x):
     return layer(x).sum() + layer(x * 2).sum()
 
 
+def written_to(layer, x):
+    return layer(x).mul_(2).relu_()
+
+
+def viewed_and_written_to(layer, x):
+    y = layer(x)
+    y[..., :2].mul_(3)
+    return y
+
+
+def watched(layer, x):
+    y, seen = layer(x), []
+    y.register_hook(lambda gradient: seen.append(gradient.clone()))
+    y.retain_grad()
+    (y * 3).sum().backward(retain_graph=True)
+    x.grad = None
+    return y + sum(seen) + y.grad
+
+
+def differentiated_by_output(layer, x):
+    y = layer(x)
+    gradients = torch.autograd.grad(y.square().sum(), (y, x), retain_graph=True)
+    return y + sum(g.sum() for g in gradients)
+
+
+def with_two_backward_passes(layer, x):
+    y = layer(x)
+    y.sum().backward(retain_graph=True)
+    return y
+
+
+def of_half_numbers(layer, x):
+    return layer(x.half()).float()
+
+
 USES = [
+    written_to, viewed_and_written_to, watched, differentiated_by_output, with_two_backward_passes, of_half_numbers,
     checkpointed, checkpointed_reentrantly, channels_last, with_gaps, without_gradient, for_inference,
     differentiated_twice, under_autocast, counted, evaluated, shared,
 ]  # fmt: skip

@@ -261,6 +261,30 @@ optional<Layout> layout_of(const Tensor& x, const std::vector<bool>& kept) {
   return l;
 }
 
+// How a tensor without gaps that lies row by row falls into ranges; the way to `layout_of` for the usual cases.
+optional<Layout> row_by_row(const Tensor& x, std::string_view granularity) {
+  const int64_t dims = x.dim(), n = x.numel();
+  Layout l = Layout::whole(n);
+  l.sizes = {n};
+  l.places = {1};
+  if (granularity == "per_tensor" || (granularity == "per_channel" && dims < 2) ||
+      (granularity == "per_position" && dims < 3)) {
+    return l;
+  }
+  if (granularity == "per_channel") {
+    l.k1 = x.size(0);
+  } else if (granularity == "per_row" && dims > 0) {
+    l.k1 = n / x.size(dims - 1);
+  } else if (granularity == "per_position") {
+    l.r1 = x.size(0);
+    l.k1 = n / (x.size(0) * x.size(dims - 1));
+  } else {
+    return std::nullopt;
+  }
+  l.r2 = n / (l.r1 * l.k1);
+  return l;
+}
+
 // Calls f(offset in memory, count, place of the first, step of the places) for stretches of the innermost dimension.
 template <typename F>
 void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {

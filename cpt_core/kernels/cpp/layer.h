@@ -4,8 +4,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <memory>
 #include <string>
 
 namespace {
@@ -29,15 +31,15 @@ bool is_plain(const Tensor& x) {
 
 // x rounded on its own range. The result stands at the place of x in the graph of autograd, so that its gradient is
 // that of x, as that of the straight-through estimator is, without a node between.
-optional<Three> round_straight_through(const Tensor& x, const Tensor& levels, const std::string& granularity) {
-  optional<Three> found;
+optional<OnGrid> round_straight_through(const Tensor& x, const Tensor& levels, const std::string& granularity) {
+  optional<OnGrid> found;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor held = dense(x);
-    found = quantized(held, held.is_same(x) ? Tensor() : held, levels, granularity, std::nullopt);
+    found = round_dense(held, held.is_same(x) ? Tensor() : held, levels, granularity, std::nullopt);
   }
   if (found && at::GradMode::is_enabled() && x.requires_grad()) {
-    torch::autograd::impl::set_gradient_edge(std::get<0>(*found), torch::autograd::impl::gradient_edge(x));
+    torch::autograd::impl::set_gradient_edge(found->y, torch::autograd::impl::gradient_edge(x));
   }
   return found;
 }
@@ -51,18 +53,35 @@ optional<Rounded> round_operands(const Tensor& x, const Tensor& weight, const op
   }
   const auto rounded_x = round_straight_through(x, how.levels, how.input);
   const auto rounded_weight = round_straight_through(weight, how.weight_levels, how.weight);
-  optional<Three> rounded_bias;
+  optional<OnGrid> rounded_bias;
   if (bias) rounded_bias = round_straight_through(*bias, how.weight_levels, how.bias);
   if (!rounded_x || !rounded_weight || (bias && !rounded_bias)) return std::nullopt;
-  const auto& [y, low, width] = *rounded_x;
   const bool is_recomputed = torch::autograd::get_current_graph_task_id() != -1;
-  if (how.running && !is_recomputed) track_(*how.running, low, width);
-  return Rounded{y, std::get<0>(*rounded_weight), bias ? optional<Tensor>(std::get<0>(*rounded_bias)) : std::nullopt};
+  if (how.running && !is_recomputed) {
+    follow(how.running->mutable_data_ptr<float>(), rounded_x->low, rounded_x->width);
+  }
+  return Rounded{rounded_x->y, rounded_weight->y, bias ? optional<Tensor>(rounded_bias->y) : std::nullopt};
 }
 
+// Rounds the gradient before a node of torch takes it.
+struct RoundBefore : torch::autograd::FunctionPreHook {
+  GradientRounding round;
+
+  explicit RoundBefore(GradientRounding how) : round(std::move(how)) {}
+
+  variable_list operator()(const variable_list& grads) override { return {round(grads[0])}; }
+};
+
+// y, whose gradient will be rounded: by a hook, which takes less time than a node. A view gets a node, since its own is
+// replaced when the view is written to.
 Tensor with_rounded_gradient(const Tensor& y, const Roundings& how) {
   if (!how.grad_levels || !at::GradMode::is_enabled() || !y.requires_grad()) return y;
-  return quantize_gradient(y, *how.grad_levels, how.key, how.grad);
+  const auto& node = y.grad_fn();
+  if (y.is_view() || !node || node->num_inputs() != 1) {
+    return quantize_gradient(y, *how.grad_levels, how.key, how.grad);
+  }
+  node->add_pre_hook(std::make_unique<RoundBefore>(GradientRounding{*how.grad_levels, how.key, how.grad}));
+  return y;
 }
 
 optional<Tensor> quantized_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,

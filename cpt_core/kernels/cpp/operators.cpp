@@ -121,6 +121,29 @@ optional<Three> quantized(const Tensor& held, Tensor out, const Tensor& levels, 
   return Three{out, low, width};
 }
 
+// A rounded tensor, and the first of its ranges.
+struct OnGrid {
+  Tensor y;
+  float low, width;
+};
+
+// x rounded on its own ranges, to `out` if that is defined, which may be x itself.
+optional<OnGrid> round_dense(const Tensor& x, Tensor out, const Tensor& levels, const std::string& granularity,
+                             const optional<Tensor>& key) {
+  const auto l = x.is_contiguous() ? row_by_row(x, granularity) : std::nullopt;
+  if (!l) {
+    auto found = quantized(x, out, levels, granularity, key);
+    if (!found) return std::nullopt;
+    auto& [y, low, width] = *found;
+    return OnGrid{y, *low.const_data_ptr<float>(), *width.const_data_ptr<float>()};
+  }
+  std::vector<float> ranges(2 * l->k1);
+  if (!out.defined()) out = at::empty_like(x);
+  rounded(*l, x.const_data_ptr<float>(), out.mutable_data_ptr<float>(), ranges.data(), ranges.data() + l->k1,
+          grid_of(levels, key, key.has_value()), true);
+  return OnGrid{out, ranges[0], ranges[l->k1]};
+}
+
 Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view granularity, const optional<Tensor>& key) {
   if (x.numel() > 0) {
     const Tensor held = dense(x);
@@ -191,11 +214,14 @@ Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Ten
   return reference<decltype(encode)>("encode", x, low, width, levels, key, clip, channels_last);
 }
 
+void follow(float* running, float low, float width) {
+  const float now[3] = {low, width, 1.f};
+  if (!std::isfinite(low) || !std::isfinite(width)) return;
+  for (int i = 0; i < 3; ++i) running[i] = running[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
+}
+
 void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
-  float* r = running.mutable_data_ptr<float>();
-  const float now[3] = {*low.const_data_ptr<float>(), *width.const_data_ptr<float>(), 1.f};
-  if (!std::isfinite(now[0]) || !std::isfinite(now[1])) return;
-  for (int i = 0; i < 3; ++i) r[i] = r[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
+  follow(running.mutable_data_ptr<float>(), *low.const_data_ptr<float>(), *width.const_data_ptr<float>());
 }
 
 Tensor pixel_products(const Tensor& gradient, const Tensor& x, const Tensor& zero, at::IntArrayRef kernel,
@@ -294,35 +320,50 @@ Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_
   return {found[0], found[1], found[2]};
 }
 
+bool is_watched(const Tensor& x) {
+  return at::impl::tensor_has_dispatch(x) || c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+}
+
 // Quantises the gradient of an output, in place where nobody else holds it.
-struct RoundGradient : torch::autograd::Node {
+struct GradientRounding {
   Tensor levels;
   optional<Tensor> key;
   std::string granularity;
 
-  variable_list apply(variable_list&& grads) override {
-    Tensor gradient = std::move(grads[0]);
-    if (!gradient.defined() || gradient.numel() == 0) return {gradient};
+  Tensor operator()(const Tensor& gradient) const {
+    if (!gradient.defined() || gradient.numel() == 0) return gradient;
     if (at::autocast::is_autocast_enabled(at::kCPU)) TORCH_WARN(UNDER_AUTOCAST);
     Tensor rounded;
     const bool own = gradient.use_count() == 1 && gradient.storage().use_count() == 1 && !at::GradMode::is_enabled() &&
                      gradient.layout() == at::kStrided && gradient.scalar_type() == at::kFloat &&
                      gradient.device().is_cpu() && memory_order(gradient) && !gradient.is_inference() &&
-                     !at::impl::tensor_has_dispatch(gradient) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+                     !is_watched(gradient);
     if (own) {
       at::AutoDispatchBelowADInplaceOrView guard;
-      if (quantized(gradient, gradient, levels, granularity, key)) rounded = std::move(gradient);
+      if (round_dense(gradient, gradient, levels, granularity, key)) rounded = gradient;
     }
     if (!rounded.defined()) {
       static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
       rounded = std::get<0>(op.call(gradient, levels, granularity, key));
     }
-    if (key) {
-      at::NoGradGuard no_grad;
-      key->add_(1);
-    }
-    return {rounded};
+    if (key) count(*key);
+    return rounded;
   }
+
+  static void count(const Tensor& key) {
+    if (key.is_cpu() && !is_watched(key)) {
+      ++*key.mutable_data_ptr<int64_t>();
+    } else {
+      at::NoGradGuard no_grad;
+      key.add_(1);
+    }
+  }
+};
+
+struct RoundGradient : torch::autograd::Node {
+  GradientRounding round;
+
+  variable_list apply(variable_list&& grads) override { return {round(grads[0])}; }
 
   std::string name() const override { return "RoundGradient"; }
 
@@ -348,9 +389,7 @@ Tensor quantize_gradient(const Tensor& y, const Tensor& levels, const optional<T
   }
   if (at::GradMode::is_enabled() && y.requires_grad()) {
     auto node = make_node<RoundGradient>();
-    node->levels = levels;
-    node->key = key;
-    node->granularity = std::string(granularity);
+    node->round = {levels, key, std::string(granularity)};
     node->set_next_edges(torch::autograd::collect_next_edges(y));
     torch::autograd::set_history(same, node);
   }
