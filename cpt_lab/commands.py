@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.checks import choose, extra_named, offer
+from cpt_core.checks import choose, offer
+from cpt_core.optional_libraries import extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 app = typer.Typer(

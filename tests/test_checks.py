@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_core.checks import choose, declared, library, offer, whole
+from cpt_core.checks import choose, declared, offer, whole
 from cpt_core.files import write_atomically
+from cpt_core.optional_libraries import library
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])

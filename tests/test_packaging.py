@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name as canonical
 from packaging.version import Version
 
 import cpt_core
-from cpt_core.checks import install_hint
+from cpt_core.optional_libraries import install_hint
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -15,8 +15,8 @@ import pytest
 from helpers import said_by
 
 import cpt_core
-from cpt_core.checks import install_hint
 from cpt_core.kernels.cpp.building import kernels_dir
+from cpt_core.optional_libraries import install_hint
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpt_core.checks import library
 from cpt_core.files import nan_to_none
+from cpt_core.optional_libraries import library
 
 MODES = {"reset": 0.8, "continuing": 0.05}  # and their thresholds
 

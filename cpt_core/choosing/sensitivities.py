@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import MOST_BITS, choose, declared, library, shown, whole
+from cpt_core.checks import MOST_BITS, choose, declared, shown, whole
 from cpt_core.files import nan_to_none
+from cpt_core.optional_libraries import library
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import declared, library, number, whole
+from cpt_core.checks import declared, number, whole
 from cpt_core.choosing.solver import solve_schedule
+from cpt_core.optional_libraries import library
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, ShortCycleWarning, StaticSchedule
 from cpt_core.waiting import waiting
 

@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpt_core.bitops.conventions import Work
 from cpt_core.bitops.tally import Tally
-from cpt_core.checks import library, number
+from cpt_core.checks import number
 from cpt_core.formats.costs import COSTS, Operands, cost_named
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_core.optional_libraries import library
 from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
 
 if TYPE_CHECKING:

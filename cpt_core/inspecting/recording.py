@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cpt_core.bitops.counting import is_within
-from cpt_core.checks import declared, library, whole
+from cpt_core.checks import declared, whole
 from cpt_core.inspecting.ledger import compiled_parts
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
+from cpt_core.optional_libraries import library
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_role

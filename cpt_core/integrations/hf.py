@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.checks import extra_named, whole
+from cpt_core.checks import whole
 from cpt_core.files import write_atomically
 from cpt_core.integrations._common import TrainerPrecision
+from cpt_core.optional_libraries import extra_named
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpt_core.checks import extra_named, whole
+from cpt_core.checks import whole
 from cpt_core.integrations._common import TrainerPrecision
+from cpt_core.optional_libraries import extra_named
 from cpt_core.quantization.scheduler import Schedules, check_eval_bits
 
 with extra_named("lightning"):

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_core.checks import library
 from cpt_core.kernels import operators, products
 from cpt_core.kernels.grids import parts_of
+from cpt_core.optional_libraries import library
 from cpt_core.quantization.rounding import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"

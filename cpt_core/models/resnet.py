@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from cpt_core.checks import library
-
 
 class BasicBlock(nn.Module):
     """conv3x3-BN-ReLU-conv3x3-BN, plus the shortcut, ReLU; the shortcut is 1x1 conv + BN where the shape changes."""
@@ -74,7 +72,8 @@ class CifarResNet(nn.Module):
 
 def imagenet_resnet(depth: int, classes: int) -> nn.Module:
     """Return torchvision's ResNet-18 or -34, randomly initialised as in the paper's experiments."""
-    models = library("torchvision.models", "vision")
+    from torchvision import models
+
     model = {18: models.resnet18, 34: models.resnet34}[depth](num_classes=classes)
     initialize(model)
     return model

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models import MODELS
+from cpt_core.optional_libraries import extra_named
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
@@ -38,7 +39,9 @@ class ImageTask:
     def model(self) -> nn.Module:
         """Return the recipe's model."""
         build = MODELS[self.recipe.model]
-        return build(self.data.channels, self.recipe.size, self.data.classes).to(self.device)
+        with extra_named("vision"):
+            model = build(self.data.channels, self.recipe.size, self.data.classes)
+        return model.to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
 
-from cpt_core.checks import install_hint
+from cpt_core.optional_libraries import install_hint
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
