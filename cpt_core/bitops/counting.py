@@ -114,11 +114,17 @@ class CountingMode(QuantizedOpsMode):
         """Return the module that holds a weight."""
         return super().layer_of(self._originals.get(id(weight), weight))
 
+    def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute functions that are counted as a whole, whose handlers report nothing; others as usual."""
+        return (
+            function(*args, **kwargs) if function in COUNTED_FUNCTIONS else super().run_function(function, args, kwargs)
+        )
+
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Compute a function, and let its handler report the operations of tensors without data."""
         output = function(*args, **kwargs)
         report = self.on_operation
-        if report is None or function in COUNTED_FUNCTIONS:
+        if report is None:
             return output
         operations: list[Operation] = []
         stand_ins: dict[int, Tensor] = {}

@@ -157,9 +157,9 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Run one function of torch, and report its operations where they are asked for."""
         if self.on_operation is not None and function in COUNTED_FUNCTIONS:
             return self._count_whole(function, args, kwargs or {})
-        return self._run_function(function, args, kwargs or {})
+        return self.run_function(function, args, kwargs or {})
 
-    def _run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function by its handler where it has one."""
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             del kwargs["out"]
@@ -182,7 +182,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
         report, self.on_operation = self.on_operation, lambda operation: None
         try:
-            output = self._run_function(function, args, kwargs)
+            output = self.run_function(function, args, kwargs)
         finally:
             self.on_operation = report
         if report is not None and self.running.stack and not torch.compiler.is_compiling():
