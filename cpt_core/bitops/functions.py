@@ -50,18 +50,16 @@ def _norm(
     mode: QuantizedOpsMode, name: str, per_element: int, x: Tensor, weight: Tensor | None, y: Tensor
 ) -> Operation:
     layer = mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
-    elements = x.numel(), 0 if weight is None else weight.numel(), y.numel()
-    has_gradient = weight is not None and weight.requires_grad
-    return Operation(layer.name, name, per_element * y.numel(), x, x, y, None, elements, weight=has_gradient, part=NORM)
+    scale = x.new_empty(0) if weight is None else weight
+    return Operation(layer.name, name, per_element * y.numel(), x, scale, y, None, part=NORM)
 
 
 def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any) -> Iterator[Operation]:
     """Count a copied element as an operation, as the counters of the authors do, in feature pyramids alone."""
     running = mode.running.stack[-1]
     if type(running.module).__name__ == PYRAMID:
-        name = running.interception.name
-        elements = input.numel(), 0, y.numel()
-        yield Operation(name, "interpolate", y.numel(), input, input, y, None, elements, weight=False, part=UPSAMPLING)
+        name, second = running.interception.name, input.new_empty(0)  # it has one operand
+        yield Operation(name, "interpolate", y.numel(), input, second, y, None, part=UPSAMPLING)
 
 
 # --- recurrent layers ---------------------------------------------------------------------------------------------
@@ -137,20 +135,8 @@ def neighbour_sum(
     precision = layer.precision
     if precision is not None and "aggregation" not in precision.quantizers:
         precision = None
-    elements = x.numel(), graph.num_edges, y.numel()
-    yield Operation(
-        layer.name,
-        AGGREGATION,
-        graph.num_edges * x.shape[1],
-        x,
-        x,
-        y,
-        precision,
-        elements,
-        weight=False,
-        part=AGGREGATION,
-        once=is_constant(graph, x),
-    )
+    macs, once = graph.num_edges * x.shape[1], is_constant(graph, x)
+    yield Operation(layer.name, AGGREGATION, macs, x, graph.indices, y, precision, part=AGGREGATION, once=once)
 
 
 COUNTED_FUNCTIONS |= {
