@@ -2,9 +2,9 @@
 
 They load when ``schedule_from_dict`` reads one.
 
->>> schedule = CyclicSchedule(Warped("rex", 0.5), q_min=3, q_max=8, total_steps=6, n_cycles=1)
+>>> schedule = CyclicSchedule(Warped("linear", 0.5), q_min=3, q_max=8, total_steps=6, n_cycles=1)
 >>> schedule.bits().tolist(), DelayedSchedule(schedule, hold=2).bits().tolist()
-([3, 3, 4, 4, 5, 7], [8, 8, 3, 3, 4, 4, 5, 7])
+([3, 5, 6, 7, 7, 8], [8, 8, 3, 5, 6, 7, 7, 8])
 """
 
 import math
