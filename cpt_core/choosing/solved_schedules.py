@@ -17,7 +17,16 @@ from cpt_core.checks import choose, declared, whole
 from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import PROFILES, Array, Profile
-from cpt_core.schedules.schedule import FLOAT32, MOST_STEPS, CyclicSchedule, Levels, Schedule, set_integers, set_range
+from cpt_core.schedules.schedule import (
+    FLOAT32,
+    MOST_STEPS,
+    CyclicSchedule,
+    Levels,
+    Schedule,
+    check_pairs,
+    set_integers,
+    set_range,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,8 @@ class AdjustedSchedule(Schedule):
         declared(type(self), vars(self))
         set_range(self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps)
         ends = self.q_min, self.q_max
-        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b, *ends)) for t, b in self.changes))
+        pairs = check_pairs("changes", self.changes, "(step, bits)")
+        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b, *ends)) for t, b in pairs))
         object.__setattr__(self, "changes", changes)
         if len({t for t, _ in changes}) < len(changes):
             raise ValueError(f"a step is changed once, got {changes}")

@@ -30,9 +30,15 @@ class GraphNet(nn.Module):
     """
 
     def __init__(
-        self, kind: str, inputs: int, classes: int, hidden: int = 512, layers: int = 3, dropout: float = 0.2,
+        self,
+        kind: str,
+        inputs: int,
+        classes: int,
+        hidden: int = 512,
+        layers: int = 3,
+        dropout: float = 0.2,
         norm: str = "matrix",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         convolution: Any = GRAPH_MODELS[kind]
         sizes = [inputs] + [hidden] * (layers - 1) + [classes]

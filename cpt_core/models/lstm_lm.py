@@ -17,9 +17,14 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self, words: int, embedding: int, hidden: int, layers: int = 1, dropout: float = 0.0,
+        self,
+        words: int,
+        embedding: int,
+        hidden: int,
+        layers: int = 1,
+        dropout: float = 0.0,
         drop_embedding: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)

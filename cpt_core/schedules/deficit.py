@@ -2,13 +2,13 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from cpt_core.checks import shown, whole
+from cpt_core.checks import whole
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import Schedule, set_integers, set_range
+from cpt_core.schedules.schedule import Schedule, check_pairs, set_integers, set_range
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class DeficitSchedule(Schedule):
     def __post_init__(self) -> None:
         set_integers(self, "q_low", "q_high", "total_steps")
         set_range(self, self.q_low, self.q_high, self.total_steps)
-        windows = sorted(map(window_of, self.windows))
+        pairs = check_pairs("windows", self.windows, "(start, stop)")
+        windows = sorted((whole("start of windows", a), whole("stop of windows", b)) for a, b in pairs)
         for start, stop in windows:
             if not 0 <= start < stop <= self.total_steps:
                 raise ValueError(
@@ -57,12 +58,3 @@ class DeficitSchedule(Schedule):
         for start, stop in self.windows:
             values[start:stop] = self.q_low
         return values
-
-
-def window_of(window: Any) -> tuple[int, int]:
-    """Return a pair (start, stop) of integers; ValueError for anything else."""
-    try:
-        start, stop = window
-    except (TypeError, ValueError):
-        raise ValueError(f"windows: a window is a pair (start, stop) of steps, got {shown(window)}") from None
-    return whole("start of a window", start), whole("stop of a window", stop)

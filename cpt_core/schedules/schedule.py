@@ -80,8 +80,8 @@ class Schedule:
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
-        of_every_step = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
-        gradients = np.broadcast_to(np.int64(of_every_step), self.total_steps)
+        gradient_bits = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
+        gradients = np.broadcast_to(np.int64(gradient_bits), self.total_steps)
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
@@ -125,13 +125,15 @@ class Schedule:
 
         Paper: section 3.2 (Groups I-III). Differs: section 4.5 of the paper uses the words the other way round.
         """
+        if self.kind == "static":
+            return "none"
         name = getattr(self, "name", "")
-        return "none" if self.kind == "static" else SUITE[name].savings if name in SUITE else None
+        return SUITE[name].savings if name in SUITE else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {"kind": self.kind, **{name: _plain(value) for name, value in given.items() if value is not None}}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **{name: _plain(value) for name, value in values.items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -219,11 +221,7 @@ class CyclicSchedule(Schedule):
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
-        total, n = self.total_steps, self.n_cycles
-        if self.cycle_rule == "exact" and total % n == 0:  # the cycles are alike: compute two, repeat them
-            two = self._values_at(np.arange(min(2 * (total // n), total)))
-            return np.resize(two, total)
-        return self._values_at(np.arange(total))
+        return self._values_at(np.arange(self.total_steps))
 
 
 @dataclass(frozen=True)
@@ -234,15 +232,13 @@ class TableSchedule(Schedule):
     kind: ClassVar[str] = "table"
 
     def __post_init__(self) -> None:
-        try:
-            pairs = [(bits, steps) for bits, steps in self.runs]
-        except (TypeError, ValueError):
-            raise ValueError(f"runs must be pairs (bits, steps), got {shown(self.runs)}") from None
-        runs = tuple((whole("bits of runs", b, 1, MOST_BITS), whole("steps of runs", s)) for b, s in pairs)
-        object.__setattr__(self, "runs", runs)
-        if not runs or min(s for _, s in runs) < 1:
-            raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {shown(self.runs)}")
-        set_range(self, min(b for b, _ in runs), max(b for b, _ in runs), sum(s for _, s in runs))
+        pairs = check_pairs("runs", self.runs, "(bits, steps)")
+        if not pairs:
+            raise ValueError(f"runs must be one pair (bits, steps) at least, got {shown(self.runs)}")
+        bits = [whole("bits of runs", b, 1, MOST_BITS) for b, _ in pairs]
+        steps = [whole("steps of runs", s, 1) for _, s in pairs]
+        object.__setattr__(self, "runs", tuple(zip(bits, steps, strict=True)))
+        set_range(self, min(bits), max(bits), sum(steps))
 
     def values(self) -> Array:
         """Return the bits of every step as floats."""
@@ -310,6 +306,14 @@ def set_range(schedule: Schedule, q_min: int, q_max: int, total_steps: int) -> N
     check_range(q_min, q_max, total_steps)
     for name, value in (("q_min", q_min), ("q_max", q_max), ("total_steps", total_steps)):
         object.__setattr__(schedule, name, value)
+
+
+def check_pairs(name: str, pairs: Any, meaning: str) -> list[tuple[Any, Any]]:
+    """Return pairs of values as a list; ValueError for anything else."""
+    try:
+        return [(first, second) for first, second in pairs]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be pairs {meaning}, got {shown(pairs)}") from None
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
