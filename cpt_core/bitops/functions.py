@@ -20,6 +20,7 @@ from cpt_core.graphs import functional as graph_functional
 from cpt_core.graphs.functional import is_constant
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import spread_norm
+from cpt_core.quantization.lstm import RecurrentCall
 from cpt_core.quantization.op_handlers import functions_named
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode
 
@@ -68,7 +69,7 @@ NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def recurrence(
-    kind: str, mode: QuantizedOpsMode, output: tuple[Tensor, ...], x: Tensor, second: Any, third: Any, *rest: Any
+    kind: str, mode: QuantizedOpsMode, output: tuple[Tensor, ...], x: Tensor, *args: Any
 ) -> Iterator[Operation]:
     """Count the matmuls of a recurrent layer: the first input matmul, the others, and the gates of an LSTM.
 
@@ -76,52 +77,51 @@ def recurrence(
     15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and step, and 5 per
     unit and sequence that their rounded numbers have besides.
     """
-    is_packed = not isinstance(rest[0], bool)
-    if is_packed:
-        state, flat, _, num_layers, _, _, is_bidirectional = third, *rest
-        starts, ends = int(second[0]), int(second[-1])
+    call = RecurrentCall.of(x, *args)
+    if call.sizes is None:
+        starts = ends = x.shape[0 if call.is_batch_first else 1]
     else:
-        state, flat, _, num_layers, _, _, is_bidirectional, is_batch_first = second, third, *rest
-        starts = ends = x.shape[0 if is_batch_first else 1]
-    weights = [w for w in flat if w.dim() == 2]
-    directions = 1 + is_bidirectional
-    per_layer = len(weights) // num_layers
-    first = weights[: per_layer : per_layer // directions]
-    layer = mode.layer_of(weights[0])
-    y = output[0]
-    rows = y.numel() // y.shape[-1]
-    first_size = sum(w.numel() for w in first)
+        starts, ends = call.sizes[0], call.sizes[-1]
+    weights = [w for w in call.weights if w.dim() == 2]
+    per_direction = len(weights) // (call.num_layers * call.directions)
+    first_layer = weights[: per_direction * call.directions]
+    first_size = sum(w.numel() for w in first_layer[::per_direction])
     inner_size = sum(w.numel() for w in weights) - first_size
-
     hidden_weight = weights[1]
-    hidden = hidden_weight.shape[0] // NUM_GATES[kind]
-    units = hidden * directions
-    has_projection = per_layer // directions == 3
-    higher = num_layers - 1
-    read = num_layers * directions * hidden_weight.shape[1] + higher * y.shape[-1] + has_projection * units * num_layers
-    written = NUM_GATES[kind] * units * (num_layers + higher) + has_projection * num_layers * y.shape[-1]
+    units = hidden_weight.shape[0] // NUM_GATES[kind] * call.directions
+    has_projection = per_direction == 3
+    y = output[0]
+    width = y.shape[-1]
+    rows = y.numel() // width
 
+    layers, higher = call.num_layers, call.num_layers - 1
+    read = layers * call.directions * hidden_weight.shape[1] + higher * width
+    written = NUM_GATES[kind] * units * (layers + higher)
+    if has_projection:
+        read += layers * units
+        written += layers * width
+
+    layer = mode.layer_of(weights[0])
     has_weight_grad = any(w.requires_grad for w in weights)
-    has_state_grad = any(s.requires_grad for s in (state if isinstance(state, (tuple, list)) else [state]))
-    is_fused = kind == "lstm" and not has_projection and (layer.precision is not None or not is_packed)
+    has_inner_error = x.requires_grad or has_weight_grad
+    has_state_grad = any(s.requires_grad for s in call.state)
+    is_fused = kind == "lstm" and not has_projection and (layer.precision is not None or call.sizes is None)
     # the states that a layer starts from need no gradient, but fused kernels compute one; backwards, the first step is
     # the last
-    sequences = starts + (ends if is_bidirectional else 0)
-    started = 0 if is_fused or has_state_grad else sequences * num_layers * hidden_weight.numel()
-    inner_error = x.requires_grad or has_weight_grad
-    report = partial(
-        Operation, layer.name, kind, first=x, second=weights[0], output=output, precision=layer.precision,
-        weight=has_weight_grad,
-    )  # fmt: skip
-    yield report(rows * first_size, elements=(x.numel(), first_size, rows * NUM_GATES[kind] * units))
-    yield report(rows * inner_size - started, elements=(rows * read, inner_size, rows * written), error=inner_error)
-    yield report(started, elements=(0, 0, 0), error=False)  # moved with the others
+    sequences = starts + (ends if call.is_bidirectional else 0)
+    started = 0 if is_fused or has_state_grad else sequences * layers * hidden_weight.numel()
+
+    operation = Operation(layer.name, kind, 0, x, weights[0], output, layer.precision, weight=has_weight_grad)
+    first_elements = x.numel(), first_size, rows * NUM_GATES[kind] * units
+    inner_elements = rows * read, inner_size, rows * written
+    yield operation._replace(macs=rows * first_size, elements=first_elements)
+    yield operation._replace(macs=rows * inner_size - started, elements=inner_elements, error=has_inner_error)
+    yield operation._replace(macs=started, elements=(0, 0, 0), error=False)  # moved with the others
     if kind == "lstm":
-        states = rows * units * num_layers
-        yield report(
-            units * num_layers * (27 * rows + 5 * starts), elements=(4 * states, 0, 2 * states), error=inner_error,
-            part=GATES,
-        )._replace(function=GATES, precision=None, weight=False)  # fmt: skip
+        states = rows * units * layers
+        macs, elements = units * layers * (27 * rows + 5 * starts), (4 * states, 0, 2 * states)
+        gates = operation._replace(function=GATES, macs=macs, elements=elements, part=GATES)
+        yield gates._replace(precision=None, error=has_inner_error, weight=False)
 
 
 # --- graph convolutions -------------------------------------------------------------------------------------------
