@@ -198,7 +198,9 @@ def add_hooks(module: nn.Module) -> None:
 
 def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
     """Load the optional parts that the library of a model, or a configuration, asks for."""
-    if extensions.is_installed("operations"):
+    recurrent = [module for module in model.modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))]
+    needs_operations = any(op_handlers.module_kind(module) != "lstm" for module in recurrent)
+    if needs_operations or extensions.is_installed("operations"):
         extensions.load("operations").register_library_operators()
     libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
     if "dgl" in libraries:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,28 +97,16 @@ class Interception(NamedTuple):
     keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
 
 
+@dataclass(slots=True, eq=False)
 class RunningModule:
-    """An entry of the stack of running modules.
+    """An entry of the stack of running modules."""
 
-    Attributes:
-        module: the module.
-        interception: of the module.
-        frame: of Python, in which the module runs; None in compiled code.
-        switched_on: whether the module switched the mode on.
-        autograd_state: of torch when the module was entered, see ``_autograd_state``; None in compiled code.
-        stand_ins: tensors in the place of parameters, as ``functional_call`` puts them there, each with the layer that
-            holds it; None until they are wanted.
-    """
-
-    __slots__ = "autograd_state", "frame", "interception", "module", "stand_ins", "switched_on"
-
-    def __init__(self, module: nn.Module, interception: Interception, frame: Any, switched_on: bool) -> None:
-        self.module = module
-        self.interception = interception
-        self.frame = frame
-        self.switched_on = switched_on
-        self.autograd_state = None if frame is None else _autograd_state()
-        self.stand_ins: list[tuple[Tensor, Interception]] | None = None
+    module: nn.Module
+    interception: Interception
+    frame: Any  # of Python, in which the module runs; None in compiled code
+    autograd_state: Any  # of torch when the module was entered, see ``_autograd_state``; None in compiled code
+    switched_on: bool  # whether the module switched the mode on
+    stand_ins: list[tuple[Tensor, Interception]] | None = None  # see ``_stand_ins``; None until they are wanted
 
 
 class _RunningModules(threading.local):
@@ -198,7 +187,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         if stack and frame is not None:
             self._drop_interrupted(frame)
         switches_on = not (stack if frame is None else self in _get_current_function_mode_stack())
-        stack.append(RunningModule(module, interception, frame, switches_on))
+        state = None if frame is None else _autograd_state()
+        stack.append(RunningModule(module, interception, frame, state, switches_on))
         if switches_on:
             self.__enter__()
 
@@ -284,7 +274,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         return held_tensors(self.running.stack[0].module)
 
     def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
-        """Return the tensors in the place of parameters of the innermost running module and its children."""
+        """Return tensors in the place of parameters, as ``functional_call`` puts them, below the running module."""
         entry = self.running.stack[-1]
         if entry.stand_ins is None:
             held = held_tensors(entry.module)
