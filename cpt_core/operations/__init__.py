@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
+from torch.nn import functional
+
 from cpt_core.operations.contractions import register_library_operators as register_library_operators
+from cpt_core.quantization import op_handlers
 from cpt_core.quantization.op_handlers import functions_named
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode, without_modes
 from cpt_core.quantization.precision import in_float32
 
 
@@ -17,11 +21,13 @@ def _recurrence(kind: str, is_cell: bool) -> Any:
     def composite(mode: QuantizedOpsMode, *args: Any, **kwargs: Any) -> Any:
         from cpt_core.operations import recurrences
 
-        run = recurrences.run_cell if is_cell else recurrences.run_layers
-        _, input, *others = inspect.signature(run).bind(kind, *args, **kwargs).args
-        operands = [tuple(x) if isinstance(x, list) else x for x in others]
+        linear = partial(op_handlers.linear, mode, functional.linear)
+        run = partial(recurrences.run_cell if is_cell else recurrences.run_layers, kind, linear)
+        operands = inspect.signature(run).bind(*args, **kwargs).args
+        tensors: list[Any] = [tuple(x) if isinstance(x, list) else x for x in operands]
         precision = mode.running.stack[-1].interception.precision
-        return in_float32(precision, input, run, kind, input, *operands)
+        with without_modes():
+            return in_float32(precision, tensors[0], run, *tensors)
 
     return composite
 
