@@ -181,7 +181,8 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
             f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
         )
     p.follow(x)
-    p.observe(role, x)
+    if p.observed:
+        p.observe(role, x)
     quantizer = p.quantizers[role]
     if p.training or not quantizer.running:
         low, width = range_of(x, quantizer.grid)
@@ -238,7 +239,8 @@ class GradientRounding:
     def _encoded(self, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
         p = self.precision
-        p.observe(self.role, gradient)
+        if p.observed:
+            p.observe(self.role, gradient)
         quantizer = p.quantizers[self.role]
         grid, key = quantizer.grid, p.noise_key if quantizer.rounding == "stochastic" else None
         clip = clips(grid, key is not None)

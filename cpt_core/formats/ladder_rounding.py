@@ -51,11 +51,6 @@ class LadderBits(ActiveBits):
             if quantizer is not None and quantizer.format.kind == "affine":
                 self.steps[index] = num_steps(quantizer.format.bits)
 
-    def constants(self) -> tuple[Any, ...]:
-        """Return what code that was captured for other levels holds as constants."""
-        is_plain = all(q is None or q.plain for q in self.requested)
-        return *super().constants(), is_plain or self.requested
-
 
 class LadderGrids(AffineGrids):
     """The formats of a ladder for every role.

@@ -95,7 +95,8 @@ def rounded_gradient(precision: LayerPrecision, role: str, gradient: Tensor, ste
     """Return a gradient that has come on the grid of its role; ``steps``: n = 2**q - 1, 0-d."""
 
     def rounded(role: str, gradient: Tensor) -> Tensor:
-        precision.observe(role, gradient)
+        if precision.observed:
+            precision.observe(role, gradient)
         quantizer = precision.quantizers[role]
         key = precision.noise_key if quantizer.rounding == "stochastic" else None
         return round_gradient(gradient, steps, quantizer.grid, key)

@@ -52,10 +52,6 @@ class ActiveBits:
         """Return itself: copies share it."""
         return self
 
-    def constants(self) -> tuple[Any, ...]:
-        """Return what code that was captured for other levels holds as constants: it serves where this is the same."""
-        return tuple(f is not None for f in self.formats), self.splits_gradient
-
 
 class AffineGrids:
     """The paper's grids: level q is the uniform grid of q bits, 24 and more is float32.

@@ -14,7 +14,7 @@ from cpt_core import extensions
 from cpt_core.checks import check_bits
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
-from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
+from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient
 from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import MIN_SCALE
 from cpt_core.quantization.running_ranges import RunningState
@@ -180,7 +180,7 @@ class LayerPrecision(RunningState):
     def own_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
         own = role.removeprefix(f"{self.kind}_")
-        return own if own in self.quantizers else role
+        return own if own in self.now.quantizers else role
 
     def quantized(
         self,
@@ -225,16 +225,16 @@ class LayerPrecision(RunningState):
         is_quantized = self.now.weight if role in self._weight_roles else self.now.activation
         if not is_quantized or x.numel() == 0:
             return x
-        check_floating(x)
         self.follow(x)
         return self.grids.apply(self, role, x, along, self._rounded)
 
     def _rounded(self, role: str, x: Tensor) -> Tensor:
-        quantizer, levels = self.quantizers[role], self.levels_for(role)
+        quantizer, levels = self.now.quantizers[role], self.levels_for(role)
         if quantizer.running and not self.training:
             low, width = self.evaluated(role, x)
             return fake_quantize.operators.round_in_range(x, low, width, levels, quantizer.grid, clip=True)
-        self.observe(role, x)
+        if self.observed:
+            self.observe(role, x)
         y, low, width = fake_quantize.operators.fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
             self.track(role, low, width)
@@ -259,7 +259,7 @@ class LayerPrecision(RunningState):
         return self.grids.apply(self, role, y, None, self._with_rounded_gradient)
 
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
-        quantizer = self.quantizers[role]
+        quantizer = self.now.quantizers[role]
         key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
         y = quantize_gradient(y, self.grad_levels, quantizer, key)
         if self.observed:  # when the gradient comes, and is not yet rounded
@@ -287,8 +287,8 @@ class LayerPrecision(RunningState):
         return not torch.compiler.is_compiling() and self.observer is not None and self.training
 
     def observe(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
-        """Show a tensor that is about to be rounded, whose parts of so many ``rows`` have ranges of their own."""
-        if self.observed and self.observer is not None:
+        """Show a tensor that is about to be rounded, if ``observed``; ``rows``: of parts with ranges of their own."""
+        if self.observer is not None:
             self.observer(role, x, rows)
 
     def next_noise_key(self, count: int = 1) -> Tensor:

@@ -31,14 +31,18 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     return config.with_shared_steps() if recipe.shared_steps else config
 
 
-def _constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
-    """Return what a captured step holds of a layer as constants."""
+def constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
+    """Return what a captured step holds of a layer as constants: it serves where this is the same."""
+    active = precision.now
+    requested = getattr(active, "requested", ())  # on a ladder
+    formats = () if all(q is None or q.plain for q in requested) else requested
     caches_by_bits = precision.kind == "graph" and (
         "aggregation" in precision.quantizers or precision.execution != "simulated"
     )
     by_bits = caches_by_bits and precision.now.formats.activation
     executes = precision.execution != "simulated" and (precision.int8_operands, precision.int8_gradient)
-    return *precision.now.constants(), by_bits, executes
+    are_quantized = tuple(f is not None for f in active.formats)
+    return are_quantized, active.splits_gradient, formats, by_bits, executes
 
 
 class Session:
@@ -102,7 +106,7 @@ class Session:
         And more bits than codes have are simulated in any case.
         """
         if self.in_force != (now := [p.now for p in self._layers]):
-            parts = [_constants_of(p) for p in self._layers]
+            parts = [constants_of(p) for p in self._layers]
             self.in_force, self._kind = now, tuple(parts)
         return self._kind
 
