@@ -30,7 +30,6 @@ from cpt_core.quantization.precision import LayerPrecision
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
 # layer, but what runs in it
 KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
-KNOWN_FUNCTIONS = ("graph_linear",)  # of graph convolutions
 
 # called with every operation and its precision, if it has one; returns what to call when its gradient arrives
 Report = Callable[[Work, LayerPrecision | None], Callable[[], None] | None]
@@ -203,7 +202,7 @@ def moved_elements(operation: Operation) -> tuple[int, int, int]:
 def _is_known_layer(module: nn.Module | None, function: str) -> bool:
     kind = KNOWN_LAYERS.get(function, ())
     is_layer = isinstance(module, kind) and type(module).forward is kind.forward  # type: ignore[union-attr]
-    return is_layer or function in KNOWN_FUNCTIONS
+    return is_layer or function == "graph_linear"
 
 
 def is_within(name: str, outer: Iterable[str]) -> bool:

@@ -276,8 +276,7 @@ class _UncountedFunctions(TorchFunctionMode):
 
 # --- their price ------------------------------------------------------------------------------------------------------
 
-StepsByFormats = tuple[tuple[Formats, int], ...]  # the formats of a layer's operands, each with its number of steps
-FormatsByLayer = dict[str | None, StepsByFormats]  # None: of all other layers
+FormatsByLayer = dict[str | None, Counter[Formats]]  # layer -> its formats -> number of steps; None: all other layers
 
 
 def price(
@@ -292,8 +291,8 @@ def price(
         for name, by_layer in formats.items():
             steps = by_layer.get(operation.owner, by_layer[None])
             if operation.once:
-                steps = tuple({(f.activation, f.weight): (f, 1) for f, _ in steps}.values())
-            for each, times in steps:
+                steps = Counter({(f.activation, f.weight): f for f in steps}.values())
+            for each, times in steps.items():
                 tallies[name].add(operation, operation.passes(name), each, times)
         if operation.passes(convention):
             macs[operation.layer] += operation.macs
@@ -304,7 +303,7 @@ def price(
     chosen = tallies[convention]
     return BitOpsPlan(
         convention=convention,
-        steps=sum(n for _, n in formats[convention][None]),
+        steps=formats[convention][None].total(),
         macs=dict(macs),
         bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
         float32=tallies["per_op"].float32(),
@@ -324,7 +323,7 @@ def formats_per_layer(
     By "per_op" a layer that is not converted runs in float32; by "paper" it is on the paper's ladder.
     """
     if schedule is None:
-        return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
+        return {name: {None: Counter([IN_FLOAT32])} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
     precisions = all_precisions(model) if is_converted else {}
     owners = dict.fromkeys(operation.owner for operation in work if operation.owner is not None)
@@ -338,22 +337,18 @@ def formats_per_layer(
     formats_by_step: list[list[Formats]] = []
     for (_, grids), (s, names) in layers_by_schedule.items():
         steps = _formats_of_steps(s, q_grad, grids)
-        formats.update(dict.fromkeys(names, _count_steps(steps)))
+        counted = Counter(steps)
+        formats |= {name: counted for name in names}
         formats_by_step.append(steps)
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
     widest_of_layers = cache(widest)
     widest_by_step = [widest_of_layers(each) for each in zip(*formats_by_step, strict=True)]
-    paper = {**formats, None: _count_steps(widest_by_step)}
-    per_op = {**(formats if is_converted else {}), None: ((IN_FLOAT32, len(widest_by_step)),)}
-    return {"paper": paper, "per_op": per_op}
+    in_float32 = Counter({IN_FLOAT32: len(widest_by_step)})
+    per_op = formats if is_converted else {}
+    return {"paper": {**formats, None: Counter(widest_by_step)}, "per_op": {**per_op, None: in_float32}}
 
 
 def _formats_of_steps(schedule: Schedule, q_grad: int | None, grids: AffineGrids) -> list[Formats]:
     rows = [levels.tolist() for levels in schedule.levels(q_grad)]
     priced = cache(grids.priced)
     return [priced(Levels(*levels)) for levels in zip(*rows, strict=True)]
-
-
-def _count_steps(formats: Sequence[Formats]) -> StepsByFormats:
-    """Return how many steps have which formats."""
-    return tuple(Counter(formats).items())
