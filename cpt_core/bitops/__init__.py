@@ -5,12 +5,12 @@ operations that were not quantised are to be found (``check``). All three have t
 
 The design: work is counted where it runs. The mode that quantises operations, ``quantization.op_interception``, also
 reports them: layer, operands, multiply-accumulates. ``counting`` listens to it, and lets it run over a model that is
-not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
+not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` counts
 
-    (layer, pass, format a, format b) -> MACs
+    (operation, pass, bits of both operands) -> times
 
-and all prices are functions of these sums. ``conventions`` says which operations a convention prices. The plan runs a
-copy of the model on shapes alone, see ``shadow``.
+and all prices are functions of it: BitOps here, others in ``formats``. ``conventions`` says which operations a
+convention prices. The plan runs a copy of the model on shapes alone, see ``shadow``.
 
 The trade-offs: what no function mode sees, such as compiled code or an operation of another library, is not counted;
 ``check`` finds it.

@@ -115,9 +115,9 @@ class CountingMode(QuantizedOpsMode):
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute functions that are counted as a whole, whose handlers report nothing; others as usual."""
-        return (
-            function(*args, **kwargs) if function in COUNTED_FUNCTIONS else super().run_function(function, args, kwargs)
-        )
+        if function in COUNTED_FUNCTIONS:
+            return function(*args, **kwargs)
+        return super().run_function(function, args, kwargs)
 
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Compute a function, and let its handler report the operations of tensors without data."""
