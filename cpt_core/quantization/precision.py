@@ -14,7 +14,7 @@ from cpt_core import extensions
 from cpt_core.checks import check_bits
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
-from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient
+from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
 from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import MIN_SCALE
 from cpt_core.quantization.running_ranges import RunningState
@@ -216,6 +216,7 @@ class LayerPrecision(RunningState):
             along: the dimension over which the product sums; None for that of the role, see ``sums``.
         """
         self.require_bits()
+        check_floating(x)
         return self.round_operand(role, x, along)
 
     def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
