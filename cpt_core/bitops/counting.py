@@ -96,6 +96,10 @@ class CountingMode(QuantizedOpsMode):
         self.root = model
         self._originals: dict[int, Tensor] = {}  # id of a tensor without data -> the one that it stands for
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a new mode for copies, of the copied model."""
+        return CountingMode, (self.root,)
+
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its module."""
         return [

@@ -115,9 +115,6 @@ class _RunningModules(threading.local):
     def __init__(self) -> None:
         self.stack: list[RunningModule] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _RunningModules, ()
-
 
 class QuantizedOpsMode(TorchFunctionMode):
     """Quantises and reports the operations of one model while it runs.
@@ -133,14 +130,9 @@ class QuantizedOpsMode(TorchFunctionMode):
         self.on_operation: Callable[[Operation], None] | None = None
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> its layer, or None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Exclude the callback and the table of parameters from copies and pickles."""
-        return {**vars(self), "on_operation": None, "owners": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load the optional handlers in the process that a stored model comes to."""
-        vars(self).update(state, owners=WeakIdKeyDictionary())
-        extensions.load_optional("operations")
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a new mode for copies and pickles: with no running module, callback or table of parameters."""
+        return type(self), ()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch, and report its operations where they are asked for."""
