@@ -6,6 +6,9 @@ integer form at the bits in effect; it is simulated then.
 
 - "linear" and "conv2d": of an ``nn.Linear`` or ``nn.Conv2d`` by its own weight;
 - "matmul": of two activations, as attention has them; for "integer" alone, as these are no faster than in float32.
+
+"auto" is "integer" on CPUs with instructions for such matmuls and "simulated" elsewhere. "integer" runs on all devices,
+on GPUs and some CPUs slower than float32: a warning says so. More than 8 bits, and float64, are simulated.
 """
 
 from __future__ import annotations

@@ -225,7 +225,16 @@ def on_level(quantizer: Quantizer, level: FormatQuantizer | None) -> Quantizer:
 
 
 def ladders_of(given: Any) -> Levels:
-    """Return the ladder of every role, from what a ``QuantConfig`` takes."""
+    """Return the ladder of every role, from what a ``QuantConfig`` takes.
+
+    Args:
+        given: a ``FormatLadder``, level -> format, or None for the paper's, for all roles; or role -> such a ladder for
+            the roles "activation", "weight" and "gradient", or instead of that "error" and "weight_gradient".
+
+    Formats other than affine grids are simulated, and are constants of compiled code: each that comes is compiled once,
+    and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is 8, torch warns and runs
+    the rest uncompiled, to the same numbers.
+    """
     if isinstance(given, Levels):
         return Levels(*map(ladder_of, given))
     if not isinstance(given, Mapping) or not any(isinstance(key, str) for key in given):

@@ -47,14 +47,10 @@ class QuantConfig:
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
-        execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
-            ``summary`` shows; or "auto", "integer" on CPUs with instructions for such products, but not for
-            attention's, which it does not make faster, and "simulated" elsewhere. "integer" runs on all devices, on
-            GPUs and some CPUs slower than float32: a warning says so. More than 8 bits, and float64, are simulated.
-        ladder: what the levels of schedules are: a ``FormatLadder``, or level -> format; None is the paper's, where
-            level q is the affine grid of q bits. For roles apart role -> ladder, the roles "activation", "weight" and
-            "gradient", or instead of that "error" and "weight_gradient"; kept as ``Levels`` of ladders. Formats other
-            than affine grids are simulated.
+        execution: "simulated", in float32; "integer", on 8-bit integers where a matmul has an integer form; or "auto",
+            integers where the processor gains by them. See ``cpt_core.codes.register``.
+        ladder: what the levels of schedules are: a ``FormatLadder``, level -> format, or role -> ladder, see
+            ``cpt_core.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
     """
 
     float32: tuple[str, ...] = ()

@@ -31,10 +31,8 @@ class LayerPrecision(RunningState):
         now: what is in force: the levels of all roles, and what follows from them.
         levels: 0-d float32, steps of the affine grid of activations; ``weight_levels``, ``grad_levels`` (of the error
             product) and ``weight_grad_levels`` are those of the other roles. Products read them: a change of bits fills
-            them in place and recompiles nothing. Other formats are constants of compiled code: each that comes is
-            compiled once, and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is
-            8, torch warns and runs the rest uncompiled, to the same numbers. They are no buffers: what copies, averages
-            or broadcasts the buffers of a model would change the grid behind the bits.
+            them in place and recompiles nothing. They are no buffers: what copies, averages or broadcasts the buffers
+            of a model would change the grid behind the bits.
         called: whether the layer has multiplied.
 
     Args:
