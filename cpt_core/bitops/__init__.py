@@ -5,9 +5,9 @@ operations that were not quantised are to be found (``check``). All three have t
 
 The design: work is counted where it runs. The mode that quantises operations, ``quantization.op_interception``, also
 reports them: layer, operands, multiply-accumulates. ``counting`` listens to it, and lets it run over a model that is
-not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` counts
+not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
 
-    (operation, pass, bits of both operands) -> times
+    (layer, pass, format a, format b) -> MACs
 
 and all prices are functions of it: BitOps here, others in ``formats``. ``conventions`` says which operations a
 convention prices. The plan runs a copy of the model on shapes alone, see ``shadow``.

@@ -1,4 +1,4 @@
-"""Counted passes of operations, at the formats of their operands, and their BitOps.
+"""Counted work of layers, by pass and formats of the operands, and its BitOps.
 
 A format is the bits of a uniform grid, 32 for float32, or a number format, which has ``bits``. No torch here.
 """
@@ -19,55 +19,58 @@ IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECIS
 
 
 class CountedPass(NamedTuple):
-    """A pass of an operation: its name in ``PASSES``, and the formats of both operands."""
+    """A pass of a layer: its name in ``PASSES``, and the formats of both operands."""
 
-    work: Work
+    layer: str
     name: str
     first: Any
     second: Any
 
     @property
     def squared_bits(self) -> int:
-        """MACs times the bits of both operands."""
-        return self.work.macs * bits_of(self.first) * bits_of(self.second)
+        """The product of the bits of both operands."""
+        return bits_of(self.first) * bits_of(self.second)
 
 
 @dataclass
 class Tally:
-    """How many times every pass ran. All sums are exact integers."""
+    """Sums over operations, exact integers: MACs, and for other prices than BitOps ``Work.elements``."""
 
-    times: Counter[CountedPass] = field(default_factory=Counter)
+    macs: Counter[CountedPass] = field(default_factory=Counter)
+    elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, work: Work, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
         """Add passes of an operation."""
         for name in passes:
             first, second = (getattr(formats, role) for role in PASSES[name])
-            self.times[CountedPass(work, name, first, second)] += times
+            counted = CountedPass(work.layer, name, first, second)
+            self.macs[counted] += times * work.macs
+            before = self.elements.get(counted, (0, 0, 0))
+            self.elements[counted] = tuple(n + times * m for n, m in zip(before, work.elements, strict=True))
 
     def total(self) -> float:
         """Return the BitOps of all passes."""
-        return sum(n * counted.squared_bits for counted, n in self.times.items()) / FULL_PRECISION**2
+        return sum(macs * counted.squared_bits for counted, macs in self.macs.items()) / FULL_PRECISION**2
 
     def at_32_bits(self) -> float:
         """Return the BitOps of the same passes in float32."""
-        return float(sum(n * counted.work.macs for counted, n in self.times.items()))
+        return float(self.macs.total())
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs."""
         by_layer: dict[str, Counter[str]] = {}
-        for counted, n in self.times.items():
-            by_layer.setdefault(counted.work.layer, Counter())[counted.name] += n * counted.squared_bits
+        for counted, macs in self.macs.items():
+            by_layer.setdefault(counted.layer, Counter())[counted.name] += macs * counted.squared_bits
         return by_layer
 
     def float32(self) -> dict[str, float]:
         """Return layer -> its share of all forward MACs, of those that have an operand in float32."""
+        forward = {counted: macs for counted, macs in self.macs.items() if counted.name == "forward"}
         float32_macs: Counter[str] = Counter()
-        total = 0
-        for counted, n in self.times.items():
-            if counted.name == "forward":
-                macs = n * counted.work.macs
-                total += macs
-                float32_macs[counted.work.layer] += macs if FULL_PRECISION in (counted.first, counted.second) else 0
+        for counted, macs in forward.items():
+            if FULL_PRECISION in (counted.first, counted.second):
+                float32_macs[counted.layer] += macs
+        total = sum(forward.values())
         return {layer: macs / total for layer, macs in float32_macs.items() if macs}
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpt_core.bitops.conventions import Work
 from cpt_core.bitops.tally import Tally
 from cpt_core.checks import number
 from cpt_core.formats.costs import COSTS, Operands, cost_named
@@ -31,18 +30,17 @@ if TYPE_CHECKING:
 def layer_prices(tally: Tally) -> dict[str, dict[str, float]]:
     """Return layer -> name of a cost -> total, in its unit."""
     prices: dict[str, dict[str, float]] = {}
-    for counted, times in tally.times.items():
+    for counted, macs in tally.macs.items():
         first, second = _format_of(counted.first), _format_of(counted.second)
-        elements = moved_elements(counted.work, counted.name)
-        totals = prices.setdefault(counted.work.layer, dict.fromkeys(COSTS, 0.0))
+        elements = _moved_elements(counted.name, *tally.elements[counted])
+        totals = prices.setdefault(counted.layer, dict.fromkeys(COSTS, 0.0))
         for name, cost in COSTS.items():
-            totals[name] += times * cost.product(first, second, counted.work.macs, elements)
+            totals[name] += cost.product(first, second, macs, elements)
     return prices
 
 
-def moved_elements(work: Work, name: str) -> tuple[int, int, int]:
+def _moved_elements(name: str, x: int, w: int, y: int) -> tuple[int, int, int]:
     """Return the elements that a pass moves: of its operands, in the order of ``PASSES``, and of its result."""
-    x, w, y = work.elements
     return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]
 
 
