@@ -100,10 +100,14 @@ class RecurrentCall(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, *args: Any) -> RecurrentCall:
         """Return a call of either form; ``args``: those behind x."""
-        is_packed = not isinstance(args[2], bool)  # of padded sequences the third says if there are biases
-        sizes, (state, *others) = (tuple(args[0].tolist()), args[1:]) if is_packed else (None, args)
-        states = (state,) if isinstance(state, Tensor) else tuple(state)
-        return cls(x, sizes, states, *others, *[False] * is_packed)
+        sizes = None
+        if isinstance(args[2], bool):  # whether there are biases: sequences are padded
+            state, *others = args
+        else:
+            batch_sizes, state, *others = args
+            sizes = tuple(batch_sizes.tolist())
+            others.append(False)  # no batch comes first
+        return cls(x, sizes, (state,) if isinstance(state, Tensor) else tuple(state), *others)
 
     @property
     def directions(self) -> int:

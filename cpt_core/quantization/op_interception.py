@@ -150,7 +150,7 @@ class QuantizedOpsMode(TorchFunctionMode):
                 output = self.call_handler(handler, function, args, kwargs)
             if output is not None:
                 return output
-        if function in COMPOSITE_OPS:
+        if function in COMPOSITE_OPS and self._is_inside():
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
         return function(*args, **kwargs)

@@ -254,8 +254,12 @@ def raising(error):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_failed_forward_leaves_no_mode_to_the_next(error):
     model, x = quantize_(nn.Sequential(Stopped(raising(error)))), torch.randn(2, 4)
+    cell = nn.GRUCell(4, 4)
+    expected = cell(x)
     with precision(model, 4), pytest.raises(error):
         model(x)
+    with precision(model, 4):
+        assert torch.equal(cell(x), expected)
     w = nn.Parameter(torch.randn(4, 4))
     assert torch.equal(F.linear(x, w), x @ w.detach().T)  # after an interrupt the mode is on, and idle
     model[0].between = unchanged
