@@ -14,7 +14,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -246,40 +246,27 @@ class TableSchedule(Schedule):
         return np.repeat(np.array(bits, dtype=np.float64), steps)
 
 
-@dataclass(frozen=True)
-class FunctionSchedule(Schedule):
+@dataclass(frozen=True, init=False)
+class FunctionSchedule(TableSchedule):
     """Your own curve: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
 
-    The function is read once, when the schedule is made; ``q_min`` and ``q_max`` are the lowest and the highest bits
-    it reaches. ``to_dict`` stores the resulting bits, so it comes back as a ``TableSchedule`` of the same bits.
+    The function is read once, when the schedule is made; what stays is the table of its bits.
 
     >>> FunctionSchedule(lambda u: 3 + 5 * u**2, total_steps=5).bits().tolist()
     [3, 3, 4, 6, 8]
     """
 
-    function: Callable[[float], float]
-    total_steps: int
-    _values: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    kind: ClassVar[str] = "table"
-
-    def __post_init__(self) -> None:
-        set_integers(self, "total_steps")
-        check_range(1, 1, self.total_steps)  # the curve is read at each of them
-        last = max(self.total_steps - 1, 1)
-        values = tuple(number("function must return bits", self.function(t / last)) for t in range(self.total_steps))
-        bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MOST_BITS)]
-        if bad:
-            raise ValueError(f"function gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MOST_BITS}")
-        object.__setattr__(self, "_values", values)
-        set_range(self, int(self._bits.min()), int(self._bits.max()), self.total_steps)
-
-    def values(self) -> Array:
-        """Return the curve at every step, shape (total_steps,)."""
-        return np.array(self._values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the bits as a table: a function itself cannot be written to JSON."""
-        return {"kind": "table", "runs": [[q, len(list(run))] for q, run in itertools.groupby(self._bits.tolist())]}
+    def __init__(self, function: Callable[[float], float], total_steps: int) -> None:
+        declared(FunctionSchedule.__init__, locals())
+        total_steps = whole("total_steps", total_steps, 1, MOST_STEPS)
+        last = max(total_steps - 1, 1)
+        bits = []
+        for step in range(total_steps):
+            value = number("function must return bits", function(step / last))
+            if not (math.isfinite(value) and 1 <= round(value) <= MOST_BITS):
+                raise ValueError(f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}")
+            bits.append(round(value))
+        super().__init__(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
 
 
 def _plain(value: Any) -> Any:

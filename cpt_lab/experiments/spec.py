@@ -68,7 +68,7 @@ class RunSpec:
             object.__setattr__(self, name, value)  # such as NumPy's, which have no JSON form
         EXPERIMENTS[choose("task", self.recipe.task, EXPERIMENTS)].check_dataset(self.recipe.dataset)
         parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
-        if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # has no JSON form and no stable key
+        if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # a spec that is read again is equal
             object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
         if self.schedule.total_steps != self.recipe.steps:
             raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")
