@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 MOST_BITS = 32
 
 
-def arguments(inputs: Any) -> None:
+def check_inputs(inputs: Any) -> None:
     """Raise ValueError for inputs that ``model(*inputs)`` would take apart: a tensor by itself is one of its rows."""
     if not isinstance(inputs, (tuple, list)):
         raise ValueError(
@@ -26,7 +26,7 @@ def arguments(inputs: Any) -> None:
         )
 
 
-def unsharded(model: Any, first: str) -> None:
+def check_unsharded(model: Any, first: str) -> None:
     """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):  # a DTensor, asked without importing torch.distributed

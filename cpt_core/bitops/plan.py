@@ -41,7 +41,7 @@ from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
-from cpt_core.checks import arguments, check_bits, choose, declared
+from cpt_core.checks import check_bits, check_inputs, choose, declared
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
 from cpt_core.quantization.convert import all_precisions, precision_of
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
@@ -197,7 +197,7 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], d
 
     A copy of the model runs on ``meta``, where nothing is computed; where it does not run there, on the data given.
     """
-    arguments(inputs)
+    check_inputs(inputs)
     counted = _count_on_shapes(model, inputs)
     work, uncounted = _count(model, inputs, on_meta=False) if counted is None else counted
     if not work:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cpt_core.bitops.counting import is_counting_hook, tensors_in, without_history
-from cpt_core.checks import unsharded
+from cpt_core.checks import check_unsharded
 from cpt_core.quantization.convert import precision_of
 
 
@@ -23,7 +23,7 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
     Raises:
         ValueError: when the model holds something that cannot be copied, or is sharded.
     """
-    unsharded(model, "count and check")
+    check_unsharded(model, "count and check")
     # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
     cached = [t for m in model.modules() for value in vars(m).values() for t in tensors_in(value) if t.grad_fn]
     memo: dict[int, Any] = {id(t): without_history(t, on_meta) for t in cached}

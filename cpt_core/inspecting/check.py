@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from cpt_core.bitops.conventions import PRODUCTS, Work
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
-from cpt_core.checks import arguments, unsharded
+from cpt_core.checks import check_inputs, check_unsharded
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
@@ -131,9 +131,9 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         ValueError: when nothing in the model is quantised, or it is sharded.
         RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
     """
-    arguments(inputs)
+    check_inputs(inputs)
     layer_precisions(model)
-    unsharded(model, "check it")
+    check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
     def report(work: Work, active: LayerPrecision | None) -> Callable[[], None] | None:

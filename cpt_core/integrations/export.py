@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cpt_core.checks import arguments, whole
+from cpt_core.checks import check_inputs, whole
 from cpt_core.codes.execution import CODE_BITS
 from cpt_core.codes.layers import encoded
 from cpt_core.codes.quantized_tensor import QuantizedTensor
@@ -101,7 +101,7 @@ def export(
             filled; for other bits, or weights in another format than an affine one; for graph convolutions, whose
             graphs a program does not take; for layers in float64.
     """
-    arguments(inputs)
+    check_inputs(inputs)
     _check(model, bits)
     with precision(model, bits, q_grad="float"):
         for name, layer in layer_precisions(model).items():

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
-from cpt_core.checks import choose, declared, unsharded, whole
+from cpt_core.checks import check_unsharded, choose, declared, whole
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
@@ -128,7 +128,7 @@ def quantize_(
     declared(quantize_, locals())
     if not isinstance(config, QuantConfig):
         config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
-    unsharded(model, "call quantize_(model)")
+    check_unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
     _load_extensions(model, config)
