@@ -54,7 +54,7 @@ def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) ->
             if hasattr(module, HOOK):
                 _rename(module, name, undo)
             elif not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)) and not is_within(name, skipped):
-                enter, leave = partial(_enter, mode, name), partial(_leave, mode)
+                enter, leave = partial(_enter, _interception(mode, name, module)), partial(_leave, mode)
                 undo.enter_context(module.register_forward_pre_hook(enter, prepend=True))
                 undo.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
@@ -65,12 +65,17 @@ def is_counting_hook(hook: Any) -> bool:
     return getattr(hook, "func", None) in (_enter, _leave)
 
 
-def _enter(mode: QuantizedOpsMode, name: str, module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of modules without one of the mode: inside a converted module only the name changes."""
+def _interception(mode: QuantizedOpsMode, name: str, module: nn.Module) -> Interception:
+    """Return what a module knows that is not converted."""
     kind = "graph" if graph_layer_of(module) is not None else module_kind(module)
-    interception = Interception(mode, name, None, kind, False)
+    return Interception(mode, name, None, kind, False)
+
+
+def _enter(interception: Interception, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of modules without one of the mode: inside a converted module only the name changes."""
+    mode = interception.mode
     if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
-        interception = mode.running.stack[-1].interception._replace(name=name)
+        interception = mode.running.stack[-1].interception._replace(name=interception.name)
     mode.enter(module, interception, None if torch.compiler.is_compiling() else sys._getframe(1))
 
 
@@ -103,7 +108,7 @@ class CountingMode(QuantizedOpsMode):
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its module."""
         return [
-            (parameter, Interception(self, name, None, module_kind(module), False))
+            (parameter, _interception(self, name, module))
             for name, module in self.root.named_modules()
             for parameter in module._parameters.values()
             if parameter is not None
