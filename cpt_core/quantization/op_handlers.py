@@ -189,7 +189,8 @@ def _run_matmul(
     def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
         return _matmul_macs(*arrange(first, second))
 
-    return mode.run(layer, "matmul", compute_arranged, operands, roles, macs, gradient, along=along)
+    options = compute_arranged  # for executors that only round
+    return mode.run(layer, "matmul", compute_arranged, operands, roles, macs, gradient, along=along, options=options)
 
 
 def _unchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

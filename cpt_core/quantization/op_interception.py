@@ -136,9 +136,13 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch, and report its operations where they are asked for."""
-        if self.on_operation is not None and function in COUNTED_FUNCTIONS:
-            return self._count_whole(function, args, kwargs or {})
-        return self.run_function(function, args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.on_operation is None:
+            if function not in OP_HANDLERS and function not in COMPOSITE_OPS:  # as most functions
+                return function(*args, **kwargs)
+        elif function in COUNTED_FUNCTIONS:
+            return self._count_whole(function, args, kwargs)
+        return self.run_function(function, args, kwargs)
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function by its handler where it has one."""
@@ -204,7 +208,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         stack = self.running.stack
         if not stack or stack[-1].frame is None or torch.compiler.is_compiling():
             return bool(stack)
-        return _runs_in(stack[-1].frame, sys._getframe(1))
+        return _runs_in(stack[-1].frame, sys._getframe(2))
 
     def _drop_interrupted(self, frame: Any) -> None:
         """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""

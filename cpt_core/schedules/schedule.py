@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class Schedule:
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
         gradient_bits = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
-        gradients = np.broadcast_to(np.int64(gradient_bits), self.total_steps)
+        gradients = _constant(gradient_bits, self.total_steps)
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
@@ -267,6 +267,12 @@ class FunctionSchedule(TableSchedule):
                 raise ValueError(f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}")
             bits.append(round(value))
         super().__init__(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
+
+
+@lru_cache(maxsize=16)  # asked for at every step
+def _constant(bits: int, total_steps: int) -> NDArray[np.int64]:
+    """Return the same bits for every step, read-only."""
+    return np.broadcast_to(np.int64(bits), total_steps)
 
 
 def _plain(value: Any) -> Any:
