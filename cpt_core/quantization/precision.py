@@ -357,10 +357,10 @@ def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..
     """
     if precision is None or not precision.now.active:
         return compute(*inputs)
-    kind, half = x.device.type, x.dtype
-    if half is torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
+    kind, half = x.device.type, x.dtype if x.dtype in HALF else None
+    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
         half = torch.get_autocast_dtype(kind)
-    elif half not in HALF:
+    if half is None:
         return compute(*inputs)
     with torch.autocast(kind, enabled=False):
         found = compute(*map(_as_float32, inputs))
