@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -82,9 +83,24 @@ def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor
     running = precision.get_buffer(f"running_{role}")
     current = torch.stack([low, width, torch.ones_like(width)])
     counts = current.isfinite().all(0)
+    if current.is_cpu and type(current) is Tensor and not torch.compiler.is_compiling() and bool(counts.all()):
+        decay, shares = _step_weights(len(counts), torch.get_default_dtype())  # as nearly always
+        running.mul_(decay).add_((current * shares).sum(1))
+        return
+    decay, shares = _weights(counts)
+    running.mul_(decay).add_((torch.where(counts, current, 0.0) * shares).sum(1))
+
+
+def _weights(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights of the old range and of every call, (T,); ``counts``: whether a call counts."""
     later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
-    shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
-    running.mul_(RUNNING_DECAY ** counts.sum()).add_((torch.where(counts, current, 0.0) * shares).sum(1))
+    return RUNNING_DECAY ** counts.sum(), torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
+
+
+@lru_cache(maxsize=64)
+def _step_weights(steps: int, default_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weights of calls that all count, on a CPU; torch takes powers of integers in its default dtype."""
+    return _weights(torch.ones(steps, dtype=torch.bool, device="cpu"))
 
 
 def gradient_noise(precision: LayerPrecision, role: str, count: int) -> GradientNoise:
