@@ -24,7 +24,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
+PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

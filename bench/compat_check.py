@@ -125,9 +125,7 @@ def operations() -> None:
 def range_test() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = cpt.choosing.precision_range_test(
-        model, stepper(model, optimizer), optimizer, q_max=8, bits=(2, 4), dwell=20
-    )
+    found = cpt.search.precision_range_test(model, stepper(model, optimizer), optimizer, q_max=8, bits=(2, 4), dwell=20)
     assert "8" in str(found)
 
 

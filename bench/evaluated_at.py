@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from cpt_core.files import write_text
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.files import write_text
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions

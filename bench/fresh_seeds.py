@@ -10,7 +10,7 @@ rule of ``analysis.preregistered.Repeated``.
 import json
 from typing import Any
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lab.analysis.preregistered import data_of, fresh, repeated
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir, runs_dir

@@ -50,7 +50,7 @@ class Mutant:
     """A wrong change.
 
     Attributes:
-        file: from the top of the checkout, such as "cpt_core/checks.py".
+        file: from the top of the checkout, such as "cpt_core/validation.py".
         what: goes wrong, in words.
         before: a text that is in the file exactly once.
         after: what stands there instead.

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.files import write_text
 from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules.cost import relative_cost
-from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
+from cpt_extras.files import write_text
+from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir

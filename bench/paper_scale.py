@@ -16,7 +16,7 @@ import json
 
 import pandas as pd
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lab.experiments.grids import find_grids
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source

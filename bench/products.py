@@ -2,7 +2,8 @@
 
 Forward (y = x w'), error (dx = dy w) and weight product (dw = dy' x) of the shapes of ``bench.step_ratio``, interleaved
 in one process, one thread: ratios of medians, those of minima in brackets. The last line, the geometric mean, is what
-``cpt_core.kernels.products.RATIOS`` holds of a kind of processor. Products below its ``LEAST`` are shown and left out.
+``cpt_extras.kernels.gemm_backend.RATIOS`` holds of a kind of processor. Products below its ``LEAST`` are shown and left
+out.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable
 import torch
 
 from bench.step_ratio import measure, ratio
-from cpt_core.kernels import products
-from cpt_core.processor import cpu, processor
+from cpt_extras.cpu_info import cpu, processor
+from cpt_extras.kernels import gemm_backend
 
 SHAPES = {  # M rows, K of a sum, N columns
     "LSTM 800, a step": (20, 800, 3200),
@@ -57,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, 1 thread, {cpu()['cpu']}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    if not (products.is_there() and torch.backends.mkl.is_available()):
+    if not (gemm_backend.is_there() and torch.backends.mkl.is_available()):
         raise SystemExit("this torch has not both: MKL, and oneDNN's product")
     print(f"{'oneDNN to MKL: median (minimum)':<32}" + "".join(f"{name:>16}" for name in PASSES) + "   MKL, forward")
     counted = []
@@ -70,10 +71,10 @@ def main() -> None:
         cells = [ratio(times[way, "onednn"], times[way, "mkl"]) for way in PASSES]
         rate = 2e-9 * M * K * N / min(times["forward", "mkl"])
         print(f"{name:<32}" + "".join(f"{cell:>16}" for cell in cells) + f"   {rate:.0f} GFLOPS", flush=True)
-        if M * K * N >= products.LEAST:
+        if M * K * N >= gemm_backend.LEAST:
             counted += [statistics.median(times[w, "onednn"]) / statistics.median(times[w, "mkl"]) for w in PASSES]
     mean = math.exp(statistics.mean(map(math.log, counted)))
-    print(f"{processor()}: {mean:.2f},  # now {products.RATIOS.get(processor(), 'nothing')}")
+    print(f"{processor()}: {mean:.2f},  # now {gemm_backend.RATIOS.get(processor(), 'nothing')}")
 
 
 if __name__ == "__main__":

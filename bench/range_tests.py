@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from cpt_core.choosing.range_test import RangeTestWarning
+from cpt_extras.search.range_test import RangeTestWarning
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit

@@ -18,11 +18,11 @@ import math
 
 import torch
 
-from cpt_core.choosing.allocation import allocate
-from cpt_core.choosing.sensitivities import Sensitivity
-from cpt_core.files import write_text
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_extras.files import write_text
+from cpt_extras.search.allocation import allocate
+from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions

@@ -13,8 +13,8 @@ import time
 import torch
 from filelock import FileLock
 
-from cpt_core.choosing.sensitivities import Sensitivity
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
+from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, MeasuredCase

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("cpt_core", "cpt_lab", "cpt_lessons", "tests", "bench", "book", "browser")
+FOLDERS = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "tests", "bench", "book", "browser")
 SUFFIXES = (".py", ".cpp", ".h")
 
 THREE_LINES = """

@@ -28,11 +28,11 @@ from transformers import BertConfig, BertModel
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels.backend import backend, reference
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.models.retinanet import retinanet
 from cpt_core.quantization.convert import QuantConfig, all_precisions, quantize_
+from cpt_extras.kernels.backend import backend, reference
 from cpt_lab.data.graphs import bidirected
 
 

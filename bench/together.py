@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE
+from cpt_extras.files import write_text
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.paths import results_dir

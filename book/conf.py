@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import cpt_core
-from cpt_core.public import reference
+from cpt_core.lazy_imports import reference
 
 PATHS = {name.split(".")[-1]: name for name in reference("cpt_core")}  # of a public name, without cpt_core
 
@@ -31,7 +31,7 @@ version = release = cpt_core.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode"]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!cpt_core\.).*")]  # what is of other libraries has no page here
+nitpick_ignore_regex = [("py:.*", r"(?!cpt_(core|extras)\.).*")]  # what is of other libraries has no page here
 
 exclude_patterns = ["downloads"]  # what a page hands out as it is
 nb_execution_mode = "off"  # the committed outputs are shown
@@ -82,7 +82,9 @@ def place(module, name):
             value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
         inner = (getattr(value, key, None) for key in ("fget", "func", "__func__"))  # of a property, a class's method
         value = inspect.unwrap(next(filter(None, inner), value))
-        path = "cpt_core" / Path(inspect.getsourcefile(value)).relative_to(ROOT / "cpt_core")  # libraries have no page
+        path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
+        if not path.parts[0].startswith("cpt_"):
+            return None  # other libraries have no page
         return f"../{path}.html#L-{inspect.getsourcelines(value)[1] or 1}"
     except (ImportError, AttributeError, TypeError, ValueError, OSError):
         return None
@@ -99,7 +101,7 @@ def missing(app, env, node, content):
     if not re.fullmatch(r"[\w.]+", target):  # a union or a generic that Sphinx took for one name
         return content
     name = target.rsplit(".", 1)[-1]
-    if target.startswith("cpt_core.") and name in PATHS:
+    if target.startswith(("cpt_core.", "cpt_extras.")) and name in PATHS:
         found = env.get_domain("py").objects.get(f"cpt_core.{PATHS[name]}")
         address = app.builder.get_relative_uri(node["refdoc"], found.docname) + f"#{found.node_id}" if found else None
     else:

@@ -25,13 +25,13 @@ from pygments.util import ClassNotFound
 
 import cpt_core
 from book import zoo
-from cpt_core.public import reference
+from cpt_core.lazy_imports import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
-PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
+PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2", ".patch")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
@@ -170,15 +170,16 @@ def rst(text: str) -> str:
 def api_index() -> str:
     """Return the list of the public names by the room where they live, each with the first sentence that it says."""
     parts = [
-        "# Public names\n\nEvery name of `import cpt_core as cpt`; `choosing.allocate` is `cpt.choosing.allocate`. "
+        "# Public names\n\nEvery name of `import cpt_core as cpt`; `search.allocate` is `cpt.search.allocate`. "
         "Names are resolved on first use.\n"
     ]
-    for room in dict.fromkeys(home.split(".")[1] for home in NAMES.values()):
-        about = __import__(f"cpt_core.{room}", fromlist=["x"]).__doc__.strip()
-        names = [name for name, home in NAMES.items() if home.split(".")[1] == room]
+    packages = {name: ".".join(home.split(".")[:2]) for name, home in NAMES.items()}
+    for package in dict.fromkeys(packages.values()):
+        about = __import__(package, fromlist=["x"]).__doc__.strip()
+        names = [name for name, home in packages.items() if home == package]
         rows = [f"   * - :doc:`{name}`\n     - {first_line(name)}" for name in names]
         table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
-        parts.append(f"## {room}\n\n{rst(about)}\n{rst(table)}")
+        parts.append(f"## {package}\n\n{rst(about)}\n{rst(table)}")
     return "\n".join(parts) + "\n" + toctree(list(NAMES)).replace(":maxdepth: 1", ":hidden:")
 
 

@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lessons.notebooks import notebooks
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ import pandas as pd
 
 from book import figures
 from book.claim_tables import ClaimTables, printed_numbers, with_titles
-from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE
+from cpt_extras.files import write_text
 from cpt_lab import commands
 from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
 from cpt_lab.analysis.effects import quality_of
@@ -127,7 +127,7 @@ def pages() -> dict[Path, str]:
 def topic_of(place: str) -> str:
     """Return the page of a place in the code, or of a claim.
 
-    >>> topic_of("cpt_lab/tasks/graph.py"), topic_of("cpt_core/kernels/backend.py")
+    >>> topic_of("cpt_lab/tasks/graph.py"), topic_of("cpt_extras/kernels/backend.py")
     ('graphs', 'method')
     """
     return next(page for page, pattern in TOPICS.items() if re.search(pattern, place))

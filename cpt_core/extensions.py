@@ -9,26 +9,42 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
+    from cpt_extras import diagnostics as diagnostics
+    from cpt_extras import formats as formats
+    from cpt_extras import kernels as kernels
+    from cpt_extras import search as search
+    from cpt_extras.diagnostics.ledger import BitOpsLedger as BitOpsLedger
+    from cpt_extras.formats.format import FORMATS as FORMATS
+    from cpt_extras.formats.format import Format as Format
+    from cpt_extras.formats.ladder import FormatLadder as FormatLadder
+    from cpt_extras.int8.export import export as export
+    from cpt_extras.kernels.backend import backend as backend
+    from cpt_extras.search.layered import LayeredSchedule as LayeredSchedule
+    from cpt_extras.search.role_schedules import RoleSchedules as RoleSchedules
+    from cpt_extras.search.solved_schedules import DelayedSchedule as DelayedSchedule
+    from cpt_extras.search.solver import solve_schedule as solve_schedule
 
 EXTENSIONS = {
-    "kernels": "cpt_core.kernels.backend",  # C++ and Triton: the same bits, faster
-    "formats": "cpt_core.formats.ladder_rounding",  # number formats other than the paper's grids
-    "prices": "cpt_core.formats.prices",  # costs of a training step other than BitOps
-    "layered": "cpt_core.schedules.layered",  # schedules of groups of layers
-    "roles": "cpt_core.schedules.roles",  # schedules of weights, activations and gradients
-    "adjusted": "cpt_core.choosing.solved_schedules",  # schedules for a budget: single steps changed
-    "delayed": "cpt_core.choosing.solved_schedules",  # a delay before a schedule
-    "warped": "cpt_core.choosing.solved_schedules",  # a profile that is read at a power
-    "operations": "cpt_core.operations",  # functions of torch that few models use
-    "recomputation": "cpt_core.operations.recomputation",  # activation checkpointing of functions inside modules
-    "split_gradients": "cpt_core.operations.split_gradients",  # another format for each backward matmul
-    "lstm": "cpt_core.kernels.lstm_layer",  # the LSTM as one operator
-    "int8": "cpt_core.codes.register",  # execution on 8-bit integers
-    "graph": "cpt_core.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
-    "graph_modules": "cpt_core.integrations.graph_modules",  # copies of modules that torch.fx made
-    "follow": "cpt_core.integrations.following",  # schedulers that step with an optimizer
-    "dgl": "cpt_core.integrations.dgl",  # graph convolutions of DGL
+    "kernels": "cpt_extras.kernels.backend",  # C++ and Triton: the same bits, faster
+    "formats": "cpt_extras.formats.ladder_rounding",  # number formats other than the paper's grids
+    "prices": "cpt_extras.formats.prices",  # costs of a training step other than BitOps
+    "layered": "cpt_extras.search.layered",  # schedules of groups of layers
+    "roles": "cpt_extras.search.role_schedules",  # schedules of weights, activations and gradients
+    "adjusted": "cpt_extras.search.solved_schedules",  # schedules for a budget: single steps changed
+    "delayed": "cpt_extras.search.solved_schedules",  # a delay before a schedule
+    "warped": "cpt_extras.search.solved_schedules",  # a profile that is read at a power
+    "operations": "cpt_extras.operations",  # functions of torch that few models use
+    "recomputation": "cpt_extras.operations.recomputation",  # activation checkpointing of functions inside modules
+    "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
+    "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
+    "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
+    "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
+    "graph_modules": "cpt_extras.integrations.graph_modules",  # copies of modules that torch.fx made
+    "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
+    "dgl": "cpt_extras.integrations.dgl",  # graph convolutions of DGL
 }
 
 

@@ -5,7 +5,7 @@ def main() -> None:
     """Run a command of ``cpt``, or say which extra it needs."""
     import sys
 
-    from cpt_core.optional_libraries import extra_named
+    from cpt_extras.optional_libraries import extra_named
 
     try:
         with extra_named("lab"):

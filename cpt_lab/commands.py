@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.checks import choose, offer
-from cpt_core.optional_libraries import extra_named
+from cpt_core.validation import choose, offer
+from cpt_extras.optional_libraries import extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 app = typer.Typer(
@@ -434,7 +434,7 @@ def range_test(
 
     import torch
 
-    from cpt_core.choosing.range_test import RangeTestWarning
+    from cpt_extras.search.range_test import RangeTestWarning
     from cpt_lab.experiments.spec import run_spec
     from cpt_lab.machine import usable_cores
     from cpt_lab.training.device import choose_device

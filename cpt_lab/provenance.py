@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from cpt_core.processor import cpu
+from cpt_extras.cpu_info import cpu
 from cpt_lab.paths import CHECKOUT, ROOT, results_dir
 
 # Modules that may take part in a run, by the distribution that installs them.

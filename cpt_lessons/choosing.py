@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.choosing.precision_range import PrecisionRange
-from cpt_core.formats.costs import COSTS
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_extras.formats.costs import COSTS
+from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_lab.analysis.effects import range_tests
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate

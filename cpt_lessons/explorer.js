@@ -53,7 +53,7 @@ function changed() {
   if (!shown) return;
   element("problem").textContent = shown.warning;
   element("python").textContent =
-    `import cpt_core as cpt\nfrom cpt_core.choosing.allocation import static_of_cost\n\n${shown.python}`;
+    `import cpt_core as cpt\nfrom cpt_extras.search.allocation import static_of_cost\n\n${shown.python}`;
   showAll();
 }
 

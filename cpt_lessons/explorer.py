@@ -13,8 +13,8 @@ from urllib.parse import urljoin
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from cpt_core.files import write_text
 from cpt_core.schedules.profiles import SUITE, Exponential, Rex
+from cpt_extras.files import write_text
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.statistics import ALPHA
 

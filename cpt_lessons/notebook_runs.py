@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lab.analysis.pages import plain
 from cpt_lab.commands import digest
 from cpt_lab.data.files import fingerprint_of, own_path

@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 import typer
 
-from cpt_core.checks import offer
-from cpt_core.files import write_text
-from cpt_core.optional_libraries import library
+from cpt_core.validation import offer
+from cpt_extras.files import write_text
+from cpt_extras.optional_libraries import library
 from cpt_lab.analysis import report, trying
 from cpt_lab.analysis.pages import Section
 from cpt_lab.commands import digest, try_

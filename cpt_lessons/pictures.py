@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from cpt_core.formats.format import Format
 from cpt_core.schedules import cost
+from cpt_extras.formats.format import Format
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
 
 

@@ -35,7 +35,7 @@ function scheduleMath({ suite, rate, d, maxBits, maxCycles, steps }) {
   const stepCost = (q, grade) => q * q + 2 * q * grade;
   const mean = (bits, f) => bits.reduce((sum, q) => sum + f(q), 0) / bits.length;
 
-  // cpt_core/choosing/allocation.py, static_of_cost: one precision, or the two next to the cost interleaved evenly
+  // cpt_extras/search/allocation.py, static_of_cost: one precision, or the two next to the cost interleaved evenly
   function rivalBits(bits, { q_min, q_max, q_grad }) {
     const price = (q) => stepCost(q, q_grad) / stepCost(q_max, q_max);
     const budget = mean(bits, (q) => stepCost(q, q_grad)) / stepCost(q_max, q_max);

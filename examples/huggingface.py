@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import cpt_core as cpt
-from cpt_core.integrations.hf import PrecisionCallback
+from cpt_extras.integrations.hf import PrecisionCallback
 
 LENGTH = 64
 

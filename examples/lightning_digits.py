@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 import cpt_core as cpt
-from cpt_core.integrations.lightning import PrecisionCallback
+from cpt_extras.integrations.lightning import PrecisionCallback
 
 
 class Digits(lightning.LightningModule):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 import cpt_core as cpt
-from cpt_core.integrations.processes import agreed_ranges
+from cpt_extras.integrations.distributed import agreed_ranges
 
 STEPS, EACH = 200, 50  # steps, pictures of a step in every process
 

@@ -13,8 +13,8 @@ import torch
 from helpers import WITH_CUDA
 from hypothesis import settings
 
-from cpt_core.kernels.backend import backend
-from cpt_core.kernels.cpp import building
+from cpt_extras.kernels.backend import backend
+from cpt_extras.kernels.cpp import build
 
 torch.set_num_threads(1)
 
@@ -90,5 +90,5 @@ def cpp_kernels() -> None:
     """Skips where there is no C++ compiler, or another backend is forced; where there is one, they must be active."""
     found = backend()
     if found.cpu != "cpp":
-        assert os.environ.get("CPT_KERNELS") or building.compiler() is None, str(found)
+        assert os.environ.get("CPT_KERNELS") or build.compiler() is None, str(found)
         pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")

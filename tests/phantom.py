@@ -22,8 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from cpt_core.kernels.backend import reference
-from cpt_core.kernels.operators import FAMILIES
+from cpt_extras.kernels.backend import reference
+from cpt_extras.kernels.operators import FAMILIES
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]

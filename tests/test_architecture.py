@@ -12,64 +12,66 @@ from bench import sizes
 ROOT = Path(__file__).parents[1]
 
 # A package may import the packages that it names here, and those that they may import: one direction. The first ones
-# are the core; it names what stands beside it in cpt_core.extensions alone.
+# are the core; it names cpt_extras in cpt_core.extensions alone.
 ROOMS = {
-    "cpt_core.checks": (),
+    "cpt_core.validation": (),
     "cpt_core.extensions": (),
-    "cpt_core.public": (),
-    "cpt_core.schedules": ("cpt_core.checks", "cpt_core.extensions", "cpt_core.public"),
-    "cpt_core.graphs": ("cpt_core.checks",),
+    "cpt_core.lazy_imports": (),
+    "cpt_core.schedules": ("cpt_core.validation", "cpt_core.extensions", "cpt_core.lazy_imports"),
+    "cpt_core.graphs": ("cpt_core.validation",),
     "cpt_core.quantization": ("cpt_core.schedules", "cpt_core.graphs"),
     "cpt_core.bitops": ("cpt_core.quantization",),
     "cpt_core.models": ("cpt_core.graphs",),
-    # optional: each registers itself at an extension point
-    "cpt_core.waiting": (),
-    "cpt_core.described": (),
-    "cpt_core.files": (),
-    "cpt_core.optional_libraries": (),
-    "cpt_core.processor": (),
-    "cpt_core.operations": ("cpt_core.quantization",),
-    "cpt_core.formats": ("cpt_core.bitops", "cpt_core.optional_libraries"),
-    "cpt_core.kernels": ("cpt_core.formats", "cpt_core.processor", "cpt_core.files"),
-    "cpt_core.codes": ("cpt_core.kernels", "cpt_core.operations"),
-    "cpt_core.inspecting": ("cpt_core.codes", "cpt_core.waiting"),
-    "cpt_core.choosing": ("cpt_core.kernels", "cpt_core.waiting", "cpt_core.described"),
-    "cpt_core.integrations": ("cpt_core.inspecting",),
+    # optional: each registers itself at an extension point of the core
+    "cpt_extras.cpu_info": (),
+    "cpt_extras.figures": (),
+    "cpt_extras.files": (),
+    "cpt_extras.optional_libraries": (),
+    "cpt_extras.progress": (),
+    "cpt_extras.operations": ("cpt_core.quantization",),
+    "cpt_extras.formats": ("cpt_core.bitops", "cpt_extras.optional_libraries"),
+    "cpt_extras.kernels": ("cpt_extras.formats", "cpt_extras.operations", "cpt_extras.cpu_info", "cpt_extras.files"),
+    "cpt_extras.int8": ("cpt_extras.kernels",),
+    "cpt_extras.search": ("cpt_extras.kernels", "cpt_extras.progress", "cpt_extras.figures"),
+    "cpt_extras.diagnostics": ("cpt_extras.int8", "cpt_extras.progress"),
+    "cpt_extras.integrations": ("cpt_extras.diagnostics",),
     "cpt_lab.paths": (),
     "cpt_lab.machine": (),
-    "cpt_lab.provenance": ("cpt_lab.paths", "cpt_core.processor"),
-    "cpt_lab.experiments": ("cpt_core.choosing", "cpt_core.inspecting", "cpt_lab.paths"),
+    "cpt_lab.provenance": ("cpt_lab.paths", "cpt_extras.cpu_info"),
+    "cpt_lab.experiments": ("cpt_extras.search", "cpt_extras.diagnostics", "cpt_lab.paths"),
     "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.machine"),
     "cpt_lab.tasks": ("cpt_lab.data", "cpt_core.models"),
-    "cpt_lab.training": ("cpt_lab.tasks", "cpt_core.integrations"),
+    "cpt_lab.training": ("cpt_lab.tasks", "cpt_extras.integrations"),
     "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.provenance"),
     "cpt_lab.analysis": ("cpt_lab.sweeps",),
     "cpt_lab.studies": ("cpt_lab.analysis",),  # opened by name, see grids.STUDIES
     "cpt_lab.commands": ("cpt_lab.analysis",),
     "cpt_lab.__main__": (),
-    "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
+    "cpt_lessons": ("cpt_lab.commands", "cpt_extras.integrations"),
 }
-CORE = ("schedules", "graphs", "quantization", "bitops", "models")
-FASTER = ("cpt_core.kernels.cpp", "cpt_core.kernels.triton")  # the second ring: the same numbers, in other languages
+FASTER = (
+    "cpt_extras.kernels.cpp",
+    "cpt_extras.kernels.triton",
+)  # the second ring: the same numbers, in other languages
 WITHOUT_TORCH = (
-    "cpt_core.checks",
-    "cpt_core.choosing.allocation",
-    "cpt_core.choosing.sensitivities",
-    "cpt_core.choosing.solved_schedules",
-    "cpt_core.choosing.solver",
-    "cpt_core.described",
     "cpt_core.extensions",
-    "cpt_core.files",
-    "cpt_core.formats.costs",
-    "cpt_core.formats.format",
-    "cpt_core.formats.ladder",
-    "cpt_core.formats.prices",
-    "cpt_core.formats.quantizer",
-    "cpt_core.optional_libraries",
-    "cpt_core.processor",
-    "cpt_core.public",
+    "cpt_core.lazy_imports",
     "cpt_core.schedules",
-    "cpt_core.waiting",
+    "cpt_core.validation",
+    "cpt_extras.cpu_info",
+    "cpt_extras.figures",
+    "cpt_extras.files",
+    "cpt_extras.formats.costs",
+    "cpt_extras.formats.format",
+    "cpt_extras.formats.ladder",
+    "cpt_extras.formats.prices",
+    "cpt_extras.formats.quantizer",
+    "cpt_extras.optional_libraries",
+    "cpt_extras.progress",
+    "cpt_extras.search.allocation",
+    "cpt_extras.search.sensitivity_result",
+    "cpt_extras.search.solved_schedules",
+    "cpt_extras.search.solver",
     "cpt_lab.analysis",
     "cpt_lab.experiments",
     "cpt_lab.machine",
@@ -86,7 +88,7 @@ TREES = {p: ast.parse(p.read_text()) for p in FILES}
 
 
 def room_of(module):
-    """The room of a module: "cpt_core.kernels" of "cpt_core.kernels.lstm"; the lessons are one."""
+    """The room of a module: "cpt_extras.kernels" of "cpt_extras.kernels.lstm"; the lessons are one."""
     package, *inner = module.split(".")
     return package if package == "cpt_lessons" or not inner else f"{package}.{inner[0]}"
 
@@ -137,30 +139,32 @@ def test_imports_go_one_way():
     above = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in FILES
+        if path != ROOT / "cpt_core/extensions.py"  # names extras, for type checkers
         for name in imports_of(path)
-        if name not in ("cpt_core", "cpt_lab") and room_of(name) not in below(room_of(module_of(path)))
+        if name not in ("cpt_core", "cpt_extras", "cpt_lab") and room_of(name) not in below(room_of(module_of(path)))
     ]
     assert not above, "the order of the rooms is ROOMS"
 
 
 def test_packages_go_one_way_and_rooms_stand_in_no_circle():
-    order, packages = list(ROOMS), ["cpt_core", "cpt_lab", "cpt_lessons"]
+    order, packages = list(ROOMS), ["cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons"]
     assert packages == sorted(packages, key=[r.split(".")[0] for r in order].index)
     for room, needs in ROOMS.items():
         assert all(order.index(need) < order.index(room) for need in needs), room
 
 
-def test_core_names_optional_parts_in_one_file():
-    rooms = {f"cpt_core.{room}" for room in CORE}
-    small = {"cpt_core.checks", "cpt_core.extensions", "cpt_core.public"}
-    assert set().union(*map(below, rooms)) == rooms | small
-    optional = re.compile(
-        r"cpt_core[.:](operations|formats|kernels|codes|inspecting|choosing|integrations|processor)\b"
-    )
-    inside = [path for path in FILES if room_of(module_of(path)) in rooms]
-    texts = [(path, n.value) for path in inside for n in ast.walk(TREES[path]) if isinstance(n, ast.Constant)]
-    named = [f"{path.name}: {text}" for path, text in texts if isinstance(text, str) and optional.match(text)]
-    assert not named
+def test_core_names_extras_in_one_file():
+    inside = [path for path in FILES if path.is_relative_to(ROOT / "cpt_core")]
+    inside.append(ROOT / "cpt_core/__init__.py")
+    named = set()
+    for path in inside:
+        tree = ast.parse(path.read_text())
+        imports = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        imports += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        if any(re.match(r"cpt_(extras|lab|lessons)\b", name) for name in [*imports, *texts]):
+            named.add(path.relative_to(ROOT).as_posix())
+    assert named == {"cpt_core/extensions.py"}
 
 
 def test_no_file_imports_itself_in_a_circle():
@@ -176,7 +180,7 @@ def test_no_file_imports_itself_in_a_circle():
 def test_the_second_ring_is_opened_in_one_place_and_only_when_it_is_to_run():
     outside = [path for path in FILES if not module_of(path).startswith(FASTER)]
     assert [p.name for p in outside if any(n.startswith(FASTER) for n in imports_of(p))] == ["backend.py"]
-    assert not [n for n in imports_of(ROOT / "cpt_core/kernels/backend.py", inside=False) if n.startswith(FASTER)]
+    assert not [n for n in imports_of(ROOT / "cpt_extras/kernels/backend.py", inside=False) if n.startswith(FASTER)]
 
 
 def test_three_lines_load_few_lines():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_core.checks import choose, declared, offer, whole
-from cpt_core.files import write_atomically
-from cpt_core.optional_libraries import library
+from cpt_core.validation import choose, declared, offer, whole
+from cpt_extras.files import write_atomically
+from cpt_extras.optional_libraries import library
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
@@ -59,11 +59,11 @@ def test_the_extra_is_the_one_that_brings_what_is_missing(module, asked, extra, 
 
 @pytest.mark.parametrize(("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3])
 def test_a_callback_names_the_extra_that_it_misses(part, module, extra, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"cpt_core.integrations.{part}", raising=False)
+    monkeypatch.delitem(sys.modules, f"cpt_extras.integrations.{part}", raising=False)
     for name in (module, f"{module}.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf'^{module} cannot be imported; .* ".\[{extra}\]"$'):
-        import_module(f"cpt_core.integrations.{part}")
+        import_module(f"cpt_extras.integrations.{part}")
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):

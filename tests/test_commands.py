@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import refused, said_by, specs_of
 
-from cpt_core.optional_libraries import install_hint
+from cpt_extras.optional_libraries import install_hint
 from cpt_lab.analysis import pages, trying
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer

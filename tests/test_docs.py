@@ -20,8 +20,8 @@ import cpt_core
 from bench import order_of_bits, paper_scale, roles
 from book import figures as readme_figure
 from book import results
-from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.models.lstm_lm import LanguageModel
+from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.analysis import claims, figure_data, printed, report
 from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.metrics import interval_text

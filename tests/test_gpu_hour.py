@@ -15,8 +15,8 @@ from torch import nn
 import cpt_core as cpt
 from bench.gpu import __main__ as hour
 from bench.gpu import models, parts, stages
-from cpt_core.kernels import operators
-from cpt_core.kernels.backend import backend
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend
 from cpt_lab.sweeps import stores
 from cpt_lab.training import session
 

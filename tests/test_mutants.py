@@ -114,7 +114,7 @@ def test_every_way_to_change_a_line(line, wrong):
     assert len(found) == len(wrong)
 
 
-@pytest.mark.parametrize("file", ["cpt_core/choosing/solver.py", "cpt_core/inspecting/recording.py"])
+@pytest.mark.parametrize("file", ["cpt_extras/search/solver.py", "cpt_extras/diagnostics/recording.py"])
 def test_a_change_is_of_its_lines_alone_and_makes_python(file):
     source = (ROOT / file).read_text(encoding="utf-8")
     lines = source.splitlines()

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name as canonical
 from packaging.version import Version
 
 import cpt_core
-from cpt_core.optional_libraries import install_hint
+from cpt_extras.optional_libraries import install_hint
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -88,7 +88,7 @@ def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(
 def test_every_import_is_declared():
     declared = DIRECT.keys() | BROWSER
     providers = packages_distributions()
-    folders = ("cpt_core", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
+    folders = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
     for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
         for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
             if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core.kernels.cpp.building import kernels_dir
+from cpt_extras.kernels.cpp.build import kernels_dir
 from cpt_lab import paths, provenance
 from cpt_lab.data.files import own_path
 

@@ -3,7 +3,7 @@
 import torch
 from helpers import said_by
 
-from cpt_core import processor
+from cpt_extras import cpu_info
 from cpt_lab import provenance
 
 TEXT = """processor	: 0
@@ -21,16 +21,16 @@ model		: 999
 
 def test_a_processor_is_named_by_model_and_wide_instructions(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(TEXT)
-    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
-    assert processor.cpu() == {
+    monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "cpuinfo")
+    assert cpu_info.cpu() == {
         "cpu": "Some Processor, cpu family 6, model 207, stepping 2",
         "instructions": ["avx2", "fma", "avx512f", "amx_tile"],
     }
 
 
 def test_a_processor_of_another_system_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "none")
-    found = processor.cpu()
+    monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "none")
+    found = cpu_info.cpu()
     assert found["cpu"]
     assert found["instructions"] == []
 

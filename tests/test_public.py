@@ -9,11 +9,12 @@ import pytest
 from helpers import said_by
 
 import cpt_core as cpt
-from cpt_core.public import homes, reference
+from cpt_core.lazy_imports import FORMER_NAMES, homes, is_top_level, reference
 
 ROOT = Path(__file__).parents[1]
-ROOMS = sorted(name for name, home in homes("cpt_core").items() if home == "cpt_core")
-PACKAGES = ["cpt_core", *(f"cpt_core.{room}" for room in ROOMS)]
+HOMES = {name: home for name, home in homes("cpt_core").items() if is_top_level(home)}  # of subpackages
+ROOMS = sorted(HOMES)
+PACKAGES = ["cpt_core", *(f"{HOMES[room]}.{room}" for room in ROOMS)]
 # what a training needs; the rest is in rooms
 TOP = """
 BitOpsLedger CyclicSchedule DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
@@ -25,7 +26,7 @@ solve_schedule summary
 
 def test_what_stands_at_the_top():
     assert set(cpt.__all__) - set(ROOMS) == set(TOP.split())
-    assert ROOMS == ["bitops", "choosing", "formats", "inspecting", "kernels", "quantization", "schedules"]
+    assert ROOMS == ["bitops", "diagnostics", "formats", "kernels", "quantization", "schedules", "search"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -35,7 +36,7 @@ def test_public_names_resolve(package):
     assert set(module.__all__) <= set(dir(module))
     for name, home in homes(package).items():
         value = getattr(module, name)
-        assert value is (sys.modules[f"{package}.{name}"] if home == package else getattr(import_module(home), name))
+        assert value is (sys.modules[f"{home}.{name}"] if is_top_level(home) else getattr(import_module(home), name))
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonsense'"):
         _ = module.nonsense
 
@@ -44,20 +45,27 @@ def test_public_names_resolve(package):
 def test_no_module_hides_a_public_name(package):
     """Python sets a module in its package when it is first imported, over what stands there."""
     modules = {path.stem for path in Path(import_module(package).__file__).parent.iterdir()}
-    assert modules & set(homes(package)) == (set(ROOMS) if package == "cpt_core" else set())
+    assert modules & set(homes(package)) == ({name for name, home in HOMES.items() if home == package})
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
+def test_former_names_of_subpackages_warn(former, name):
+    with pytest.warns(DeprecationWarning, match=f"cpt_core.{former} is now cpt_core.{name}"):
+        assert getattr(cpt, former) is getattr(cpt, name)
+    assert former not in dir(cpt)
 
 
 def test_every_public_name_has_one_path():
     paths = list(reference("cpt_core"))
     bare = [path.split(".")[-1] for path in paths]
     assert sorted(bare) == sorted(set(bare))
-    assert {"quantize_", "choosing.allocate"} < set(paths)
+    assert {"quantize_", "search.allocate"} < set(paths)
 
 
 def test_a_star_gets_the_public_names_and_no_others(tmp_path):
     got: dict[str, object] = {}
-    exec("from cpt_core.choosing import *", got)
-    assert set(got) - {"__builtins__"} == set(cpt.choosing.__all__)
+    exec("from cpt_extras.search import *", got)
+    assert set(got) - {"__builtins__"} == set(cpt.search.__all__)
 
 
 def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_nor_numpy():
@@ -69,7 +77,7 @@ def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_n
 
 def test_type_checkers_know_every_name_and_report_others(tmp_path):
     pytest.importorskip("mypy", reason="the extra dev")
-    lines = ["import cpt_core as cpt", "cpt.no_such_name", "cpt.choosing.no_such_name", "cpt.sensitivity"]
+    lines = ["import cpt_core as cpt", "cpt.no_such_name", "cpt.search.no_such_name", "cpt.sensitivity"]
     lines += [f"reveal_type(cpt.{path})" for path in reference("cpt_core")]
     file = tmp_path / "uses.py"
     file.write_text("\n".join(lines))

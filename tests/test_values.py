@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.public import reference
+from cpt_core.lazy_imports import reference
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
 
@@ -84,7 +84,7 @@ def delayed():
 
 
 def sensitivity():
-    return cpt.choosing.Sensitivity(
+    return cpt.search.Sensitivity(
         "a model", "loss", 4, 16, ((0, 8), (8, 16)), (("0",), ("2",)), (12, 6), (0, 1), (1.0, 1.1),
         ((0.1, 0.2), (0.1, 0.3)), ((0.2, 0.1), (0.3, 0.1)),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def scheduler():
 
 def recording():
     found = trained(converted())
-    with cpt.precision(found["model"], 8), cpt.inspecting.record(found["model"], every=1) as recorded:
+    with cpt.precision(found["model"], 8), cpt.diagnostics.record(found["model"], every=1) as recorded:
         found["train_step"](0)
     return recorded
 
@@ -284,7 +284,7 @@ def verdict(name, argument, odd):
         return "hangs"
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__, limit=-1)[0]
-        ours = "cpt_core" in frame.filename and frame.line.startswith("raise")
+        ours = re.search("cpt_(core|extras)", frame.filename) and frame.line.startswith("raise")
         named = re.search(rf"\b{argument}\b", str(error)) or any(w in str(error) for w in (repr(value), kind(value)))
         if (isinstance(error, (ValueError, TypeError)) and ours and named) or argument in CALLED:
             return "refused"
@@ -357,4 +357,4 @@ def test_beyond_the_ends_of_a_range(refused, message):
 )
 def test_a_sensitivity_whose_parts_do_not_belong_together(named, changes):
     with pytest.raises(ValueError, match=f"^{named} must"):
-        cpt.choosing.Sensitivity(**vars(sensitivity()) | changes)
+        cpt.search.Sensitivity(**vars(sensitivity()) | changes)

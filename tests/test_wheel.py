@@ -15,8 +15,8 @@ import pytest
 from helpers import said_by
 
 import cpt_core
-from cpt_core.kernels.cpp.building import kernels_dir
-from cpt_core.optional_libraries import install_hint
+from cpt_extras.kernels.cpp.build import kernels_dir
+from cpt_extras.optional_libraries import install_hint
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,13 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made
         if path.is_file() and path.suffix != ".pyc" and ".egg-info" not in path.parent.name:  # which builds leave here
             assert path.relative_to(ROOT).as_posix() in names
     assert "cpt_core/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"cpt_core", "cpt_lab", "cpt_lessons", f"{NAME}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "cpt_core",
+        "cpt_extras",
+        "cpt_lab",
+        "cpt_lessons",
+        f"{NAME}.dist-info",
+    }
     assert not [name for name in names if "cache" in name or "runs/" in name or name.endswith(".lock")]
 
 

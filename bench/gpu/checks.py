@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.backend import backend
-from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.rounding import GRANULARITIES
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.formats.quantizer import Quantizer
+from cpt_extras.kernels.backend import backend
+from cpt_extras.kernels.operators import fake_quantize
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from bench.gpu.stages import LeftOutError
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import restore_
+from cpt_extras.kernels.backend import reference
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec

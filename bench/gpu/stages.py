@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.provenance import commit
 

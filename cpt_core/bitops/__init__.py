@@ -21,6 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the list of public names
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
 else:
-    from cpt_core.public import lazily
+    from cpt_core.lazy_imports import lazily
 
     __all__, __getattr__, __dir__ = lazily(__name__)

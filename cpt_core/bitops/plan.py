@@ -41,7 +41,6 @@ from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
-from cpt_core.checks import check_bits, check_inputs, choose, declared
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
 from cpt_core.quantization.convert import all_precisions, precision_of
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
@@ -49,6 +48,7 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels, Schedule
+from cpt_core.validation import check_bits, check_inputs, choose, declared
 
 if TYPE_CHECKING:
     import pandas as pd

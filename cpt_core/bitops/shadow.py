@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from cpt_core.bitops.counting import is_counting_hook, tensors_in, without_history
-from cpt_core.checks import check_unsharded
 from cpt_core.quantization.convert import precision_of
+from cpt_core.validation import check_unsharded
 
 
 def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.graphs import csr
+from cpt_core.validation import choose, declared, shown, whole
 
 REDUCES = ("sum", "mean")
 MOST_NODES = 2**63 - 1

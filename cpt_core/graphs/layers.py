@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose, declared, whole
 from cpt_core.graphs.functional import NORM_EXPONENTS, Features, check_in_degrees, graph_conv, overridable, sage_conv
 from cpt_core.graphs.graph import as_graph
+from cpt_core.validation import choose, declared, whole
 
 MAX_FEATURES = 2**31 - 1
 LAYER_NORM_EPS = 1e-5  # what torch adds to the variance

@@ -23,6 +23,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.quantization.roles import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.roles import Quantizer as Quantizer
 else:
-    from cpt_core.public import lazily
+    from cpt_core.lazy_imports import lazily
 
     __all__, __getattr__, __dir__ = lazily(__name__)

@@ -23,13 +23,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
-from cpt_core.checks import check_unsharded, choose, declared, whole
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
 from cpt_core.quantization.running_ranges import RUNNING_STARTS
+from cpt_core.validation import check_unsharded, choose, declared, whole
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 FilterFn = Callable[[nn.Module, str], bool]
@@ -48,9 +48,9 @@ class QuantConfig:
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
         execution: "simulated", in float32; "integer", on 8-bit integers where a matmul has an integer form; or "auto",
-            integers where the processor gains by them. See ``cpt_core.codes.register``.
+            integers where the processor gains by them. See ``cpt_extras.int8.register``.
         ladder: what the levels of schedules are: a ``FormatLadder``, level -> format, or role -> ladder, see
-            ``cpt_core.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
+            ``cpt_extras.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
     """
 
     float32: tuple[str, ...] = ()

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from cpt_core import extensions
-from cpt_core.checks import check_bits, shown
 from cpt_core.quantization import autocast_matmul, rounding
 from cpt_core.quantization.active_bits import MAX_GRID_BITS
 from cpt_core.quantization.roles import Quantizer, quantizer_of
+from cpt_core.validation import check_bits, shown
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)

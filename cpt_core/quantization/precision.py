@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cpt_core import extensions
-from cpt_core.checks import check_bits
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
 from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
@@ -19,6 +18,7 @@ from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import MIN_SCALE
 from cpt_core.quantization.running_ranges import RunningState
 from cpt_core.schedules.schedule import Levels
+from cpt_core.validation import check_bits
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -57,7 +57,7 @@ class LayerPrecision(RunningState):
     called = False
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
-    int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``codes.execution``
+    int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``int8.execution``
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
     def __init__(

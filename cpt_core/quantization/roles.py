@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cpt_core.checks import choose, declared
+from cpt_core.validation import choose, declared
 
 GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
 ROUNDINGS = ("nearest", "stochastic")

@@ -25,12 +25,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cpt_core import extensions
-from cpt_core.checks import check_bits, declared, whole
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.missing_step_warning import warn_of_missing_steps
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
+from cpt_core.validation import check_bits, declared, whole
 
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str

@@ -23,6 +23,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.profiles import Rex as Rex
     from cpt_core.schedules.schedule import TableSchedule as TableSchedule
 else:
-    from cpt_core.public import lazily
+    from cpt_core.lazy_imports import lazily
 
     __all__, __getattr__, __dir__ = lazily(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpt_core import extensions
-from cpt_core.checks import MOST_BITS, check_bits, shown
+from cpt_core.validation import MOST_BITS, check_bits, shown
 
 FULL_PRECISION = 32  # bits of an unquantised operand
 Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``

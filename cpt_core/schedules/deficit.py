@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cpt_core.checks import whole
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, check_pairs, set_integers, set_range
+from cpt_core.validation import whole
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cpt_core import extensions
-from cpt_core.checks import choose, declared, shown
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import (
@@ -15,6 +14,7 @@ from cpt_core.schedules.schedule import (
     StaticSchedule,
     TableSchedule,
 )
+from cpt_core.validation import choose, declared, shown
 
 
 def make_schedule(

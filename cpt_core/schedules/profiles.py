@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import declared
+from cpt_core.validation import declared
 
 Array = NDArray[np.float64]
 

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import MOST_BITS, check_bits, choose, declared, number, shown, whole
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
+from cpt_core.validation import MOST_BITS, check_bits, choose, declared, number, shown, whole
 
 MOST_STEPS = 10**8  # of a training: schedules hold a number for each
 FLOAT32 = 32  # the level of what is not quantised

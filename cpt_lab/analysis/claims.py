@@ -45,7 +45,7 @@ from functools import cache
 
 import pandas as pd
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.analysis import groups, levels
 from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect, Interval
 from cpt_lab.analysis.measures import BOTH_AGGREGATIONS, MEASURES

@@ -19,8 +19,8 @@ import jinja2
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.described import picture
 from cpt_core.schedules.profiles import SUITE
+from cpt_extras.figures import picture
 from cpt_lab.paths import notebooks_dir
 
 

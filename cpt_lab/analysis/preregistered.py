@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.analysis.estimates import Estimate, holm, standing
 from cpt_lab.analysis.runs import committed, table
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing, interval_bar

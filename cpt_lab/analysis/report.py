@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.files import write_text
+from cpt_extras.files import write_text
 from cpt_lab import provenance
 from cpt_lab.analysis import (
     aggregation,

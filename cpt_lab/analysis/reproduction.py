@@ -16,8 +16,8 @@ from functools import cache
 
 import pandas as pd
 
-from cpt_core.checks import choose
 from cpt_core.schedules.profiles import SUITE
+from cpt_core.validation import choose
 from cpt_lab.analysis import claims, paper, printed
 from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
 from cpt_lab.analysis.figure_data import all_committed

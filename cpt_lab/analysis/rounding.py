@@ -1,6 +1,6 @@
 """What rounding did to tensors: before and after, and over a training.  Beyond the paper.
 
-Drawn from what ``cpt_core.inspecting.record`` found, or from tensors at hand.
+Drawn from what ``cpt_extras.diagnostics.record`` found, or from tensors at hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.analysis.style import COLORS, drawing, legend_below, whole
 
 BINS = 80
@@ -31,7 +31,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
     """Draw a statistic of every role over the steps of a training, and below it the levels in force.
 
     Args:
-        recording: what ``cpt_core.inspecting.record`` returned, or its ``table()``.
+        recording: what ``cpt_extras.diagnostics.record`` returned, or its ``table()``.
         statistic: a column of the table, such as "relative_error" or "snr_db"; of a role the median over its layers,
             and in its shade all of them.
 

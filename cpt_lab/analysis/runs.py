@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.analysis.metrics import METRICS, main_metric, metric_named, worst_value
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.paths import ROOT, results_dir, runs_dir

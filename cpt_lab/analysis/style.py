@@ -11,8 +11,8 @@ import textalloc
 from matplotlib.collections import LineCollection
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from cpt_core.described import drawing as drawing
-from cpt_core.described import whole as whole
+from cpt_extras.figures import drawing as drawing
+from cpt_extras.figures import whole as whole
 
 # colour-blind safe (Okabe and Ito)
 COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222", "own": "#CC79A7"}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from cpt_core.choosing.tried import FULL, WIDTHS, Arm, Result, Tried, tried
-from cpt_core.described import picture
-from cpt_core.files import write_text
+from cpt_extras.figures import picture
+from cpt_extras.files import write_text
+from cpt_extras.search.search_result import FULL, WIDTHS, Arm, Result, Tried, tried
 from cpt_lab.analysis.estimates import quality, unit_of
 from cpt_lab.analysis.metrics import metric_of
 from cpt_lab.analysis.pages import Section, render

@@ -8,8 +8,8 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
 
-from cpt_core.checks import offer
-from cpt_core.optional_libraries import library
+from cpt_core.validation import offer
+from cpt_extras.optional_libraries import library
 from cpt_lab.experiments.recipes import EXPERIMENTS
 
 # what can be downloaded, among it pretrained models -> its task

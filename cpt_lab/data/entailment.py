@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import SPLITS, some_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.templates import sentence_pairs

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import SPLITS, whole_numbers
 from cpt_lab.data.files import not_here, reading, sources
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe

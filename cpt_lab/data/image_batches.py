@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split

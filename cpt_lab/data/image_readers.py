@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import each, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
 

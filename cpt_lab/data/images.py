@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import class_count, each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own

@@ -12,12 +12,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from cpt_core.checks import check_bits, declared, whole
-from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
+from cpt_core.validation import check_bits, declared, whole
+from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.recipe import EXECUTIONS, Deficits, Recipe
 from cpt_lab.experiments.recipes import deficits, recipe

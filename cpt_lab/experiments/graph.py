@@ -12,7 +12,7 @@ The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over s
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpt_core.checks import choose, whole
+from cpt_core.validation import choose, whole
 from cpt_lab.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
 
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from cpt_core.checks import offer
 from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_core.validation import offer
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.parameters import checked
 from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe

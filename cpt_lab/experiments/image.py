@@ -17,7 +17,7 @@ Differs: the paper does not say which epoch it reports; the authors' scripts kee
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
 
 

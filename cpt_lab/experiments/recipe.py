@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpt_core.checks import choose, declared, offer, whole
-from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.schedule import CYCLE_RULES
+from cpt_core.validation import choose, declared, offer, whole
+from cpt_extras.formats.ladder import LADDERS
 
 SCALES = ("smoke", "demo", "background", "paper")
 PRESETS = ("ours", "authors")

@@ -10,7 +10,7 @@ cores carry in hours, ``paper`` is the paper's own setting.
 
 from dataclasses import replace
 
-from cpt_core.checks import choose, offer
+from cpt_core.validation import choose, offer
 from cpt_lab.experiments import detection, entailment, graph, image, language_model
 from cpt_lab.experiments.recipe import PRESETS, SCALES, Dataset, Deficits, Experiment, Recipe
 

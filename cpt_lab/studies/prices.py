@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cpt_core.formats.ladder import LADDERS
+from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.studies.case import Case
 from cpt_lab.studies.tuned import Tuned
 

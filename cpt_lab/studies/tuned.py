@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cpt_core.checks import choose
 from cpt_core.schedules.schedule import Schedule
+from cpt_core.validation import choose
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import OUTPUTS, Case

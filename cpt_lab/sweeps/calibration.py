@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock
 
-from cpt_core.files import write_text
-from cpt_core.processor import cpu
+from cpt_extras.cpu_info import cpu
+from cpt_extras.files import write_text
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.options import SweepOptions

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from cpt_core.optional_libraries import extra_named
+from cpt_extras.optional_libraries import extra_named
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import record_loss, supervise

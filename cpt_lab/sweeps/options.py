@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpt_core.checks import choose, declared, whole
+from cpt_core.validation import choose, declared, whole
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.device import DEVICES
 

@@ -11,10 +11,10 @@ from statistics import median
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from cpt_core.checks import choose, offer
-from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
-from cpt_core.waiting import waiting
+from cpt_core.validation import choose, offer
+from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.progress import waiting
 from cpt_lab.experiments.grids import Selection, find_grids
 from cpt_lab.experiments.recipe import SCALES
 from cpt_lab.experiments.spec import RunSpec

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any, Self
 
-from cpt_core.waiting import waiting
+from cpt_extras.progress import waiting
 from cpt_lab.sweeps.worker import Outcome
 
 

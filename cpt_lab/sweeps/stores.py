@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from cpt_core.files import nan_to_none, sync, write_atomically
+from cpt_extras.files import nan_to_none, sync, write_atomically
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.sweeps.stores import Row, load_curve, place
 
 Curve = Iterable[tuple[int, dict[str, float]]]

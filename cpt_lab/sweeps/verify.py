@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from cpt_core.checks import whole
-from cpt_core.kernels import products
 from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_core.validation import whole
+from cpt_extras.kernels import gemm_backend
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
@@ -144,7 +144,7 @@ def _variables(where: dict[str, Any]) -> dict[str, str]:
     """Return the variables of the environment that make a run compute as a row was computed."""
     wanted = {"CPT_KERNELS": "reference"} if where.get("kernels") == "reference" else {}
     library = _library(where)
-    wanted |= {"CPT_PRODUCTS": library} if library == "torch" or products.is_there() else {}
+    wanted |= {"CPT_PRODUCTS": library} if library == "torch" or gemm_backend.is_there() else {}
     wanted |= {"CPT_DETERMINISTIC": "1"} if _in_fixed_order(where) else {}
     return wanted
 

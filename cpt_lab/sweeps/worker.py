@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from cpt_core.kernels.backend import backend
+from cpt_extras.kernels.backend import backend
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.provenance import machine, versions
 from cpt_lab.sweeps import stores

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec, run_spec

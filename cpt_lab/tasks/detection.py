@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models.retinanet import Outputs, RetinaNet, retinanet
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from cpt_core.optional_libraries import library
+from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import batch_keys, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models import MODELS
-from cpt_core.optional_libraries import extra_named
+from cpt_extras.optional_libraries import extra_named
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages

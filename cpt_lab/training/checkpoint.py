@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cpt_core.files import write_atomically
+from cpt_extras.files import write_atomically
 from cpt_lab.training import processes
 from cpt_lab.training.session import Session
 

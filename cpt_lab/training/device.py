@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import collect_env
 
-from cpt_core.checks import choose
+from cpt_core.validation import choose
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import RunSpec
 

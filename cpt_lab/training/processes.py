@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from cpt_core.integrations.processes import agreed_ranges, own_ranges
+from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
 
 
 def count() -> int:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from cpt_core.checks import choose, declared
-from cpt_core.choosing.measuring import measured
-from cpt_core.choosing.precision_range import PrecisionRange
-from cpt_core.choosing.range_test import range_tested
-from cpt_core.choosing.sensitivities import Sensitivity
-from cpt_core.choosing.trials import Judge, Trial
 from cpt_core.quantization.scheduler import precision
+from cpt_core.validation import choose, declared
+from cpt_extras.search.range_test import range_tested
+from cpt_extras.search.range_test_result import PrecisionRange
+from cpt_extras.search.restartable import Judge, Trial
+from cpt_extras.search.sensitivity_analysis import measured
+from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
@@ -31,7 +31,7 @@ def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **o
 
     Args:
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
-        **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_core.choosing.precision_range_test``.
+        **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_extras.search.precision_range_test``.
     """
     declared(recipe_range_test, {"recipe": recipe, "device": device})
     return range_tested(partial(of_recipe, recipe, device), **options)
@@ -47,7 +47,7 @@ def recipe_sensitivity(
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
         metric: None takes the main one of the task, on held-out data; "loss" is less noisy.
         steps: optimizer steps of a training; None takes the recipe's.
-        **options: ``base q_max windows layers estimate roles seeds progress`` of ``cpt_core.choosing.sensitivity``.
+        **options: ``base q_max windows layers estimate roles seeds progress`` of ``cpt_extras.search.sensitivity``.
 
     Raises:
         ValueError: for a recipe whose learning rate waits for evaluations, or that holds out no data; and as there.

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import PRESETS, QuantConfig, all_precisions, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.files import nan_to_none
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.layered import LayeredSchedule
+from cpt_extras.files import nan_to_none
+from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint

@@ -48,11 +48,11 @@ def quality(schedule, seed):
 
 def arms():
     """Return the schedules to compare."""
-    low = cpt.choosing.precision_range_test(*build(0), q_max=Q_MAX).q_min
+    low = cpt.search.precision_range_test(*build(0), q_max=Q_MAX).q_min
     found = {f"static {q}": cpt.StaticSchedule(q, STEPS) for q in range(low, Q_MAX + 1)}
     found |= {a: cpt.make_schedule(a, q_min=low, q_max=Q_MAX, total_steps=STEPS, n_cycles=2) for a in cpt.SUITE}
-    matters = cpt.choosing.sensitivity(*build(0), base=low + 1, q_max=Q_MAX, steps=STEPS // 4, seeds=(0, 1))
-    return found | {"allocated": cpt.choosing.allocate(matters, 0.5, low, Q_MAX, total_steps=STEPS)}
+    matters = cpt.search.sensitivity(*build(0), base=low + 1, q_max=Q_MAX, steps=STEPS // 4, seeds=(0, 1))
+    return found | {"allocated": cpt.search.allocate(matters, 0.5, low, Q_MAX, total_steps=STEPS)}
 
 
 def study(seeds):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.inspecting.recording import COLUMNS
+from cpt_extras.diagnostics.recording import COLUMNS
 from cpt_lab.analysis import figures
 from cpt_lab.analysis.rounding import LABELS
 
@@ -16,7 +16,7 @@ def recording():
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with cpt.inspecting.record(model, every=1) as recording:
+    with cpt.diagnostics.record(model, every=1) as recording:
         for bits in (2, 8, 8):
             with cpt.precision(model, bits, 8):
                 model(torch.randn(6, 4)).square().sum().backward()

@@ -12,8 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import cpt_core as cpt
-from cpt_core.choosing.precision_range import PrecisionRange
-from cpt_core.described import INCH
+from cpt_extras.figures import INCH
+from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_lab.analysis.rounding import error_over_training

@@ -7,7 +7,6 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.plan import count_bitops, count_step
-from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models import MODELS
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.models.mobilenet import InvertedResidual
@@ -15,6 +14,7 @@ from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_extras.diagnostics.ledger import BitOpsLedger
 
 
 def images(size, batch=1):

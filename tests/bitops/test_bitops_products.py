@@ -13,16 +13,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpt_core.bitops.check import check
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.counting import tensors_in
 from cpt_core.bitops.plan import count_bitops, count_step
-from cpt_core.inspecting.check import check
-from cpt_core.inspecting.ledger import BitOpsLedger
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import convertible, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_extras.diagnostics.ledger import BitOpsLedger
 
 # that some of these stay in float32 is what they are here for
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from cpt_core.formats.format import FORMATS, Format
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.formats.format import FORMATS, Format
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 OURS = {"cpt": cpt, "FORMATS": FORMATS, "Format": Format, "Quantizer": Quantizer}

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from helpers import make, quietly, refused
 
-from cpt_core.choosing.solved_schedules import DelayedSchedule
-from cpt_core.choosing.solver import solve_schedule
-from cpt_core.formats.costs import COSTS, PASSES, Operands, cost_named
-from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.ladder import AFFINE, LADDERS, FormatLadder
 from cpt_core.schedules import cost
-from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+from cpt_extras.formats.costs import COSTS, PASSES, Operands, cost_named
+from cpt_extras.formats.format import FORMATS, Format
+from cpt_extras.formats.ladder import AFFINE, LADDERS, FormatLadder
+from cpt_extras.search.layered import LayeredSchedule
+from cpt_extras.search.role_schedules import RoleSchedules
+from cpt_extras.search.solved_schedules import DelayedSchedule
+from cpt_extras.search.solver import solve_schedule
 
 LADDER = LADDERS["minifloat"]
 

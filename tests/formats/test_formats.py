@@ -13,11 +13,11 @@ from helpers import refused, said_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
-from cpt_core.formats.ladder_rounding import on_level
-from cpt_core.formats.quantizer import FormatQuantizer
 from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, Quantizer, quantizer_of
+from cpt_extras.formats.format import FORMATS, Format
+from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_extras.formats.ladder_rounding import on_level
+from cpt_extras.formats.quantizer import FormatQuantizer
 
 THEIRS = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -197,7 +197,7 @@ def test_a_hole_is_named():
 def test_a_stored_ladder_is_found_again_in_another_process():
     stored = pickle.dumps(FormatLadder({3: "mxfp4", 8: "e4m3"}))
     code = (
-        "import pickle; from cpt_core.formats.ladder import FormatLadder\n"
+        "import pickle; from cpt_extras.formats.ladder import FormatLadder\n"
         f"print({{FormatLadder({{3: 'mxfp4', 8: 'e4m3'}}): 1}}[pickle.loads({stored!r})])"
     )
     assert said_by(sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"}) == "1\n"

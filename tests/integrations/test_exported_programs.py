@@ -66,7 +66,8 @@ MODELS = {
 }
 ALONE = """
 import sys
-sys.modules["cpt_core"] = sys.modules["transformers"] = None  # importing one is an error
+for name in ("cpt_core", "cpt_extras", "transformers"):
+    sys.modules[name] = None  # importing one is an error
 import torch
 for name, inputs in torch.load("inputs.pt").items():
     torch.save(torch.export.load(f"{name}.pt2").module()(*inputs), f"{name}.pt")

@@ -16,8 +16,8 @@ import cpt_core as cpt
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from cpt_core.integrations.hf import FILE, PrecisionCallback  # noqa: E402
 from cpt_core.quantization.convert import all_precisions  # noqa: E402
+from cpt_extras.integrations.hf import FILE, PrecisionCallback  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 
-from cpt_core.integrations.lightning import PrecisionCallback  # noqa: E402
+from cpt_extras.integrations.lightning import PrecisionCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),  # nor do they need them

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.formats.ladder import LADDERS
-from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.integrations._common import TrainerPrecision
 from tests.helpers import quietly
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt_core.kernels import backend, operators, products
+from cpt_extras.kernels import backend, gemm_backend, operators
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def threaded():
 def undecided(monkeypatch):
     """As if nothing had asked for a backend yet."""
     monkeypatch.setattr(backend, "_active", None)
-    before = operators.active, operators.gradient_node, products.active
+    before = operators.active, operators.gradient_node, gemm_backend.active
     yield
     operators.active, operators.gradient_node = before[:2]
-    products.use(before[2])
+    gemm_backend.use(before[2])

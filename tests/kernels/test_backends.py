@@ -4,14 +4,14 @@ import pytest
 import torch
 from helpers import EDGES, INF, NAN, identical, normal
 
-from cpt_core.formats.format import Format
-from cpt_core.formats.ladder_rounding import on_level
-from cpt_core.formats.quantizer import FormatQuantizer
-from cpt_core.kernels import backend as backend_module
-from cpt_core.kernels import grids, operators
 from cpt_core.quantization import rounding as reference
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES
+from cpt_extras.formats.format import Format
+from cpt_extras.formats.ladder_rounding import on_level
+from cpt_extras.formats.quantizer import FormatQuantizer
+from cpt_extras.kernels import backend as backend_module
+from cpt_extras.kernels import grids, operators
 
 
 def layouts(n):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from cpt_core.kernels import backend as module
-from cpt_core.kernels import operators
-from cpt_core.kernels.cpp import building
+from cpt_extras.kernels import backend as module
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.cpp import build
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def compiler(tmp_path, monkeypatch):
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, compiler):
     """A compiler that copies the library that is there already, and keeps count."""
-    built, count = Path(cpt.backend().why["cpu"].removeprefix(f"{building.capability()}, ")), tmp_path / "count"
+    built, count = Path(cpt.backend().why["cpu"].removeprefix(f"{build.capability()}, ")), tmp_path / "count"
     assert built.is_file()
     compiler(f'echo built >> {count}\nsleep 0.3; cp {built} "$2"')
     return count
@@ -53,16 +53,16 @@ def fake(cpp_kernels, tmp_path, compiler):
 
 def test_the_name_of_the_library_holds_every_source():
     package = Path(cpt.__file__).parent
-    assert set(building.SOURCES) == {p for kind in ("cpp", "h", "cu") for p in package.rglob(f"*.{kind}")}
-    assert building.SOURCES[0].suffix == ".cpp"
-    assert len(building.SOURCES) > 5
+    assert set(build.SOURCES) == {p for kind in ("cpp", "h", "cu") for p in package.rglob(f"*.{kind}")}
+    assert build.SOURCES[0].suffix == ".cpp"
+    assert len(build.SOURCES) > 5
 
 
 @pytest.fixture
 def loaded(undecided, monkeypatch):
     """A list that gets the libraries that would be loaded."""
     found = []
-    monkeypatch.setattr(building, "_load", found.append)
+    monkeypatch.setattr(build, "_load", found.append)
     return found
 
 
@@ -73,7 +73,7 @@ cpt.quantize_, cpt.QuantConfig, cpt.PrecisionScheduler
 assert not os.path.exists(os.environ["CPT_KERNELS_DIR"]), "something is built at import"
 open(sys.argv[2], "w").close()
 torch.load(sys.argv[1], weights_only=False)
-from cpt_core.kernels import operators
+from cpt_extras.kernels import operators
 assert operators.gradient_node, "no kernels have come with the model"
 print(cpt.backend())
 """
@@ -141,9 +141,9 @@ OPEN = {
 def test_what_others_could_have_written_is_known(planted, name):
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
-    assert building.open_to_others(planted) == ""
+    assert build.open_to_others(planted) == ""
     OPEN[name][0](planted)
-    assert re.search(OPEN[name][1], building.open_to_others(planted))
+    assert re.search(OPEN[name][1], build.open_to_others(planted))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatc
     own = real if number == 100 else real + 1
     monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own))
     planted.parent.chmod(0o770)
-    said = building.open_to_others(planted)
+    said = build.open_to_others(planted)
     assert said == "" if safe else re.search(r"cache can be written to by others \(mode 770\)", said)
 
 
@@ -193,7 +193,7 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake, loade
 
 def test_folders_of_kernels_are_the_user_s_own(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
-    monkeypatch.setattr(building, "_build", lambda library, flags: None)
+    monkeypatch.setattr(build, "_build", lambda library, flags: None)
     cpt.backend()
     assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]
 

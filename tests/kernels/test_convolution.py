@@ -12,12 +12,12 @@ from quantization.test_integer import SOME_KIND, drawn, values64
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.codes import convolution
-from cpt_core.codes.convolution import Geometry
-from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.kernels import operators
-from cpt_core.kernels.backend import backend, reference
-from cpt_core.kernels.products import LONGEST
+from cpt_extras.int8 import convolution
+from cpt_extras.int8.convolution import Geometry
+from cpt_extras.int8.quantized_tensor import QuantizedTensor
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend, reference
+from cpt_extras.kernels.gemm_backend import LONGEST
 
 NEAR = 1e-6
 normal = partial(drawn, "two-sided")

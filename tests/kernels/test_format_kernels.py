@@ -10,10 +10,10 @@ import torch
 from formats.test_formats import THEIRS
 from helpers import INF, NAN, normal, refused
 
-from cpt_core.formats.format import FORMATS, Format
-from cpt_core.formats.format_rounding import round_elements
-from cpt_core.kernels import grids
 from cpt_core.quantization import rounding as reference
+from cpt_extras.formats.format import FORMATS, Format
+from cpt_extras.formats.format_rounding import round_elements
+from cpt_extras.kernels import grids
 
 SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]
 SMALL += ["e2m2", "e3m3", "e3m0", "e4m0", "e5m1", "e4m3:specials=infinity", "e3m4", "e8m0", "e6m1", "e5m10"]

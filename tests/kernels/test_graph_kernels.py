@@ -5,8 +5,8 @@ import torch
 from helpers import identical, normal
 from kernels.test_backends import layouts, numbers
 
-from cpt_core.codes import graph_layers as graph_on_codes
-from cpt_core.kernels import graph, operators
+from cpt_extras.int8 import graph_layers as graph_on_codes
+from cpt_extras.kernels import graph, operators
 
 LAYOUTS = {name: x for name, x in (layouts(5) | numbers(5)).items() if x.dim() == 2} | {
     "large": normal(400, 900), "odd": normal(37, 13), "one column": normal(50, 1), "one row": normal(1, 50),

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers import INF, NAN, identical
 
-import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
-from cpt_core.codes.integer import column_tables
-from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.kernels import grids, operators
+import cpt_extras.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
+from cpt_extras.int8.matmul import column_tables
+from cpt_extras.int8.quantized_tensor import QuantizedTensor
+from cpt_extras.kernels import grids, operators
 
 STEPS = {
     "one step": (1, (), 3),

@@ -7,10 +7,10 @@ from torch._inductor import utils as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import cpt_core.codes.graph_layers
-import cpt_core.kernels.graph  # noqa: F401 - these two bring operators
-from cpt_core.kernels import operators
-from cpt_core.kernels.backend import backend
+import cpt_extras.int8.graph_layers
+import cpt_extras.kernels.graph  # noqa: F401 - these two bring operators
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend
 
 
 def rounded(x, levels, key):

@@ -6,11 +6,11 @@ from helpers import OnRing
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core import processor as processors
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels import operators, products
+from cpt_extras import cpu_info as processors
+from cpt_extras.kernels import gemm_backend, operators
 
-ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
+ONEDNN = pytest.mark.skipif(not gemm_backend.is_there(), reason="torch has no product of oneDNN here")
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
 
 
@@ -18,12 +18,12 @@ CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: 
 def onednn(monkeypatch):
     """Let oneDNN compute all products, however small."""
     cpt.backend()
-    monkeypatch.setattr(products, "LEAST", 1)
-    before = products.active
-    products.use("onednn")
+    monkeypatch.setattr(gemm_backend, "LEAST", 1)
+    before = gemm_backend.active
+    gemm_backend.use("onednn")
     yield
     monkeypatch.undo()
-    products.use(before)
+    gemm_backend.use(before)
 
 
 @pytest.fixture
@@ -52,31 +52,31 @@ def processor(tmp_path, monkeypatch):
 def test_the_library_is_that_of_the_processor(processor, monkeypatch, maker, flags, widest, library):
     assert processor(maker, *flags) == ((maker, widest) if widest else ())
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(products, "is_there", lambda: True)
-    assert products.choose_library()[0] == library
-    monkeypatch.setattr(products, "is_there", lambda: False)
-    found, why = products.choose_library()
+    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
+    assert gemm_backend.choose_library()[0] == library
+    monkeypatch.setattr(gemm_backend, "is_there", lambda: False)
+    found, why = gemm_backend.choose_library()
     assert found == "torch"
     assert ("this torch has no product of oneDNN" in why) == (library == "onednn")
-    monkeypatch.setattr(products, "is_there", lambda: True)
+    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)  # the table compares with MKL
-    assert products.choose_library()[0] == "torch"
+    assert gemm_backend.choose_library()[0] == "torch"
 
 
 def test_a_processor_that_nobody_knows_takes_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(processors, "CPU_INFO", tmp_path / "none")
     assert processors.processor() == ()
-    assert products.choose_library()[0] == "torch"
+    assert gemm_backend.choose_library()[0] == "torch"
 
 
 def test_a_library_can_be_forced(processor, monkeypatch):
     processor("AuthenticAMD", "avx512f")
-    assert products.choose_library("torch") == ("torch", "CPT_PRODUCTS=torch")
-    monkeypatch.setattr(products, "is_there", lambda: True)
-    assert products.choose_library("onednn") == ("onednn", "CPT_PRODUCTS=onednn")
-    monkeypatch.setattr(products, "is_there", lambda: False)
+    assert gemm_backend.choose_library("torch") == ("torch", "CPT_PRODUCTS=torch")
+    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
+    assert gemm_backend.choose_library("onednn") == ("onednn", "CPT_PRODUCTS=onednn")
+    monkeypatch.setattr(gemm_backend, "is_there", lambda: False)
     with pytest.raises(RuntimeError, match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"):
-        products.choose_library("onednn")
+        gemm_backend.choose_library("onednn")
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
@@ -135,9 +135,9 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
 
 @pytest.mark.parametrize(("rows", "library"), [(127, False), (128, True)])
 def test_small_products_stay_with_torch(onednn, monkeypatch, rows, library):
-    monkeypatch.setattr(products, "LEAST", 1 << 21)
-    assert products.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
-    assert not products.in_onednn(torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta"))
+    monkeypatch.setattr(gemm_backend, "LEAST", 1 << 21)
+    assert gemm_backend.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
+    assert not gemm_backend.in_onednn(torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta"))
 
 
 LAYERS = {
@@ -165,7 +165,7 @@ def step(name, compiled=False):
 def test_layers_compute_the_same_in_either_library(onednn, name):
     calls, found = in_onednn(lambda: step(name))
     assert calls >= 3
-    products.use("torch")
+    gemm_backend.use("torch")
     calls, expected = in_onednn(lambda: step(name))
     assert calls == 0
     for a, b in zip(found, expected, strict=True):
@@ -206,8 +206,8 @@ def test_the_lstm_in_cpp_is_bit_identical_in_onednn(onednn, cpp_kernels, steps, 
 def test_small_products_of_the_lstm_stay_with_torch(onednn, cpp_kernels, monkeypatch, width, library):
     from kernels.test_lstm_kernels import STEPS, run
 
-    monkeypatch.setattr(products, "LEAST", 3 * 16 * 4 * 16)  # every product of a step with 3 sequences is as large
-    products.use("onednn")
+    monkeypatch.setattr(gemm_backend, "LEAST", 3 * 16 * 4 * 16)  # every product of a step with 3 sequences is as large
+    gemm_backend.use("onednn")
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
         calls, _ = in_onednn(lambda o=ops: run(o, STEPS["one step"], width, {}))
         assert calls == (3 if library else 0)
@@ -218,7 +218,7 @@ def test_small_products_of_the_lstm_stay_with_torch(onednn, cpp_kernels, monkeyp
 def test_a_check_counts_the_same_products_in_either_library(onednn, name):
     model, counted = cpt.quantize_(LAYERS[name]()[0]), []
     for library in ("onednn", "torch"):
-        products.use(library)
+        gemm_backend.use(library)
         found = cpt.check(model, (torch.randn(6, 12),))
         counted.append((found.ok, sorted((p.layer, p.backward, p.macs, p.quantized) for p in found.operations)))
     assert counted[0] == counted[1]

@@ -11,11 +11,11 @@ from helpers import INF, NAN, WITH_CUDA, identical, normal
 from kernels.test_backends import layouts, numbers
 from quantization.test_quantizers import splitmix_and_finaliser
 
-from cpt_core.kernels import grids, integer_reference, operators
-from cpt_core.kernels.backend import backend
-from cpt_core.kernels.triton import tiles
 from cpt_core.quantization import rounding as reference
 from cpt_core.quantization.rounding import GRANULARITIES
+from cpt_extras.kernels import grids, integer_reference, operators
+from cpt_extras.kernels.backend import backend
+from cpt_extras.kernels.triton import tiles
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 tl = triton.language
@@ -29,7 +29,7 @@ LAYOUTS, VALUES = layouts(1), numbers(1)
 @pytest.fixture(scope="module")
 def interpreted():
     """The module once more, its kernels made for the interpreter, whoever has imported triton before and how."""
-    spec = importlib.util.find_spec("cpt_core.kernels.triton.operators")
+    spec = importlib.util.find_spec("cpt_extras.kernels.triton.operators")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -202,8 +202,8 @@ def test_every_operator_has_a_kernel(interpreted):
 
 
 def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
-    from cpt_core.kernels import backend as module
-    from cpt_core.kernels.triton import operators as triton_kernels
+    from cpt_extras.kernels import backend as module
+    from cpt_extras.kernels.triton import operators as triton_kernels
 
     def failing(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
@@ -282,7 +282,7 @@ def meta(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("capability", [80, 100])  # and 90 below
 def test_machine_code(compiled_for, cut, capability):
-    from cpt_core.kernels.triton import operators as triton_kernels
+    from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(capability)
     cut({"TILE": 512, "FUSED": 512})  # four elements per thread instead of sixteen: ptxas is done sooner
@@ -306,7 +306,7 @@ def test_machine_code(compiled_for, cut, capability):
 
 
 def test_large_tensors_have_64_bit_offsets(compiled_for):
-    from cpt_core.kernels.triton import operators as triton_kernels
+    from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(90)
     triton_kernels.fake_quantize(meta(2**16, 2**17), meta(), "per_tensor", meta(dtype=torch.int64))

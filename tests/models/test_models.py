@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.inspecting.summary import summary
+from cpt_core.bitops.summary import summary
 from cpt_core.models import MODELS
 from cpt_core.quantization.convert import quantize_
 

@@ -124,7 +124,7 @@ def test_thin_and_imports_only_the_package_torch_and_the_standard_library(book, 
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    allowed = {"cpt_core", "cpt_lab", "cpt_lessons", "torch", *sys.stdlib_module_names}
+    allowed = {"cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "torch", *sys.stdlib_module_names}
     if path.name[:2] in ("00", "09", "18"):  # they train by themselves, and have to have data
         allowed.add("sklearn")
     assert {m.split(".")[0] for m in modules} <= allowed

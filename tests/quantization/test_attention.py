@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers as hf
 
-from cpt_core.inspecting.summary import summary
+from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.scheduler import precision
 

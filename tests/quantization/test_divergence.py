@@ -17,8 +17,8 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import layer_precisions
+from cpt_extras.kernels.backend import reference
 
 GRAPH = Graph.from_edges(torch.arange(30) * 7 % 10, torch.arange(30) * 3 % 10, 10)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

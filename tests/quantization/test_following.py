@@ -12,8 +12,8 @@ from helpers import Does, refused
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.integrations.following import KEY
 from cpt_core.quantization.convert import layer_precisions
+from cpt_extras.integrations.following import KEY
 
 STEPS, EVERY = 24, 10
 SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)

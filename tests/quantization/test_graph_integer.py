@@ -12,14 +12,14 @@ from quantization.test_integer import drawn, kept_bytes
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.codes import graph_layers as graph_integer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.graph_layer import FusedGraphHandlers
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.graph_handlers import GraphHandlers
 from cpt_core.quantization.roles import Quantizer
+from cpt_extras.int8 import graph_layers as graph_integer
+from cpt_extras.kernels.graph_layer import FusedGraphHandlers
 
 SOURCES, NODES = 50, 40
 SHARED = cpt.QuantConfig(execution="integer", aggregation="quantized").with_shared_steps()

@@ -13,15 +13,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.summary import summary
 from cpt_core.graphs import layers as graph_layers
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
-from cpt_core.inspecting.ledger import BitOpsLedger
-from cpt_core.inspecting.summary import summary
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
+from cpt_extras.diagnostics.ledger import BitOpsLedger
 
 NODES = 40
 

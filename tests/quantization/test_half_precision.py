@@ -6,10 +6,10 @@ from helpers import Ran
 from torch import nn
 from torch.nn import functional as F
 
-from cpt_core.kernels import operators
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.kernels import operators
 
 HALF_MODELS = {
     "linear": (lambda: nn.Linear(300, 1, bias=False), lambda: torch.rand(64, 300) + 10),

@@ -16,14 +16,14 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import cpt_core as cpt
-from cpt_core.codes import integer
-from cpt_core.codes.integer import matmul
-from cpt_core.codes.quantized_tensor import QuantizedTensor
-from cpt_core.kernels import operators
-from cpt_core.kernels.backend import backend, reference
-from cpt_core.kernels.products import LONGEST
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.roles import Quantizer
+from cpt_extras.int8 import matmul as integer
+from cpt_extras.int8.matmul import matmul
+from cpt_extras.int8.quantized_tensor import QuantizedTensor
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend, reference
+from cpt_extras.kernels.gemm_backend import LONGEST
 
 NEAR = 1e-6
 
@@ -307,7 +307,7 @@ def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
     [("per_row", 1 << 15, "hidden states have several ranges"), ("per_tensor", 4 * 12 - 1, "sums over the gates")],
 )
 def test_an_lstm_without_an_integer_form_stays_simulated(granularity, longest, why, monkeypatch):
-    monkeypatch.setattr("cpt_core.codes.lstm.LONGEST", longest)
+    monkeypatch.setattr("cpt_extras.int8.lstm.LONGEST", longest)
     config = cpt.QuantConfig(execution="integer")
     config = replace(config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)})
     model = cpt.quantize_(nn.Sequential(nn.LSTM(12, 12)), config)

@@ -11,8 +11,8 @@ from quantization.test_integer import attention, first
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.codes.execution import multiplies_integers
 from cpt_core.quantization.convert import layer_precisions
+from cpt_extras.int8.execution import multiplies_integers
 
 STEPS = 6
 
@@ -46,9 +46,9 @@ def trained(model, call=None):
 @pytest.fixture
 def slow(monkeypatch):
     """A machine without instructions for products of 8-bit integers."""
-    monkeypatch.setattr("cpt_core.codes.execution.multiplies_codes", lambda device: False)
-    monkeypatch.setattr("cpt_core.codes.reasons.multiplies_codes", lambda device: False)
-    monkeypatch.setattr("cpt_core.codes.execution._warned_devices", set())
+    monkeypatch.setattr("cpt_extras.int8.execution.multiplies_codes", lambda device: False)
+    monkeypatch.setattr("cpt_extras.int8.fallback.multiplies_codes", lambda device: False)
+    monkeypatch.setattr("cpt_extras.int8.execution._warned_devices", set())
 
 
 def test_where_integers_are_slow_it_is_said_once(slow):
@@ -83,7 +83,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     assert reasons == {"auto: this device does not multiply codes"}
     assert all(len(row.simulated) == 3 for row in rows)
     assert "forward simulated: auto: this device does not multiply codes" in str(cpt.summary(model))
-    monkeypatch.setattr("cpt_core.codes.execution.multiplies_codes", lambda device: True)
+    monkeypatch.setattr("cpt_extras.int8.execution.multiplies_codes", lambda device: True)
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)
         assert multiplies_integers(model[0].precision, pictures())

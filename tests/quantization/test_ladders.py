@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from choosing.test_trials import problem
 from helpers import OnRing, losses_of, refused
+from search.test_trials import problem
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.codes.execution import multiplies_integers
-from cpt_core.formats.format_rounding import rotate
-from cpt_core.formats.ladder import AFFINE, LADDERS
-from cpt_core.formats.quantizer import FormatQuantizer
-from cpt_core.integrations._common import TrainerPrecision
-from cpt_core.kernels.lstm_layer import rounded_input
-from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.lstm import LSTMDirection
 from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
+from cpt_extras.formats.format_rounding import rotate
+from cpt_extras.formats.ladder import AFFINE, LADDERS
+from cpt_extras.formats.quantizer import FormatQuantizer
+from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.integrations._common import TrainerPrecision
+from cpt_extras.kernels.lstm_layer import rounded_input
+from cpt_extras.kernels.operators import fake_quantize
 from cpt_lab.training.session import constants_of
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
@@ -518,5 +518,5 @@ def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
     model, step, optimizer, _ = problem()
     config = cpt.QuantConfig(ladder=MX)
     options = {"base": 2, "q_max": 4, "windows": 2, "steps": 8, "seeds": (0,), "estimate": False}
-    found = cpt.choosing.sensitivity(model, step, optimizer, config=config, **options)
+    found = cpt.search.sensitivity(model, step, optimizer, config=config, **options)
     assert (found.base, found.groups) == (2, (("0",), ("4",)))

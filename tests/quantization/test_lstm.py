@@ -10,8 +10,6 @@ from helpers import NEAREST, refused, reported
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from cpt_core.kernels import lstm_layer
-from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.quantization import fake_quantize, lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
@@ -20,6 +18,8 @@ from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.kernels import lstm_layer
+from cpt_extras.kernels.lstm import Forward, recurrence
 
 FORMS = {"by steps": lstm.run_by_steps, "fused": lstm_layer.run_fused}
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from helpers import NEAREST
 from torch import nn
 
-from cpt_core.integrations.processes import agreed_ranges
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.precision import EXECUTIONS
 from cpt_core.quantization.running_ranges import KEY_BITS, process_offset
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
+from cpt_extras.integrations.distributed import agreed_ranges
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 import cpt_core
-from cpt_core.checks import check_bits
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
@@ -22,6 +21,7 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
 from cpt_core.quantization.scheduler import precision
+from cpt_core.validation import check_bits
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")

@@ -10,12 +10,12 @@ from helpers import price, quietly, refused, written_and_read
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cpt_core.choosing.solved_schedules import DelayedSchedule, Warped
-from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SCHEDULES, SUITE
 from cpt_core.schedules.schedule import CYCLE_RULES, MIRRORS, CyclicSchedule
+from cpt_extras.search.solved_schedules import DelayedSchedule, Warped
+from cpt_extras.search.solver import solve_schedule
 
 CURVES = {
     "L": lambda x: x,

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from helpers import NAN, make, quietly, refused, written_and_read
 
-from cpt_core.choosing.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
 from cpt_core.schedules import cost
 from cpt_core.schedules.deficit import DeficitSchedule
-from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import SUITE, Cosine, Exponential, Linear, Profile, Rex
-from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import (
     CYCLE_RULES,
     CyclicSchedule,
@@ -24,6 +21,9 @@ from cpt_core.schedules.schedule import (
     StaticSchedule,
     TableSchedule,
 )
+from cpt_extras.search.layered import LayeredSchedule
+from cpt_extras.search.role_schedules import RoleSchedules
+from cpt_extras.search.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
 from cpt_lab.sweeps.outlook import total_bitops
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]

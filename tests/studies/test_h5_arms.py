@@ -5,7 +5,7 @@ import json
 from helpers import refused
 
 from bench import sensitivities
-from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.studies.h5 import arms
 from cpt_lab.studies.h5.arms import CASES, allocated, stored
 

@@ -9,8 +9,8 @@ from statistics import stdev
 import pytest
 from helpers import PROVENANCE, kept_row, refused, row_of, smoke_spec, specs_of, written
 
-from cpt_core.kernels import backend
 from cpt_core.quantization import rounding
+from cpt_extras.kernels import backend
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT, results_dir
@@ -284,7 +284,7 @@ def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed
 
 def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
     asked, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
-    monkeypatch.setattr(verify.products, "is_there", lambda: True)
+    monkeypatch.setattr(verify.gemm_backend, "is_there", lambda: True)
     for name in names:
         monkeypatch.delenv(name, raising=False)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
 
-from cpt_core.optional_libraries import install_hint
+from cpt_extras.optional_libraries import install_hint
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
@@ -48,7 +48,7 @@ def train_step(step):
     loss.backward()
     optimizer.step()
     return loss
-tested = cpt.choosing.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=8, seeds=(0,)).bits
+tested = cpt.search.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=8, seeds=(0,)).bits
 out = {{"tested": tested, "needed": [name for name in sys.modules if name.startswith(("cpt_lab", "cpt_core.models"))]}}
 from dataclasses import replace
 from cpt_lab.data import download

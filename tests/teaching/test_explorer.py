@@ -12,11 +12,11 @@ from py_mini_racer import MiniRacer
 from sklearn.datasets import load_digits
 
 import cpt_core as cpt
-from cpt_core.choosing.allocation import static_of_cost
-from cpt_core.kernels import grids
 from cpt_core.quantization import rounding as reference
 from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_extras.kernels import grids
+from cpt_extras.search.allocation import static_of_cost
 from cpt_lab.analysis.statistics import interval
 from cpt_lessons import explorer
 

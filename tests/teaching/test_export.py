@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from PIL import Image
 
 from book.notebooks import clean
-from cpt_core.described import data_of
+from cpt_extras.figures import data_of
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import drawing, name_points

@@ -394,7 +394,7 @@ def test_a_table_of_what_was_handed_in(tmp_path, command):
 
 def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(place, tmp_path):
     check = "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)"
-    place("07_small.ipynb", "from cpt_core.waiting import waiting\nfor _ in waiting('runs', range(2)): pass", check)
+    place("07_small.ipynb", "from cpt_extras.progress import waiting\nfor _ in waiting('runs', range(2)): pass", check)
     message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
     with pytest.raises(papermill.PapermillExecutionError, match=re.escape(message)):
         kernels.execute(tmp_path / "notebooks" / "07_small.ipynb", tmp_path / "ran.ipynb", {"scael": "demo"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpt_core.described import DescribedFigure
+from cpt_extras.figures import DescribedFigure
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps.stores import load_rows
 from cpt_lab.sweeps.sweep import run_grid

@@ -173,7 +173,7 @@ def test_what_one_draws_no_other_misses():
 
 @pytest.mark.parametrize("name", ["mlp", "gcn", "lstm"])
 def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
-    monkeypatch.setattr("cpt_core.kernels.operators.active", torch.ops.cpt_reference)
+    monkeypatch.setattr("cpt_extras.kernels.operators.active", torch.ops.cpt_reference)
     dataset, model, changes = TASKS[name]
     assert all(map(equal, *both_ways(arms_of(dataset, model, 2, **changes))))
     assert sum(replayed) == 2 * (STEPS - module.WARM_UP)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import distributed
 
-from cpt_core.integrations.processes import agreed_ranges, own_ranges
-from cpt_core.kernels import operators
+from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
+from cpt_extras.kernels import operators
 from cpt_lab.data.image_batches import array_batches
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import recipe

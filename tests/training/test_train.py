@@ -9,7 +9,7 @@ import torch
 from helpers import refused, same, smoke_spec
 from torch import nn
 
-from cpt_core.files import write_atomically
+from cpt_extras.files import write_atomically
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of

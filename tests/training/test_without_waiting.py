@@ -12,9 +12,9 @@ from helpers import refused, smoke_spec
 from phantom import Phantom, PhantomTensor
 from training.test_train import stop_at
 
-from cpt_core.choosing.range_test import RangeTestWarning
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.search.range_test import RangeTestWarning
 from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import train as loop

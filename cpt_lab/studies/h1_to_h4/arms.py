@@ -13,11 +13,11 @@ from typing import cast
 
 import numpy as np
 
-from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules import cost
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
+from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe

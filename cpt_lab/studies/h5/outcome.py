@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.choosing.sensitivities import OVER
-from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Schedule
+from cpt_extras.search.layered import LayeredSchedule
+from cpt_extras.search.sensitivity_result import OVER
 from cpt_lab.analysis.estimates import OWN, PERCENT, RULES, TOP, Estimate, by_run, found, holm, seeds_by_arms
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from cpt_core.checks import choose
-from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_core.validation import choose
+from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.h5.arms import SWITCH

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE
+from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.analysis.estimates import TOP, Estimate, by_run, found, seeds_by_arms, standing
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, corrected, in_margins, intervals, summary, unbeaten

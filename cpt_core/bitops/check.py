@@ -1,0 +1,279 @@
+"""Look before training: which operations of a step run quantised, and which do not.
+
+``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
+compares the operations that were intercepted with those that torch executed, in both passes.
+
+>>> from cpt_core.quantization.convert import QuantConfig, quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> found = check(model, (torch.ones(5, 4),))
+>>> found.ok, f"{found.quantized_share:.0%}", [executed.layer for executed in found.float32]
+(True, '67%', ['1'])
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cpt_core.bitops.conventions import PRODUCTS, Work
+from cpt_core.bitops.counting import counting, tensors_in
+from cpt_core.bitops.shadow import as_it_was
+from cpt_core.quantization.active_bits import AFFINE_GRIDS
+from cpt_core.quantization.convert import all_precisions, layer_precisions
+from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.scheduler import precision
+from cpt_core.validation import check_inputs, check_unsharded
+
+BITS = 8  # any number would do
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The operations of one kind that a layer executed in one step.
+
+    Attributes:
+        layer: the layer that they belong to; the innermost running module where nothing intercepted them.
+        operation: its name, such as "linear" or "conv2d"; torch's own where nothing intercepted it.
+        backward: an input or weight gradient.
+        quantized: both operands were rounded.
+        intercepted: whether the mode of the model saw it; else it cannot be quantised, nor is it priced.
+        macs: multiply-accumulates of a step.
+    """
+
+    layer: str
+    operation: str
+    backward: bool
+    quantized: bool
+    intercepted: bool
+    macs: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ran in one step; ``print`` it.
+
+    Attributes:
+        operations: all matmuls and convolutions, forward and backward, in the order in which they first ran.
+        bypassed: quantised layers none of whose operations was intercepted, although their weights got a gradient in a
+            step with operations that nothing intercepted.
+        unused: quantised layers that took no part in the step.
+        no_gradient: parameters need gradients, and no backward pass was seen.
+    """
+
+    operations: tuple[Executed, ...]
+    bypassed: tuple[str, ...]
+    unused: tuple[str, ...]
+    no_gradient: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether both passes were seen, and all of their operations intercepted."""
+        return not self.no_gradient and all(e.intercepted for e in self.operations)
+
+    @property
+    def float32(self) -> list[Executed]:
+        """The operations of the forward pass that ran unquantised, the largest first."""
+        plain = [e for e in self.operations if not e.backward and not e.quantized]
+        return sorted(plain, key=lambda e: -e.macs)
+
+    @property
+    def quantized_share(self) -> float:
+        """MACs of the forward pass that ran quantised, of all."""
+        forward = [e for e in self.operations if not e.backward]
+        return sum(e.macs for e in forward if e.quantized) / max(1, sum(e.macs for e in forward))
+
+    def __str__(self) -> str:
+        width = max([len(e.layer or "(model)") for e in self.operations] + [5])
+        lines = [f"{'layer':<{width}}  {'operation':<24} {'pass':<8}  {'MACs':>15}  precision"]
+        for e in self.operations:
+            pass_, kind = "backward" if e.backward else "forward", "quantised" if e.quantized else "float32"
+            note = "" if e.intercepted else " (not intercepted)"
+            lines.append(f"{e.layer or '(model)':<{width}}  {e.operation:<24} {pass_:<8}  {e.macs:>15,}  {kind}{note}")
+        macs = sum(e.macs for e in self.operations if not e.backward)
+        lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
+        for what, names in (
+            ("listed as quantised, but used in float32", self.bypassed),
+            ("took no part in the step", self.unused),
+        ):
+            if names:
+                lines.append(f"{what}: {', '.join(name or '(model)' for name in names)}")
+        if self.no_gradient:
+            lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
+        return "\n".join(lines)
+
+
+def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
+    """Run one step of a converted model and tell which of its operations were quantised.
+
+    A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
+    Parameters, gradients, statistics, ranges, bits and random numbers are afterwards what they were. Other number
+    formats and 8-bit integers are checked as the paper's simulation, which has the same operations; ``summary`` says
+    which matmuls run on integers.
+
+    Args:
+        model: converted by ``quantize_``; on the device of the inputs.
+        inputs: the arguments of its forward; real data of any batch size.
+
+    Raises:
+        ValueError: when nothing in the model is quantised, or it is sharded.
+        RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
+    """
+    check_inputs(inputs)
+    layer_precisions(model)
+    check_unsharded(model, "check it")
+    macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
+
+    def report(work: Work, active: LayerPrecision | None) -> Callable[[], None] | None:
+        if work.part not in ("", PRODUCTS) or not work.macs:  # an expert may have no token
+            return None
+        is_quantized = active is not None
+        macs[work.module, work.function, False, is_quantized, True] += work.macs
+
+        def on_gradient() -> None:
+            if gradients := work.error + work.weight:
+                macs[work.module, work.function, True, is_quantized, True] += gradients * work.macs
+
+        return on_gradient
+
+    not_intercepted = _NotIntercepted(model)
+    with as_it_was(model, inputs), _parameters_restored(model), _simulated(model), precision(model, BITS, BITS):
+        with warnings.catch_warnings(), counting(model, report), not_intercepted:
+            warnings.simplefilter("ignore")
+            trained = _run_step(model, inputs)
+    macs += not_intercepted.macs
+    operations = tuple(Executed(*key, n) for key, n in macs.items())
+    used = {e.layer for e in operations if e.intercepted}
+    silent = [name for name in layer_precisions(model) if name not in used]
+    with_gradient = {parameter.rpartition(".")[0] for parameter in trained}
+    is_complete = all(e.intercepted for e in operations)
+    bypassed = () if is_complete else tuple(name for name in silent if name in with_gradient)
+    unused = tuple(name for name in silent if name not in with_gradient)
+    needs_gradient = any(p.requires_grad for p in model.parameters())
+    no_gradient = needs_gradient and not trained and not any(e.backward for e in operations)
+    return Check(operations, bypassed, unused, no_gradient)
+
+
+@contextmanager
+def _simulated(model: nn.Module) -> Iterator[None]:
+    """Compute in float32, on the paper's grids, inside the block: a ladder may lack the level."""
+    before = [(p, p.execution, p.grids, p.in_force) for p in all_precisions(model).values()]
+    for p, *_ in before:
+        p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS, None
+    try:
+        yield
+    finally:
+        for p, execution, grids, levels in before:
+            p.execution, p.grids, p.in_force = execution, grids, levels
+
+
+@contextmanager
+def _parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Put parameters back that forward writes to."""
+    values = [(p, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                if not torch.equal(parameter, value):
+                    parameter.copy_(value)
+
+
+def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
+    """Run forward and backward; return the names of the parameters that got a gradient."""
+    sums = [y.real.float().sum() for y in tensors_in(model(*inputs)) if y.requires_grad]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sources = [*parameters.values(), *(x for x in tensors_in(inputs) if x.requires_grad)]
+    if not sums or not sources:
+        return set()
+    with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
+        gradients = torch.autograd.grad(sums, sources, allow_unused=True)
+    return {name for name, gradient in zip(parameters, gradients, strict=False) if gradient is not None}
+
+
+class _NotIntercepted(TorchDispatchMode):
+    """Counts matmuls and convolutions that torch executes outside of the handlers of the model's mode.
+
+    Handlers run with functions hidden from modes, which tells them from the rest. A backward pass is known by its node:
+    one that was made inside a handler belongs to an intercepted operation.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
+        self._mode: QuantizedOpsMode = next(getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
+        self._origins: dict[int, tuple[str, bool]] = {}  # number of a node -> its module, and whether in a handler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stack = self._mode.running.stack
+        node = None if stack else torch._C._current_autograd_node()  # modules run in a backward pass that recomputes
+        if node is None:
+            is_intercepted = not torch._C._is_torch_function_enabled()
+            layer = stack[-1].interception.name if stack else ""
+            self._origins.setdefault(torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted))
+        else:
+            layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
+            function = getattr(type(node), "_forward_cls", None)
+            if function is not None and not function.__module__.startswith("torch."):  # written in Python
+                is_intercepted = function.__module__.startswith("cpt_core.")
+        output = func(*args, **kwargs)
+        if not is_intercepted:
+            macs = macs_of(func, args, kwargs, output)
+            if macs:
+                self.macs[layer, _name(func), node is not None, False, False] += macs
+        return output
+
+
+def _name(func: Any) -> str:
+    name = func.name() if isinstance(func, HigherOrderOperator) else func._schema.name
+    return str(name).removeprefix("aten::").removesuffix("_")
+
+
+def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the multiply-accumulates of an operation of torch; 0 for one that does not multiply."""
+    formula = MACS.get(_name(func))
+    if formula is not None:
+        return int(formula(args, output))
+    flops = None if isinstance(func, HigherOrderOperator) else flop_registry.get(func._overloadpacket)
+    return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
+
+
+def _attention_macs(args: Any, output: Any) -> int:
+    query, key, value = args[:3]
+    return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1])
+
+
+def _rows_macs(args: Any, output: Any) -> int:
+    """Return those of sums over the last dimension of the first operand."""
+    return int(output.numel() * args[0].shape[-1])
+
+
+# what torch's own counter does not know
+MACS: dict[str, Callable[[Any, Any], int]] = {
+    **dict.fromkeys(("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"), _rows_macs),
+    **dict.fromkeys(("mv", "dot", "vdot"), lambda args, output: args[0].numel()),
+    "addmv": lambda args, output: args[1].numel(),
+    "_cdist_backward": lambda args, output: args[0].numel() * args[1].shape[-1],
+    "conv_tbc": lambda args, output: output.numel() * args[1][..., 0].numel(),
+    "linalg_matrix_exp": lambda args, output: 5 * output.numel() * output.shape[-1],  # of small matrices
+    "_sparse_addmm": lambda args, output: args[1]._nnz() * args[2].shape[-1],
+    "torchvision::deform_conv2d": lambda args, output: output.numel() * args[1][0].numel(),
+    "_trilinear": lambda args, output: math.prod(args[1].shape) * (args[0].numel() // max(1, args[0].shape[-1])),
+    "flex_attention": _attention_macs,
+}

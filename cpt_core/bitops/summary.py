@@ -1,0 +1,164 @@
+"""What is quantised in a model, and what is not, with the reason.
+
+>>> import torch
+>>> from cpt_core.quantization.convert import QuantConfig, quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> [row.name for row in summary(model).quantized]
+['0']
+>>> print(summary(model, (torch.ones(5, 4),)))
+module  kind             parameters    MACs  precision
+0       Linear                   15   66.7%  quantised
+1       Linear                    8   33.3%  float32 (left out)
+33.3% of the forward MACs run in float32: 1 33.3%
+in force in 1 layer: bits=not set, execution=simulated
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from cpt_core import extensions
+from cpt_core.bitops.conventions import PASSES
+from cpt_core.bitops.plan import count_step
+from cpt_core.bitops.tally import describe_float32
+from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
+from cpt_core.validation import declared
+
+IDLE = "no matmul or convolution has run in it"
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One module with parameters of its own: what it is, and why it is in float32 if it is.
+
+    Attributes:
+        reason: why it is in float32, or "".
+        simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
+            nobody asked for integers.
+        products: all passes: "forward", "error" and "weight", and the sums of graph convolutions.
+        share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    reason: str
+    simulated: dict[str, str] | None = None
+    products: tuple[str, ...] = tuple(PASSES)
+    share: float | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is quantised."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"float32 ({self.reason})"
+        if self.simulated is None:
+            return "quantised"
+        on_codes = ", ".join(p for p in self.products if p not in self.simulated) or "none"
+        why = "; ".join(f"{p} simulated: {reason}" for p, reason in self.simulated.items())
+        return f"quantised, on codes: {on_codes}" + (f" ({why})" if why else "")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All modules with parameters or matmuls of their own; ``print`` it.
+
+    Attributes:
+        float32_shares: layer -> share of the MACs of a forward pass that runs in float32 there; None without inputs.
+        in_force: what quantised layers do at present, as their ``repr`` says it -> how many of them do so.
+    """
+
+    rows: tuple[LayerSummary, ...]
+    float32_shares: Mapping[str, float] | None = None
+    in_force: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def quantized(self) -> list[LayerSummary]:
+        """The quantised layers."""
+        return [r for r in self.rows if r.quantized]
+
+    @property
+    def float32(self) -> list[LayerSummary]:
+        """The modules that stay in float32."""
+        return [r for r in self.rows if not r.quantized]
+
+    def __str__(self) -> str:
+        width = max([len(r.name) for r in self.rows] + [6])
+        counted = self.float32_shares is not None
+        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"]
+        for r in self.rows:
+            share = f"{r.share or 0:6.1%}  " if counted else ""
+            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}")
+        if self.float32_shares is not None:
+            lines.append(describe_float32(self.float32_shares, "float32_shares"))
+        for what, count in self.in_force.items():
+            lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
+    """List every module that has parameters of its own, quantised or not, with the reason; and what is in force now.
+
+    Args:
+        model: any module; converted by ``quantize_`` or not.
+        inputs: the arguments of its forward, of which only shapes matter. With them every module's share of the
+            multiply-accumulates (MACs) is told, as ``count_bitops`` counts them, and modules without parameters that
+            multiply are listed too.
+    """
+    declared(summary, {"model": model})
+    shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
+    modules, parts = dict(model.named_modules()), parts_of_layers(model)
+    left_out = {id(m) for _, m in convertible(model) if precision_of(m) is None}
+    rows = []
+    in_force: Counter[str] = Counter()
+    for name, module in modules.items():
+        precision = precision_of(module)
+        is_listed = precision is not None and precision.listed
+        own = [p for p in module._parameters.values() if p is not None]
+        if precision is not None and is_listed:
+            in_force[precision.extra_repr()] += 1
+        if not (is_listed or name in shares or own):
+            continue
+        layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+        share = None if inputs is None else shares.get(name, 0.0)
+        reason = _float32_reason(layer, id(layer) in left_out, share)
+        num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
+        row = LayerSummary(name, type(module).__name__, num_parameters, reason, share=share)
+        rows.append(row if reason else _with_integers(row, layer))
+    return Summary(tuple(rows), float32_shares, dict(in_force))
+
+
+def _float32_reason(layer: nn.Module, is_left_out: bool, share: float | None) -> str:
+    precision = precision_of(layer)
+    if precision is None:
+        return float32_reason(layer, is_left_out)
+    return "" if precision.listed or share else IDLE
+
+
+def _with_integers(row: LayerSummary, layer: Any) -> LayerSummary:
+    """Add the matmuls of a layer that is to compute on 8-bit integers."""
+    if precision_of(layer).execution == "simulated":  # type: ignore[union-attr]
+        return row
+    int8 = extensions.load("int8")
+    return replace(row, products=int8.products_of(layer), simulated=int8.simulated_products(layer))
+
+
+def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return module -> its share of the MACs of a forward pass, and layer -> the share that is in float32 there."""
+    converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
+    macs: Counter[str] = Counter()
+    float32_macs: Counter[str] = Counter()
+    for work in count_step(model, inputs)[0]:
+        if work.passes("per_op"):
+            macs[work.module] += work.macs
+            float32_macs[work.layer] += 0 if work.owner in converted else work.macs
+    total = max(1, macs.total())
+    shares = {name: n / total for name, n in macs.items()}
+    return shares, {layer: n / total for layer, n in float32_macs.items() if n}

@@ -1,0 +1,71 @@
+"""Public names of a package, resolved on first use: what it imports for type checkers is the only list of them.
+
+Those of ``cpt_extras`` are collected in ``extensions``, so that ``cpt_core`` names what stands beside it in one file.
+
+>>> homes("cpt_core")["quantize_"], homes("cpt_core")["search"]
+('cpt_core.quantization.convert', 'cpt_extras')
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+COLLECTED = "cpt_core.extensions"
+FORMER_NAMES = {"choosing": "search", "inspecting": "diagnostics"}  # of subpackages, until the release after 0.4
+
+
+def homes(package: str) -> dict[str, str]:
+    """Return the public names of an imported package, and the module of each: its imports ``if TYPE_CHECKING``.
+
+    The home of a subpackage is the package above it.
+    """
+    source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    blocks = [node.body for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    found = {alias.name: str(node.module) for node in imports for alias in node.names}
+    if COLLECTED in found.values():
+        collected = homes(import_module(COLLECTED).__name__)
+        found = {name: collected[name] if home == COLLECTED else home for name, home in found.items()}
+    return found
+
+
+def is_top_level(home: str) -> bool:
+    """Return whether the home of a public name is a whole package, so that the name is a subpackage of it."""
+    return "." not in home
+
+
+def reference(package: str) -> dict[str, str]:
+    """Return the public names of a package and of its subpackages, such as ``search.allocate``, and their modules."""
+    found: dict[str, str] = {}
+    for name, home in homes(package).items():
+        if is_top_level(home):
+            subpackage = import_module(f"{home}.{name}").__name__
+            found |= {f"{name}.{inner}": module for inner, module in homes(subpackage).items()}
+        else:
+            found[name] = home
+    return found
+
+
+def lazily(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""
+    home = homes(package)
+    module = sys.modules[package]
+
+    def get(name: str) -> Any:
+        if FORMER_NAMES.get(name) in home:
+            warnings.warn(f"{package}.{name} is now {package}.{FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+            name = FORMER_NAMES[name]
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if is_top_level(home[name]):
+            return import_module(f"{home[name]}.{name}")
+        value = getattr(import_module(home[name]), name)
+        setattr(module, name, value)
+        return value
+
+    return list(home), get, lambda: sorted({*vars(module), *home})

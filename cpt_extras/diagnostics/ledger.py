@@ -1,0 +1,136 @@
+"""The ledger: BitOps that really ran, and their other prices, counted while a model trains.  Paper: section 4.1."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cpt_core.bitops.conventions import CONVENTIONS, PASSES, Work
+from cpt_core.bitops.counting import counting
+from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, widest
+from cpt_core.quantization.convert import precision_of
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.schedules.cost import FULL_PRECISION
+from cpt_core.validation import choose, declared
+from cpt_extras.formats.prices import price_table, total_prices
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class BitOpsLedger:
+    """Count the BitOps that really run while a model trains, pass by pass and at the active bits.
+
+    Use it as a context manager around training. Forward passes count while the model is in training mode; input and
+    weight gradients count when their backward pass runs, so skipped backward passes, recomputation and early stops show
+    up. It reads Python numbers only and does not change the computation. Compiled code is not counted, see ``unseen``.
+
+    Attributes:
+        unpriced: layer -> forward MACs so far that "paper" leaves out and "per_op" prices, see ``BitOpsPlan``.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    >>> with BitOpsLedger(model) as ledger:
+    ...     model(torch.ones(1, 4)).sum().backward()
+    >>> ledger.total(), ledger.total("paper")  # the paper prices three passes of every layer
+    (16.0, 24.0)
+    >>> ledger.float32
+    {'0': 1.0}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Count ``model``, converted or not."""
+        declared(type(self).__init__, locals())
+        self.model = model
+        self._tallies = {convention: Tally() for convention in CONVENTIONS}
+        self._computed_once: set[tuple[str, Formats]] = set()
+        self.unpriced: Counter[str] = Counter()
+
+    def __enter__(self) -> BitOpsLedger:
+        """Start to count."""
+        self._context = counting(self.model, self._report, self.unseen)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop counting."""
+        self._context.__exit__(*exception)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Names of the modules that are compiled: what runs in them is not counted."""
+        return compiled_parts(self.model)
+
+    @property
+    def float32(self) -> dict[str, float]:
+        """Layer -> share of the forward MACs so far that ran in float32 there."""
+        return self._tallies["per_op"].float32()
+
+    def bitops(self, convention: str = "per_op") -> dict[str, Counter[str]]:
+        """Return layer -> pass -> squared bits x MACs so far, exact integers."""
+        return self._tally(convention).squared_bits()
+
+    def by_layer(self, convention: str = "per_op") -> dict[str, float]:
+        """Return the BitOps of every layer so far."""
+        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops(convention).items()}
+
+    def by_pass(self, convention: str = "per_op") -> dict[str, float]:
+        """Return the BitOps so far of the forward pass, of input gradients ("error") and of weight gradients."""
+        layers = self.bitops(convention).values()
+        return {name: sum(passes[name] for passes in layers) / FULL_PRECISION**2 for name in PASSES}
+
+    def total(self, convention: str = "per_op") -> float:
+        """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
+        return self._tally(convention).total()
+
+    def costs(self, convention: str = "per_op") -> dict[str, float]:
+        """Return the totals so far by every price, each in its unit."""
+        return total_prices(self._tally(convention))
+
+    def table(self, convention: str = "per_op") -> pd.DataFrame:
+        """Return all prices so far: a row per layer, and the total."""
+        return price_table(self._tally(convention))
+
+    def _tally(self, convention: str) -> Tally:
+        return self._tallies[choose("convention", convention, CONVENTIONS)]
+
+    def _report(self, work: Work, precision: LayerPrecision | None) -> Callable[[], None] | None:
+        """Count the forward pass of an operation; return what counts its backward passes."""
+        if not self.model.training:
+            return None
+        active = None if precision is None or work.owner is None else _active_formats(precision)
+        formats = {"per_op": active or IN_FLOAT32}
+        if work.once:
+            computed = work.layer, formats["per_op"]
+            if computed in self._computed_once:
+                return None
+            self._computed_once.add(computed)
+        if work.passes("paper"):
+            formats["paper"] = active or self._widest_formats()
+        else:
+            self.unpriced[work.layer] += work.macs
+
+        def count(passes: Iterable[str]) -> None:
+            for convention, at in formats.items():
+                priced = [name for name in work.passes(convention) if name in passes]
+                self._tallies[convention].add(work, priced, at)
+
+        count(["forward"])
+        return lambda: count(["error", "weight"])
+
+    def _widest_formats(self) -> Formats:
+        precisions = [p for p in map(precision_of, self.model.modules()) if p is not None]
+        return widest([_active_formats(p) for p in precisions] or [IN_FLOAT32])
+
+
+def _active_formats(precision: LayerPrecision) -> Formats:
+    return IN_FLOAT32 if precision.in_force is None else precision.grids.priced(precision.in_force)
+
+
+def compiled_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
+    modules = model.named_modules()
+    return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)

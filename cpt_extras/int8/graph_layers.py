@@ -1,0 +1,175 @@
+"""Graph convolutions on codes: their products, and with Q-Agg the sums over neighbours, forward and backward.
+
+A sum has an integer form where all that enters it has one step: int8 codes are added in int32, and a multiple of the
+degree makes values of the sum. The authors' range per node rules that out for features, not for gradients, which have
+one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer form is the simulation.
+
+Importing this module registers the executors of both operations. The operator at the end stands for a chain of plain
+operations and gives the same bits; on a CPU, C++ runs it in one pass (``graph.h``).
+
+>>> x = QuantizedTensor.of(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
+>>> total(Graph(torch.tensor([0, 2]), torch.tensor([0, 1]), num_src=2), x).tolist()
+[[3.0, 3.0]]
+
+Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.graph_handlers import GraphOperand
+from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, values
+from cpt_extras.int8.quantized_tensor import QuantizedTensor
+from cpt_extras.kernels import operators
+
+LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
+PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
+ONE_RANGE = ("per_tensor", "per_position", "per_sample_mean")  # granularities with one range for a matrix (N, F)
+
+
+@torch.compiler.disable
+def project(
+    precision: LayerPrecision,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    roles: tuple[str, str],
+    along: Any,
+    operand: GraphOperand,
+) -> Tensor | None:
+    """Return x (N, I) times a weight, on codes; None where it is to be simulated."""
+    x, weight, _ = operands
+    if not multiplies_integers(precision, x):
+        return None
+    quantizer = precision.quantizers["input"]
+
+    def encode() -> QuantizedTensor:
+        return encoded(precision, "input", x)
+
+    def encode_once() -> QuantizedTensor:
+        key = "codes", operand.out_exponent, len(x), quantizer, precision.now.formats.activation
+        return operand.graph.keep(operand.x, key, encode)
+
+    codes = encode if quantizer.running else encode_once  # a running range follows every batch
+    return _Project.apply(x, weight, codes, operand.is_transposed, precision)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        codes: Callable[[], QuantizedTensor],
+        is_transposed: bool,
+        precision: LayerPrecision,
+    ) -> Tensor:
+        a, w = codes(), encoded(precision, "weight", weight)
+        ctx.save_for_backward(*a, *w)
+        ctx.is_transposed, ctx.rounding = is_transposed, GradientRounding(precision)
+        return product(a, w.t() if is_transposed else w)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        a, w = saved_operands(ctx)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        g = ctx.rounding(gradient) if gradient.numel() else gradient
+        x_grad = product(g, w if ctx.is_transposed else w.t()) if needs_x else None
+        weight_grad = None
+        if needs_weight:
+            weight_grad = product(g.t(), a) if ctx.is_transposed else product(a.t(), g)
+        return x_grad, weight_grad, None, None, None
+
+
+@torch.compiler.disable
+def aggregate(
+    precision: LayerPrecision,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    roles: tuple[str, str],
+    along: Any,
+    operand: GraphOperand,
+) -> Tensor | None:
+    """Return the sum or mean over neighbours, on codes; None where it is to be simulated."""
+    x = operands[0]
+    if not multiplies_integers(precision, x):
+        return None
+    return _Aggregate.apply(x, operand.graph, operand.reduce == "mean", precision)
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision) -> Tensor:
+        ctx.graph, ctx.is_mean, ctx.rounding = graph, is_mean, GradientRounding(precision)
+        if precision.quantizers["aggregation"].grid in ONE_RANGE:
+            h = total(graph, encoded(precision, "aggregation", x))
+        else:
+            h = graph.aggregate(precision.operand("aggregation", x))
+        return h.div_(_divisors(graph)) if is_mean else h
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        g = ctx.rounding(gradient) if gradient.numel() else gradient
+        divided = values(g) / _divisors(ctx.graph) if ctx.is_mean else g
+        return total(ctx.graph.transposed, divided), None, None, None
+
+
+def total(graph: Graph, x: Operand) -> Tensor:
+    """Return the sum over every node's in-neighbours, (D, F) float32: of codes, in int32, where those have one step.
+
+    ValueError for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
+    """
+    if not (isinstance(x, QuantizedTensor) and x.one_step):
+        return graph.aggregate(values(x))
+    if graph.num_edges > LARGEST_DEGREE and graph.largest_in_degree > LARGEST_DEGREE:
+        raise ValueError(
+            f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {graph.largest_in_degree:,} edges lead to a node; "
+            "take execution 'simulated'"
+        )
+    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
+    return operators.active.sum_neighbours(x.codes, zero, scale, rest, graph.indptr, graph.indices)
+
+
+def _divisors(graph: Graph) -> Tensor:
+    return graph.in_degrees.clamp_min(1).unsqueeze(1)
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+
+def _sum_neighbours(
+    _: Any, codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
+) -> Tensor:
+    rows, degrees = len(indptr) - 1, indptr.diff()
+    totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
+    nodes = torch.arange(rows, device=codes.device).repeat_interleave(degrees, output_size=len(indices))
+    edges = max(1, PART // max(1, codes.shape[1]))
+    for start in range(0, len(indices), edges):
+        part = slice(start, start + edges)
+        totals.index_add_(0, nodes[part], codes[indices[part]].int())
+    degrees = degrees.long().unsqueeze(1)
+    return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
+
+
+OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and without numbers
+    "sum_neighbours": (
+        "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
+        _sum_neighbours,
+        lambda codes, zero, scale, rest, indptr, _: scale.new_empty(len(indptr) - 1, codes.shape[1]),
+    ),
+}
+for _family, _library in operators.LIBRARIES.items():
+    for _name, (_schema, _plain, _fake) in OPERATORS.items():
+        operators.define(_library, _name, _schema, partial(_plain, getattr(torch.ops, _family)), _fake)
+for _execution in ("integer", "auto"):
+    EXECUTORS[_execution, "graph_linear"] = project
+    EXECUTORS[_execution, "aggregation"] = aggregate

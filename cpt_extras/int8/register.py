@@ -1,0 +1,102 @@
+"""Executors of integer execution: layers multiply 8-bit integers where that is exact.
+
+``quantize_`` loads this module, by ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
+``EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
+integer form at the bits in effect; it is simulated then.
+
+- "linear" and "conv2d": of an ``nn.Linear`` or ``nn.Conv2d`` by its own weight;
+- "matmul": of two activations, as attention has them; for "integer" alone, as these are no faster than in float32.
+
+"auto" is "integer" on CPUs with instructions for such matmuls and "simulated" elsewhere. "integer" runs on all devices,
+on GPUs and some CPUs slower than float32: a warning says so. More than 8 bits, and float64, are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+import cpt_extras.int8.graph_layers
+import cpt_extras.int8.lstm  # noqa: F401 - likewise
+from cpt_core.quantization.layers import ONE_RANGE
+from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_extras.int8.convolution import Geometry
+from cpt_extras.int8.execution import describe_execution as describe_execution
+from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.execution import note_active_bits as note_active_bits
+from cpt_extras.int8.fallback import products_of as products_of
+from cpt_extras.int8.fallback import simulated_products as simulated_products
+from cpt_extras.int8.layers import conv2d_on_codes, linear_on_codes, product_on_codes
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+Roles = tuple[str, str]
+Along = tuple[int | None, int | None]
+OWN_WEIGHT = ("input", "weight")  # roles of an operation of a layer by its own weight
+
+
+def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
+    return precision.own_role(roles[0]), precision.own_role(roles[1])
+
+
+def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``F.linear`` of a linear layer on 8-bit integers."""
+    is_own = precision.kind == "linear" and _own_roles(precision, roles) == OWN_WEIGHT
+    if not is_own or not multiplies_integers(precision, operands[0]):
+        return None
+    return linear_on_codes(precision, *operands)
+
+
+def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
+    x, weight, _ = operands
+    is_own = precision.kind == "conv" and _own_roles(precision, roles) == OWN_WEIGHT
+    if not is_own or not multiplies_integers(precision, x):
+        return None
+    rest, more = options
+    geometry = convolution_geometry(*rest, **more)
+    if geometry is None or not _has_windows(x, weight, geometry) or precision.quantizers["input"].grid not in ONE_RANGE:
+        return None
+    return conv2d_on_codes(precision, *operands, *geometry)
+
+
+def convolution_geometry(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Geometry | None:
+    """Return the geometry of a convolution that has an integer form: no groups, and padding in numbers."""
+    if groups != 1 or isinstance(padding, str):
+        return None
+    return Geometry(_pair(stride), _pair(padding), _pair(dilation))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    return (sizes[0], sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def _has_windows(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """Return whether the shapes fit; of others torch says what is wrong."""
+    if x.dim() != 4 or x.shape[1] != weight.shape[1]:
+        return False
+    sizes = zip(x.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True)
+    return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
+
+
+def matmul(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+    """Compute ``first @ second`` of two activations on 8-bit integers."""
+    first, second, bias = operands
+    is_plain = along == (None, None) and bias is None and roles[1] != "linear_weight"
+    if not is_plain or not first.dim() > 1 < second.dim() or not multiplies_integers(precision, first):
+        return None
+    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:  # as those of outer products
+        return None
+    return product_on_codes(
+        precision, _own_roles(precision, roles), precision.own_role("attention_grad"), *operands[:2]
+    )
+
+
+Executor = Callable[[LayerPrecision, Operands, Roles, Along, Any], Tensor | None]
+_executors: dict[str, Executor] = {"linear": linear, "conv2d": conv2d}
+for _execution in ("integer", "auto"):
+    EXECUTORS.update({(_execution, _name): _executor for _name, _executor in _executors.items()})
+EXECUTORS["integer", "matmul"] = matmul

@@ -1,0 +1,103 @@
+"""What the callbacks share: the bits of training and of evaluation, and what is logged of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from cpt_core.quantization.convert import is_converted
+from cpt_core.quantization.scheduler import EvalBits, PrecisionScheduler, Schedules
+from cpt_core.schedules import cost
+from cpt_extras.diagnostics.recording import Recording
+from cpt_extras.formats.ladder import AFFINE
+
+LOGGED = ("level", "snr_db", "underflow", "gradient_to_noise")  # of what a recording knows
+
+
+class TrainerPrecision(PrecisionScheduler):
+    """A ``PrecisionScheduler`` that knows what a Trainer logs.
+
+    ``total_steps``: optimizer steps that the Trainer will take; None when it is not about to train.
+    """
+
+    recording: Recording | None = None
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None,
+        eval_bits: EvalBits = "current",
+    ) -> None:  # fmt: skip
+        if not is_converted(model):
+            raise ValueError("the model has no quantised layers; call quantize_(model) before the Trainer is made")
+        super().__init__(model, schedule, q_grad, eval_bits=eval_bits)
+        if total_steps not in (None, self.total_steps):
+            raise ValueError(
+                f"the schedule has total_steps = {self.total_steps}, but the Trainer will take {total_steps} "
+                "optimizer steps; the two must be equal"
+            )
+        self.model = model
+        self._relative_cost = {p: self._so_far(p) for p in self.schedules}
+
+    def start_recording(self, every: int | None, step: int) -> None:
+        """Record one step of so many from a step on, None for none; ``stop_recording`` ends it."""
+        self.stop_recording()
+        self._told = -1
+        if every is not None:
+            self.recording = Recording(self.model, every, step).__enter__()
+
+    def stop_recording(self) -> None:
+        """Take recording off the model; what it found stays."""
+        if self.recording is not None and self.recording.open:
+            self.recording.__exit__()
+
+    def recorded(self) -> dict[str, float]:
+        """Return the scalars of the last recorded step, once: of every role the median over layers."""
+        steps = self.recording.steps if self.recording is not None else []
+        if self.recording is None or not steps or steps[-1] == self._told:
+            return {}
+        self._told = steps[-1]
+        of_roles: dict[str, list[float]] = {}
+        for name, value in self.recording.scalars().items():
+            _, role, statistic = name.rsplit("/", 2)
+            if statistic in LOGGED and np.isfinite(value):  # a bias of zeros has no noise
+                of_roles.setdefault(f"{role}/{statistic}", []).append(value)
+        return {name: float(np.median(values)) for name, values in of_roles.items()}
+
+    def evaluate_as_it_trains(self) -> None:
+        """Let ``eval()`` change no bits from now on."""
+        if all(layer.driver is self for layers in self._groups.values() for layer in layers):  # not another's
+            self.eval_bits = "current"
+
+    def _so_far(self, pattern: str) -> NDArray[np.float64]:
+        """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
+        schedule = self.schedules[pattern][0]
+        ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
+        on = None if ladders is None or set(ladders) == {AFFINE} else tuple(ladders)
+        spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
+        return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
+
+    def logs(self, steps: int) -> dict[str, float]:
+        """Return what to log after so many optimizer steps; nothing after none.
+
+        ``bits`` are those of the last step, ``relative_cost`` is the cost of all steps so far divided by that of the
+        same steps at static ``q_max``, gradients too. Several schedules give one pair each: ``bits/PATTERN``.
+        """
+        entries: dict[str, float] = {}
+        for pattern, (schedule, _) in self.schedules.items() if steps else ():
+            last = min(steps, self.total_steps) - 1
+            entries[self._name("bits", pattern)] = schedule(last)
+            entries[self._name("relative_cost", pattern)] = float(self._relative_cost[pattern][last])
+        return entries
+
+    def eval_logs(self) -> dict[str, float]:
+        """Return the bits of evaluation in force, 32 for float32; nothing while the model trains."""
+        entries: dict[str, float] = {}
+        for pattern, layers in () if self.model.training else self._groups.items():
+            layer = min(layers, key=lambda layer: not layer.has_weights)  # others hear of the mode when they run
+            levels = layer.in_force
+            bits = None if levels is None else levels.activation
+            entries[self._name("eval_bits", pattern)] = bits or cost.FULL_PRECISION
+        return entries
+
+    def _name(self, what: str, pattern: str) -> str:
+        return what if len(self.schedules) == 1 else f"{what}/{pattern}"

@@ -1,0 +1,105 @@
+"""Several processes, one model: ranges of the whole batch, not of a process's part of it.  Beyond the paper.
+
+Data-parallel training shares a batch out to processes. Left alone, each rounds on ranges of its own part. Inside
+``agreed_ranges`` each takes the ends of all: so N processes train as one process with the whole batch does, up to the
+order of sums (and the noise of stochastic rounding, which every process has of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from cpt_core.quantization.rounding import Range, clips
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend
+
+OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
+
+
+@contextmanager
+def agreed_ranges() -> Iterator[None]:
+    """Round on ranges over all processes of the default group; around a training with its backward passes.
+
+    Every process must run the same layers on parts of one size. Each rounding of a tensor with one range for several
+    examples waits for the others: two numbers a range go around. So a process may evaluate alone only what rounds on
+    running ranges, as the authors' layers do, or outside of the block. Layers run uncompiled.
+
+    Raises:
+        RuntimeError: without a group of processes; from layers whose operators find ranges of several examples inside
+            (LSTM and graph layers as the authors round them), and from compiled ones.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise RuntimeError("ranges are agreed on between processes: call torch.distributed.init_process_group first")
+    backend()
+    before = operators.active
+    operators.active = _Agreed(before, distributed.new_group())  # a group of its own: DDP's is busy in backward passes
+    try:
+        yield
+    finally:
+        operators.active = before
+
+
+@contextmanager
+def own_ranges() -> Iterator[None]:
+    """Inside ``agreed_ranges``, round on ranges of this process's part again: what one of them computes alone."""
+    before = operators.active
+    operators.active = getattr(before, "ops", before)
+    try:
+        yield
+    finally:
+        operators.active = before
+
+
+class _Agreed:
+    """The operators ``ops``, with ranges over all processes of a group."""
+
+    def __init__(self, ops: Any, group: Any) -> None:
+        self.ops, self.group = ops, group
+
+    def range(self, x: Tensor, granularity: str) -> Range:
+        """Return the ranges of what all processes have, of ``x`` in this one."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("inside agreed_ranges layers run uncompiled")
+        low, width = self.ops.range(x, granularity)
+        kind = granularity.partition("|")[0]
+        if kind == OF_EXAMPLES:
+            return low, width
+        high = -self.ops.range(-x, granularity)[0]  # exactly: low + width is rounded
+        if kind == "per_sample_mean":
+            ends = self._reduced(low, high, distributed.ReduceOp.SUM) / self.group.size()
+            return ends[0], ends[1] - ends[0]
+        ends = self._reduced(-low, high, distributed.ReduceOp.MAX)
+        return -ends[0], ends[1] + ends[0]
+
+    def _reduced(self, low: Tensor, high: Tensor, how: Any) -> Tensor:
+        ends = torch.stack([low, high])
+        distributed.all_reduce(ends, how, self.group)
+        return ends
+
+    def fake_quantize(
+        self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)  # the same in all processes
+        find_range = self.ops.range if is_weight else self.range
+        low, width = find_range(x.detach(), granularity)
+        clip = clips(granularity.partition("|")[0], key is not None)
+        return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return any other operator, which finds no range of several examples inside."""
+
+        def local(*given: Any) -> Any:
+            grids = [g for g in given if isinstance(g, str) and g.partition("|")[0] != OF_EXAMPLES]
+            if name.startswith("round_scale") or (grids and name != "round_in_range"):
+                raise RuntimeError(
+                    f"{name} finds the ranges of several examples inside, on which processes cannot agree; give the "
+                    "layer quantizers with granularity='per_row', leave it in float32, or train without agreed_ranges"
+                )
+            return getattr(self.ops, name)(*given)
+
+        return local

@@ -1,0 +1,179 @@
+"""Build ``operators.cpp`` once, into the user's cache, and load it.
+
+The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
+its place and moved there, under a lock: processes that start at once build it once.
+
+Loading a library runs it. So it is taken from the cache only where nobody else could have put it: it and the folders
+above belong to this user or to root, and others cannot write to them (above its own folder there may be one like
+``/tmp``, where each may delete his own alone). Else it is left alone, and the kernels are built for this process. And
+only if its content has the digest that was written when it was built; else it is built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+log = logging.getLogger(__name__)
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
+# No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
+# rounding and comparisons be vectorised and change no result.
+FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+WIDE = {
+    "AVX2": ("-mavx2",),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+}
+
+
+def kernels_dir() -> Path:
+    """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
+    given = os.environ.get("CPT_KERNELS_DIR")
+    return Path(given).expanduser() if given else user_cache_path("cpt_core", appauthor=False) / "kernels"
+
+
+class NoKernelsError(RuntimeError):
+    """The C++ kernels cannot be had here; the message says why."""
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: ``CXX``, else g++ or clang++, else None."""
+    return shutil.which(os.environ.get("CXX") or "g++") or (None if "CXX" in os.environ else shutil.which("clang++"))
+
+
+def load() -> str:
+    """Load the kernels, build them first if need be, and return what they are.
+
+    Raises:
+        NoKernelsError: when there is no compiler, or it fails.
+    """
+    if sys.platform == "win32":
+        raise NoKernelsError("they are not built on Windows")
+    flags = (*FLAGS, *WIDE.get(capability(), ()))
+    sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
+    facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
+    name = f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
+    library = kernels_dir().resolve() / name
+    folder, exposed = library.parent, open_to_others(library)
+    if library.exists() and not exposed:
+        try:
+            _verify(library)
+            _load(library)
+        except NoKernelsError as error:  # cut short on a full disk, say
+            log.warning("%s; they are built again", error)
+        else:
+            return f"{capability()}, {library}"
+    if compiler() is None:
+        said = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
+        raise NoKernelsError(f"{said}, and {exposed}" if exposed else said)
+    if exposed:
+        log.warning("%s; kernels are built for this process alone, or name a safe folder with CPT_KERNELS_DIR", exposed)
+        return _alone(name, flags, exposed)
+    before = library.stat().st_mtime_ns if library.exists() else None
+    try:
+        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        with FileLock(folder / f"{name}.lock"):
+            if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
+                _build(library, flags)
+    except OSError:  # a cache that cannot be written to
+        return _alone(name, flags, f"{folder} cannot be written to")
+    _load(library)
+    return f"{capability()}, {library}"
+
+
+def capability() -> str:
+    """Return the instructions that torch itself uses here, such as "AVX512"."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def open_to_others(library: Path) -> str:
+    """Say why somebody else could have written a file, or could write it: a path without symbolic links; "" if not."""
+    for path in (library, *library.parents[:-1]):
+        try:
+            found = path.lstat()
+        except OSError:  # not there yet
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user (number {found.st_uid})"
+        sticky = path not in (library, library.parent) and found.st_mode & stat.S_ISVTX
+        others = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        if found.st_mode & others and not sticky:
+            return f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the user's alone, as most systems make one for everybody: of that name, with nobody else."""
+    import grp  # these two are not on Windows
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _alone(name: str, flags: tuple[str, ...], why: str) -> str:
+    """Build and load a library that nobody else sees, and return what it is."""
+    with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
+        _build(Path(own) / name, flags)
+        _load(Path(own) / name)
+    return f"{capability()}, built for this process alone: {why}"
+
+
+def _verify(library: Path) -> None:
+    """Raise NoKernelsError for a library that is not, byte for byte, what was built."""
+    try:
+        written = library.with_suffix(".sha256").read_text(encoding="ascii")
+    except OSError:
+        raise NoKernelsError(f"{library} has no digest") from None
+    if written != hashlib.sha256(library.read_bytes()).hexdigest():
+        raise NoKernelsError(f"{library} is not what was built: its digest differs")
+
+
+def _load(library: Path) -> None:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise NoKernelsError(f"{library} cannot be loaded: {error}") from None
+    if not hasattr(torch.ops.cpt, "quantize_gradient"):  # which it alone defines
+        raise NoKernelsError(f"{library} defines no operator of this package")
+
+
+def _build(library: Path, flags: tuple[str, ...]) -> None:
+    # torch.utils.cpp_extension knows these folders, too, but needs setuptools, and its import looks for CUDA and warns.
+    home = Path(torch.__file__).parent
+    headers = home / "include"
+    includes = (headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
+    found = compiler()
+    assert found is not None
+    handle, part = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    try:
+        command = [found, "-std=c++20", *flags, *(f"-I{path}" for path in includes), str(SOURCES[0]), "-o", part]
+        command += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise NoKernelsError(f"{found} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
+        os.chmod(part, 0o644)
+        from cpt_extras.files import write_text  # kernels are built once
+
+        write_text(library.with_suffix(".sha256"), hashlib.sha256(Path(part).read_bytes()).hexdigest())
+        os.replace(part, library)
+    finally:
+        Path(part).unlink(missing_ok=True)

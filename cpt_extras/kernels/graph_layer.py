@@ -1,0 +1,128 @@
+"""Graph convolutions with fewer passes over the nodes: scaling by degree, rounding and bias by one operator each.
+
+Everything here gives the same bits as ``quantization.graph_handlers``, whose handlers it replaces when it is imported;
+the operators are in ``kernels.graph``. Compilers fuse the plain chain themselves, and a recorded step is to see every
+rounding: both are left to the plain handlers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cpt_extras.kernels.graph  # noqa: F401 - defines the operators
+from cpt_core.graphs.functional import in_degree_scale
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.graph_handlers import GraphHandlers
+from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.precision import HALF, LayerPrecision
+from cpt_extras.kernels import gemm_backend, operators
+
+ONE_RANGE = ("per_tensor", "per_position")  # granularities with one range for a matrix (N, F)
+UNROUNDED = "_before_gradient_rounding"  # name of the attribute of an output: the same, its gradient not rounded
+
+
+class _ScaleAndAddBias(torch.autograd.Function):
+    """``scale_round_add`` of a product; its gradient is rounded behind the bias, and again behind the scaling."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        scale: Tensor | None,
+        bias: Tensor,
+        levels: Tensor,
+        granularity: str,
+        grad_levels: Tensor,
+        key: Tensor | None,
+    ) -> Tensor:
+        ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
+        return operators.active.scale_round_add(h, scale, bias, levels, granularity)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        product_grad, bias_grad = operators.active.round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
+        if ctx.key is not None:
+            ctx.key.add_(2)
+        return product_grad, None, bias_grad, None, None, None, None
+
+
+class FusedGraphHandlers(GraphHandlers):
+    """The handlers with fused operators, where those compute the same."""
+
+    def scaled_operand(
+        self, precision: LayerPrecision | None, role: str, x: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, str | None]:
+        """Return ``x * scale``, rounded in the same pass."""
+        if precision is None or scale is None or precision.execution != "simulated":
+            return super().scaled_operand(precision, role, x, scale)
+        if not _is_fusible(precision, precision.own_role(role), x):
+            return super().scaled_operand(precision, role, x, scale)
+        granularity = precision.quantizers[precision.own_role(role)].grid
+        return operators.active.scale_round(x, scale, precision.levels, granularity), None
+
+    def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+        """Return x (N, I) times a weight, by the library that is faster on this processor."""
+        if not is_transposed and gemm_backend.in_onednn(x, weight.t()):
+            return operators.linear(x, weight.t())
+        return super().multiply(x, weight, is_transposed)
+
+    def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
+        """Run an operation; its result also knows what it was before its gradient was to be rounded."""
+        if torch.compiler.is_compiling() or mode.on_operation is not None:  # the gradient of the result is waited for
+            return super().run(mode, *args, **options)
+        layer, name, compute, *others = args
+        computed = []
+
+        def remember(*operands: Any) -> Tensor:
+            computed.append(compute(*operands))
+            return computed[0]
+
+        y = super().run(mode, layer, name, remember, *others, **options)
+        if computed and y is not computed[0]:
+            setattr(y, UNROUNDED, computed[0])
+        return y
+
+    def scale_and_add_bias(
+        self,
+        mode: QuantizedOpsMode,
+        function: Any,
+        graph: Graph,
+        h: Tensor,
+        in_exponent: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Scale, round and add in one pass; with the rounding of the gradient of ``h``, where h is a product."""
+        layer = mode.running.stack[-1].interception
+        precision = layer.precision
+        if precision is None or layer.kind != "graph" or bias is None or not _is_fusible(precision, "input", h):
+            return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
+        quantizer = precision.quantizers["grad"]
+        if quantizer.grid not in ONE_RANGE:
+            return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
+        scale, rounded_bias = in_degree_scale(graph, in_exponent, h), precision.operand("bias", bias)
+        granularity = precision.quantizers["input"].grid
+        product = getattr(h, UNROUNDED, None)
+        if product is None or not precision.now.gradient or not product.requires_grad:
+            total = operators.active.scale_round_add(h, scale, rounded_bias, precision.levels, granularity)
+            return precision.gradient("grad", total)
+        key = precision.noise_key if quantizer.rounding == "stochastic" else None
+        levels = precision.levels, granularity, precision.grad_levels, key
+        return _ScaleAndAddBias.apply(product, scale, rounded_bias, *levels)
+
+
+def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
+    """Return whether an operand is rounded now, and on its own range."""
+    precision.require_bits()
+    if torch.compiler.is_compiling() or precision.observed or x.dtype in HALF:
+        return False
+    if not precision.now.activation or x.numel() == 0:
+        return False
+    precision.follow(x)
+    quantizer = precision.quantizers[role]
+    return quantizer.grid in ("per_row", *ONE_RANGE) and not quantizer.running
+
+
+FusedGraphHandlers().register()

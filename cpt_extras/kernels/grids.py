@@ -1,0 +1,68 @@
+"""Grids: what kernels are told to round to.
+
+What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
+else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
+
+>>> import torch
+>>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
+>>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
+[[0.0, 0.5, -6.0], [1.0, 2.0, 12.0]]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cpt_core.quantization import rounding
+
+if TYPE_CHECKING:
+    from cpt_extras.formats.format import Format
+
+
+def parts_of(grid: str) -> tuple[str, Format | None]:
+    """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
+    if grid not in _parts:  # a dict: compilers do not follow a cached function
+        granularity, _, name = grid.partition("|")
+        _parts[grid] = granularity, _format_named(name) if name else None
+    return _parts[grid]
+
+
+def _format_named(name: str) -> Format:
+    from cpt_extras.formats.format import Format
+
+    return Format.of(name)
+
+
+_parts: dict[str, tuple[str, Format | None]] = {}
+
+
+def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a tensor that is not empty on its own range; return it with the range, which every format shares.
+
+    Arguments as those of ``round_in_range``.
+    """
+    granularity = grid.partition("|")[0]
+    low, width = rounding.range_of(x, granularity)
+    clip = rounding.clips(granularity, key is not None)
+    return round_in_range(x, low, width, levels, grid, key, clip), low, width
+
+
+def round_in_range(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None, clip: bool
+) -> Tensor:
+    """Round to a grid, see the module, of a given range, such as a stored one.
+
+    Arguments as those of ``rounding.round_to_grid``. A format has its own levels and always clips; the range plays no
+    part for mx and for what is not scaled.
+
+    Raises:
+        ValueError: for a row that blocks do not divide.
+    """
+    granularity, format = parts_of(grid)
+    if format is None:
+        return rounding.round_to_grid(x, low, width, levels, key, clip)
+    from cpt_extras.formats.format_rounding import round_to_format
+
+    return round_to_format(x, low, width, granularity, format, key)

@@ -1,0 +1,151 @@
+"""One direction of a quantised LSTM as one operator: a faster form of ``quantization.lstm``, to the same numbers.
+
+Step by step the input is rounded and multiplied T times; here all steps of the input are one matmul, with a range for
+every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``.
+
+``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
+into its graph, where a layer in one direction is one node, and one more in the backward pass.
+
+Importing this module registers it.
+
+Shapes: as in ``quantization.lstm``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization.lstm import LSTMDirection, lstm_handler
+from cpt_core.quantization.op_handlers import functions_named, register_handler
+from cpt_core.quantization.rounding import Range
+from cpt_extras.kernels.layer_state import (
+    clips_operand,
+    gradient_noise,
+    is_calibrated,
+    or_stored,
+    stored_range,
+    track_steps,
+)
+from cpt_extras.kernels.lstm import Forward, recurrence
+from cpt_extras.kernels.operators import fake_quantize, linear, range_of, round_in_range
+
+
+def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
+    precision, role = direction.precision, f"hidden_{direction.name}"
+    input_weight = precision.operand("weight", direction.input_weight)
+    hidden_weight = precision.operand("weight", direction.hidden_weight)
+    input_bias, hidden_bias = (
+        None if bias is None else precision.operand("bias", bias)
+        for bias in (direction.input_bias, direction.hidden_bias)
+    )
+    product = linear(rounded_input(direction, x), input_weight, input_bias)
+    x_gates = _with_rounded_gradient(direction, product)
+
+    needs_gradient = any(t is not None and t.requires_grad for t in (x_gates, hidden_weight, hidden_bias, h, c))
+    save = torch.is_grad_enabled() and needs_gradient
+    low, width, filled = stored_range(precision, role)
+    grad_levels, grad_granularity, key, advance = gradient_noise(precision, "grad", direction.steps if save else 0)
+    y, last_h, last_c, ranges = recurrence(
+        Forward(
+            x_gates,
+            hidden_weight,
+            hidden_bias,
+            h,
+            c,
+            direction.steps,
+            direction.sizes,
+            reverse=direction.is_reverse,
+            save=save,
+            levels=precision.levels if precision.now.activation else None,
+            granularity=precision.quantizers[role].grid,
+            low=low,
+            width=width,
+            filled=filled,
+            grad_levels=grad_levels,
+            grad_granularity=grad_granularity,
+            key=key,
+            advance=advance,
+        )
+    )
+    if precision.training and precision.quantizers[role].running and ranges.numel():
+        track_steps(precision, role, *ranges)
+    observe_operands(direction, x, h, y)
+    return y, last_h, last_c
+
+
+def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) -> None:
+    """Show who records what was rounded: x (N, I) and the hidden states that entered the steps, from h to y (N, H)."""
+    precision = direction.precision
+    if precision.observed:
+        rows = direction.rows_of_steps(x)
+        precision.observe(f"input_{direction.name}", x, rows)
+        precision.observe(f"hidden_{direction.name}", _hidden_before(direction, y, h), rows)
+
+
+def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
+    """Quantise x (N, I), every step on its own range."""
+    precision, role = direction.precision, f"input_{direction.name}"
+    quantizer = precision.quantizers[role]
+    if not precision.now.activation or x.numel() == 0 or is_calibrated(precision, role):
+        return precision.operand(role, x)
+    has_own_ranges = precision.training or not quantizer.running
+    if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
+        steps_apart = x.unflatten(0, (direction.steps, -1))  # a step is as a channel
+        grid = "per_channel" + quantizer.grid.removeprefix("per_tensor")
+        y, low, width = fake_quantize(steps_apart, precision.levels, grid)
+        _track_input(direction, low.flatten(), width.flatten())
+        return y.flatten(0, 1)
+    low, width = input_ranges(direction, x.detach())
+    return round_in_range(x, low, width, precision.levels, quantizer.grid, clip=clips_operand(precision, role))
+
+
+def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
+    """Return the ranges of x (N, I), every step its own, as those of its rows."""
+    precision, role = direction.precision, f"input_{direction.name}"
+    quantizer = precision.quantizers[role]
+    if not direction.sizes and quantizer.granularity == "per_tensor":
+        ranges = range_of(x.unflatten(0, (direction.steps, -1)), "per_channel")
+        of_steps = [r.flatten() for r in ranges]
+        rows = [r.expand(-1, len(x) // direction.steps, 1).reshape(-1, 1) for r in ranges]
+    else:
+        parts = x.split(direction.rows_of_steps(x))
+        ranges_of_parts = [range_of(part, quantizer.grid) for part in parts]
+        columns = list(zip(*ranges_of_parts, strict=True))
+        of_steps = [torch.stack(column) for column in columns] if quantizer.running else []
+        rows = [
+            torch.cat([r.expand(len(part), 1) for r, part in zip(column, parts, strict=True)]) for column in columns
+        ]
+    if quantizer.running and precision.training:
+        _track_input(direction, *of_steps)
+    return or_stored(precision, role, *rows)
+
+
+def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
+    """Let the running range of the input follow the ranges of all steps, (T,), in the order of the direction."""
+    precision, role = direction.precision, f"input_{direction.name}"
+    if precision.quantizers[role].running:
+        low, width = (r.flip(0) if direction.is_reverse else r for r in (low, width))
+        track_steps(precision, role, low, width)
+
+
+def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:
+    """Quantise the gradient of the input product, (N, 4 H), step by step."""
+    precision = direction.precision
+    if precision.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
+        return precision.gradient("grad", y)
+    return torch.cat([precision.gradient("grad", part) for part in y.split(direction.rows_of_steps(y))])
+
+
+def _hidden_before(direction: LSTMDirection, y: Tensor, h: Tensor) -> Tensor:
+    """Return the hidden states that enter the steps, (N, H): y (N, H) behind them, h (B, H) before the first."""
+    rows = direction.rows_of_steps(y)
+    behind = y.split(rows)
+    if direction.is_reverse:  # sequences that end earlier begin with states of h
+        later = zip(rows, (*behind[1:], h[:0]), strict=True)
+        return torch.cat([torch.cat([states, h[len(states) : n]]) for n, states in later])
+    return torch.cat([h[: rows[0]], *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True))])
+
+
+register_handler(functions_named("lstm"), lstm_handler(run_fused), "input hx")

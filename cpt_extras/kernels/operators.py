@@ -1,0 +1,216 @@
+"""The registered operators ``torch.ops.cpt.*``: one node each for autograd, compilers, fake tensors and CUDA graphs.
+
+The schemas, what they do without numbers (fake tensors), their gradients, and the plain backend behind them; C++ and
+Triton put theirs before it (``backend.py``). ``torch.ops.cpt_reference.*`` are the same and always plain.
+
+>>> fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(1.0), "per_tensor")[0].tolist()
+[0.0, 0.0, 1.0]
+
+Gradients pass every rounding unchanged (straight-through estimator). Under Inductor the operators are taken apart, so
+that rounding fuses with what stands around it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization import autocast_matmul, rounding
+from cpt_core.quantization import fake_quantize as core
+from cpt_extras.kernels import gemm_backend, grids, integer_reference
+
+
+def _plain_range(x: Tensor, grid: str) -> rounding.Range:
+    """Return the ranges of a tensor that is not empty; of a grid (``grids``) those of its granularity."""
+    return rounding.range_of(x, grid.partition("|")[0])
+
+
+SCHEMAS = {
+    "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
+    "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
+    "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
+    "round_in_range": "(Tensor x, Tensor low, Tensor width, Tensor levels, str grid, Tensor? key, bool clip) -> Tensor",
+    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip, bool channels_last=False) "
+    "-> Tensor",
+    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
+    "-> ()",
+    "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
+    "linear": gemm_backend.SCHEMA,
+}
+PLAIN = {
+    "range": _plain_range,
+    "round_to_grid": rounding.round_to_grid,
+    "fake_quantize": grids.fake_quantize,
+    "round_in_range": grids.round_in_range,
+    "encode": integer_reference.encode,
+    "affine_": integer_reference.affine,
+    "track_": rounding.track,
+    "linear": gemm_backend.execute,
+}
+FAMILIES = ("cpt", "cpt_reference")
+# operators with products inside -> their plain backend, for those who look into it; to the last digits but of linear
+LOOPS: dict[str, Any] = {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}
+
+
+def range_of(x: Tensor, granularity: str) -> rounding.Range:
+    """Return the ranges of a tensor that is not empty, see ``rounding.GRANULARITIES``."""
+    return active.range(x, granularity)
+
+
+def fake_quantize(
+    x: Tensor, levels: Tensor, granularity: str, key: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a tensor that is not empty on its own range; return it, and the range.
+
+    ``granularity`` may be a grid, see ``kernels.grids``; then the format in it counts and ``levels`` do not.
+    """
+    return active.fake_quantize(x, levels, granularity, key)
+
+
+def round_in_range(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
+) -> Tensor:
+    """Round to any grid of a given range; arguments as those of ``grids.round_in_range``."""
+    if "|" not in grid:
+        return active.round_to_grid(x, low, width, levels, key, clip)
+    return active.round_in_range(x, low, width, levels, grid, key, clip)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
+    if torch.compiler.is_compiling() and not gemm_backend.in_onednn(x, weight):
+        return autocast_matmul.linear(x, weight, bias)
+    return gemm_backend.linear(active, x, weight, bias)
+
+
+def has_gradient_node(y: Tensor) -> bool:
+    """Whether C++ can quantise the gradient of this output, ``torch.ops.cpt.quantize_gradient``."""
+    return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
+
+
+def describe_device(device: torch.device) -> str:
+    """Return what rounds on a device, in a word; ``backend`` puts its own function here."""
+    return "not loaded"
+
+
+class KernelOperators:
+    """The rounding functions of this package, in the place of ``fake_quantize.PlainOperators``."""
+
+    range = staticmethod(range_of)
+    fake_quantize = staticmethod(fake_quantize)
+    linear = staticmethod(linear)
+
+    round_in_range = staticmethod(round_in_range)
+
+    @staticmethod
+    def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
+        """Update a running range in place."""
+        active.track_(running, low, width)
+
+    @staticmethod
+    def quantize_gradient(y: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> Tensor:
+        """Return ``y`` behind a node of autograd that rounds its gradient, of C++ where there is one."""
+        if has_gradient_node(y):
+            return torch.ops.cpt.quantize_gradient(y, levels, key, grid)
+        return core.PlainOperators.quantize_gradient(y, levels, grid, key)
+
+    @staticmethod
+    def name_on(device: torch.device) -> str:
+        """Return what rounds on a device, in a word."""
+        return describe_device(device)
+
+
+def use(family: str) -> None:
+    """Choose the operators that the functions above call, "cpt" or "cpt_reference", and let the core round by them."""
+    global active
+    active = getattr(torch.ops, family)
+    core.use_operators(KernelOperators)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _fake_round(x: Tensor, *_: Any) -> Tensor:
+    _teach_inductor()
+    return torch.empty_like(x)
+
+
+def _fake_encode(x: Tensor, *rest: Any) -> Tensor:
+    return integer_reference.empty_codes(x, channels_last=len(rest) > 5 and rest[5])
+
+
+def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any) -> Tensor:
+    _check(x, grid)
+    return _fake_round(x)
+
+
+def _check(x: Tensor, grid: str) -> None:
+    format = grids.parts_of(grid)[1]
+    if format is not None:
+        from cpt_extras.formats.format import check_blocks
+
+        check_blocks(x.shape, format)
+
+
+def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    _teach_inductor()
+    _check(x, granularity)
+    return torch.empty_like(x), *_plain_range(x, granularity)
+
+
+def _gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return gradient, *[None] * ctx.others
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.others = len(inputs) - 1
+    ctx.set_materialize_grads(False)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+
+
+def define(
+    library: torch.library.Library, name: str, schema: str, plain: Any,
+    fake: Any = None, backward: Any = None, setup: Any = None,
+) -> None:  # fmt: skip
+    """Add an operator to a family: its plain backend, what it does without numbers, its gradient where it has any."""
+    library.define(f"{name}{schema}")
+    library.impl(name, plain, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup, lib=library)
+
+
+def _register(family: str) -> torch.library.Library:
+    library = torch.library.Library(family, "DEF")
+    fakes = {"range": _plain_range, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
+    fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range, "linear": gemm_backend.fake}
+    gradients = dict.fromkeys(("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup))
+    gradients["linear"] = partial(gemm_backend.gradient, getattr(torch.ops, family)), gemm_backend.setup
+    for name, schema in SCHEMAS.items():
+        define(library, name, schema, PLAIN[name], fakes.get(name, lambda *_: None), *gradients.get(name, ()))
+    return library
+
+
+def _teach_inductor() -> None:
+    """Let Inductor take the operators apart; called while a model is traced, where Inductor has been asked for."""
+    if _taught or "torch._inductor" not in sys.modules or not torch.compiler.is_compiling():
+        return
+    from torch._inductor import decomposition
+
+    for ops in (getattr(torch.ops, family) for family in FAMILIES):
+        for name in ("range", "round_to_grid", "fake_quantize", "round_in_range"):
+            decomposition.decompositions[getattr(ops, name).default] = PLAIN[name]
+    decomposition.fast_random_decomps.cache_clear()
+    _taught.append(True)
+
+
+_taught: list[bool] = []
+LIBRARIES = {family: _register(family) for family in FAMILIES}  # as long as these live, the operators exist
+active: Any = torch.ops.cpt
+gradient_node = False  # the C++ kernels bring it

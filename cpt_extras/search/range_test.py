@@ -1,0 +1,136 @@
+"""The precision range test: how few bits does this training bear?  The original CPT paper, section 3.3.
+
+Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from the same weights and on the same batches:
+
+    f(q) = (L_start - L_q) / (L_start - L_qmax)        q_min = the lowest q with f(q) >= 0.8
+
+L_q is the mean training loss over the second half of a short training at q bits. It takes any training loop:
+
+>>> import torch
+>>> _ = torch.manual_seed(0)
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> batches = torch.randn(25, 64, 8)
+>>> def train_step(step):
+...     x = batches[step % 25]
+...     loss = (model(x) - x[:, :2]).square().mean()
+...     loss.backward(), optimizer.step(), optimizer.zero_grad()
+...     return loss
+>>> found = precision_range_test(model, train_step, optimizer, bits=(4, 6), dwell=60)
+>>> found.q_min
+4
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpt_core.quantization.convert import QuantConfig
+from cpt_core.schedules.schedule import MOST_STEPS
+from cpt_core.validation import check_bits, choose, declared, whole
+from cpt_extras.progress import waiting
+from cpt_extras.search.range_test_result import MODES, PrecisionRange, judge
+from cpt_extras.search.restartable import TrainStep, Trial, of_model
+
+
+class RangeTestWarning(UserWarning):
+    """The answer of a range test could have been another one."""
+
+
+def precision_range_test(
+    model: nn.Module,
+    train_step: TrainStep,
+    optimizer: torch.optim.Optimizer,
+    *,
+    q_max: int = 8,
+    bits: Sequence[int] | None = None,
+    dwell: int = 100,
+    mode: str = "reset",
+    threshold: float | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    stateful: Sequence[Any] = (),
+    config: QuantConfig | str | None = None,
+    progress: bool | None = None,
+) -> PrecisionRange:
+    """Find the lowest precision that still trains.
+
+    Args:
+        model: converted for the test if it is not yet, and left with the weights, the optimizer state and the random
+            state that it had before.
+        train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
+            the same batch whenever the number is the same, and returns the loss.
+        optimizer: the one that ``train_step`` uses.
+        stateful: what else ``train_step`` changes and is to be put back before every training, such as an LR scheduler
+            or a GradScaler: objects with ``state_dict`` and ``load_state_dict``.
+        q_max: bits of the training that the others are compared with, and of all gradients.
+        bits: precisions to try below q_max; None takes 2 to q_max - 1.
+        dwell: optimizer steps at each precision; the second half is the window in which losses are averaged. Below 80
+            the noise is large.
+        mode: "reset": every precision starts from the same weights and sees the same batches. "continuing": one
+            training through all precisions from the lowest up, as the CPT paper words it; its answer is the first
+            precision at which the loss falls, which is nearly always the lowest.
+        threshold: on the share of q_max's loss reduction (0.8), in mode "continuing" on the fall of the loss since the
+            precision before as a share of the loss at the start (0.05).
+        seeds: repetitions, to know the noise: the model keeps its weights and takes the batches from number
+            ``seed * dwell`` on: if these come round every ``dwell`` steps, all seeds are the same training.
+        config: of ``quantize_``; None quantises all layers.
+        progress: show a bar; None shows it to people only, in a terminal or a notebook.
+
+    Returns:
+        q_min with the share of every precision. q_min is None, and ``reason`` says why, when training at q_max diverges
+        or does not reduce the loss: then no precision can be judged.
+
+    Raises:
+        ValueError: for values that make no test, before anything is trained; when trainings differ in learning rate.
+
+    Warns:
+        RangeTestWarning: when a share is within two standard deviations over seeds of the threshold, and when there is
+            no such deviation: for one seed, or several that are the same training.
+
+    Paper: section 4.1 (q_min is found by the precision range test of the CPT paper).
+    Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training
+        and watches the training accuracy, with a threshold and a window that are not published.
+    """
+    start = partial(of_model, model, train_step, optimizer, config=config, stateful=stateful)
+    return range_tested(start, q_max, bits, dwell, mode, threshold, seeds, progress)
+
+
+def range_tested(
+    start: Callable[..., Generator[tuple[Trial, int]]], q_max: int = 8, bits: Sequence[int] | None = None,
+    dwell: int = 100, mode: str = "reset", threshold: float | None = None, seeds: Sequence[int] = (0, 1, 2),
+    progress: bool | None = None,
+) -> PrecisionRange:  # fmt: skip
+    """Do what ``precision_range_test`` does with the trials that ``start(q_max, seeds, dwell)`` yields."""
+    declared(range_tested, {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress})
+    choose("mode", mode, tuple(MODES))
+    threshold = MODES[mode] if threshold is None else threshold
+    if not 0 < threshold < 1:
+        raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
+    dwell = whole("dwell", dwell, 4, MOST_STEPS)
+    q_max = check_bits("q_max", q_max)
+    if bits is None and q_max < 3:
+        raise ValueError(f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}")
+    tried = tuple(range(2, q_max)) if bits is None else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
+    if not tried or tried[-1] > q_max:
+        raise ValueError(f"bits must name precisions below q_max = {q_max}, got {bits!r}")
+    seeds = tuple(dict.fromkeys(whole("each of seeds", s, 0) for s in seeds))
+    if not seeds:
+        raise ValueError(f"seeds must name at least one, got {seeds!r}")
+    all_bits = (*tried, q_max)
+    plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
+    traces = []  # per seed: the losses of every precision
+    bar = waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress)
+    with bar, closing(start(q_max, seeds, dwell)) as started:  # put back now, not when an error is forgotten
+        for trial, first in started:
+            losses = [loss for part in plan for loss in trial.losses(part, first, q_max, bar)]
+            traces.append([losses[i : i + dwell] for i in range(0, len(losses), dwell)])
+            title = trial.title
+    found = judge(traces, all_bits, mode, threshold, dwell, title)
+    if found.warning:
+        warnings.warn(found.warning, RangeTestWarning, stacklevel=3)
+    return found

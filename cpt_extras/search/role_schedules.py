@@ -1,0 +1,125 @@
+"""Schedules for the roles of a layer's tensors: weights, activations, and the gradients of both backward products.
+
+Beyond the paper, which has one schedule for weights and activations, and static gradients.
+
+>>> from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+>>> cycle = TableSchedule(((3, 2), (8, 2)))
+>>> roles = RoleSchedules(weight=cycle, activation=StaticSchedule(8, 4), gradient="float32")
+>>> roles.levels_at(0)
+Levels(activation=8, weight=3, error=32, weight_gradient=32)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cpt_core.schedules.cost import role_prices
+from cpt_core.schedules.make import KINDS, schedule_from_dict
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
+from cpt_core.validation import check_bits, declared, whole
+from cpt_extras.search.layered import LayeredSchedule
+
+Part = Schedule | int | str | None
+
+
+@dataclass(frozen=True)
+class RoleSchedules(Schedule):
+    """A schedule for every role; levels for a role that keeps one, "float32" for one that is left alone.
+
+    Args:
+        weight: of weights and biases.
+        activation: of inputs, hidden states, and what attention multiplies.
+        gradient: of the gradients of outputs, in both backward products; instead of the next two.
+        error: of those that are multiplied with weights, to give the gradient of the input.
+        weight_gradient: of those that are multiplied with activations, to give the gradient of the weight.
+
+    ``bits`` are those of activations; ``q_min`` and ``q_max`` those of weights and activations together.
+
+    Raises:
+        ValueError: for roles that are missing or given twice, or schedules of several lengths.
+    """
+
+    weight: Part = None
+    activation: Part = None
+    gradient: Part = None
+    error: Part = None
+    weight_gradient: Part = None
+    kind: ClassVar[str] = "roles"
+
+    def __post_init__(self) -> None:
+        """Check the roles; let ``gradient`` stand for both of its own."""
+        declared(type(self), vars(self))
+        if self.gradient is not None:
+            if self.error is not None or self.weight_gradient is not None:
+                raise ValueError("give gradient, or error and weight_gradient, not both")
+            for name in ("error", "weight_gradient"):
+                object.__setattr__(self, name, self.gradient)
+            object.__setattr__(self, "gradient", None)
+        missing = [name for name in Levels._fields if getattr(self, name) is None]
+        if missing:
+            raise ValueError(
+                f"roles missing: {', '.join(missing)}; give a schedule, a level, or 'float32' for each "
+                "(gradient stands for error and weight_gradient)"
+            )
+        lengths = {s.total_steps for s in self.parts if isinstance(s, Schedule)}
+        if not lengths:
+            raise ValueError("one role at least needs a schedule, which says how many steps there are")
+        if len(lengths) > 1:
+            raise ValueError(f"schedules of roles must have one length, got {sorted(lengths)} steps")
+        for name in Levels._fields:
+            object.__setattr__(self, name, _schedule(name, getattr(self, name), *lengths))
+        lowest = min(self.parts.weight.q_min, self.parts.activation.q_min)
+        set_range(self, lowest, max(self.parts.weight.q_max, self.parts.activation.q_max), *lengths)
+
+    @property
+    def parts(self) -> Levels:
+        """The schedule of every role."""
+        return Levels(*(getattr(self, name) for name in Levels._fields))
+
+    @property
+    def highest(self) -> Levels:
+        """The highest level of every role."""
+        return Levels(*(s.q_max for s in self.parts))
+
+    def values(self) -> Array:
+        """Return those of activations."""
+        return self.parts.activation.values()
+
+    def levels(self, q_grad: int | None = None) -> Levels:
+        """Return the levels of every step and role; ``q_grad`` must be None: gradients have schedules of their own."""
+        if q_grad is not None:
+            raise ValueError(f"gradients have schedules of their own here; leave q_grad out, got {q_grad}")
+        return Levels(*(s.bits() for s in self.parts))
+
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        if q_grad is not None:
+            check_bits("q_grad", q_grad)  # it says nothing: gradients have schedules of their own
+        spent, top = role_prices(self.levels(), q_max, *priced)
+        return float(spent.mean() / top)
+
+    def noise_exposure(self, q_max: int | None = None) -> float:
+        """Return the mean of 4**-q over steps, weights and activations, relative to static ``q_max``."""
+        top, forward = self.q_max if q_max is None else q_max, self.parts[:2]
+        return sum(s.noise_exposure(top) for s in forward) / len(forward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, **{name: s.to_dict() for name, s in self.parts._asdict().items()}}
+
+
+def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
+    if isinstance(part, (RoleSchedules, LayeredSchedule)):
+        raise ValueError(f"{name} has one schedule, the same in all layers; got {part!r}")
+    if isinstance(part, Schedule):
+        return part
+    if isinstance(part, str) and part != "float32":
+        raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
+    return StaticSchedule(FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1), total_steps)
+
+
+def _from_dict(**roles: Mapping[str, Any]) -> RoleSchedules:
+    return RoleSchedules(**{name: schedule_from_dict(part) for name, part in roles.items()})
+
+
+KINDS["roles"] = _from_dict

@@ -1,0 +1,154 @@
+"""Schedules that ``solve_schedule`` returns: a warped profile, single steps changed, a delay.  Beyond the paper.
+
+They load when ``schedule_from_dict`` reads one.
+
+>>> schedule = CyclicSchedule(Warped("linear", 0.5), q_min=3, q_max=8, total_steps=6, n_cycles=1)
+>>> schedule.bits().tolist(), DelayedSchedule(schedule, hold=2).bits().tolist()
+([3, 5, 6, 7, 7, 8], [8, 8, 3, 5, 6, 7, 7, 8])
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cpt_core.schedules.cost import role_prices
+from cpt_core.schedules.make import KINDS, schedule_from_dict
+from cpt_core.schedules.profiles import PROFILES, Array, Profile
+from cpt_core.schedules.schedule import (
+    FLOAT32,
+    MOST_STEPS,
+    CyclicSchedule,
+    Levels,
+    Schedule,
+    check_pairs,
+    set_integers,
+    set_range,
+)
+from cpt_core.validation import choose, declared, whole
+
+
+@dataclass(frozen=True)
+class Warped(Profile):
+    """f(x) = g(x**power), g another profile: the same two ends, reached earlier (power < 1) or later (power > 1).
+
+    One number takes every profile from static ``q_max`` (power to 0) to static ``q_min`` (power to infinity);
+    ``solve_schedule`` chooses it.
+
+    Args:
+        base: name of g, with its standard constants.
+        power: positive; 1 is g itself.
+    """
+
+    base: str = "linear"
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
+        declared(type(self), vars(self))
+        if not 0 < self.power < math.inf:
+            raise ValueError(f"power must be positive, got {self.power}")
+        object.__setattr__(self, "power", float(self.power))
+
+    def growth(self, x: Array) -> Array:
+        """Return g(x**power)."""
+        return PROFILES[self.base]().growth(x**self.power)
+
+    def vertical(self, x: Array) -> Array:
+        """Return 1 - g(x**(1/power)): a falling cycle gets cheaper with the power too, as a rising one does."""
+        return PROFILES[self.base]().vertical(x ** (1 / self.power))
+
+
+@dataclass(frozen=True)
+class AdjustedSchedule(Schedule):
+    """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
+
+    schedule: CyclicSchedule
+    changes: tuple[tuple[int, int], ...]
+    kind: ClassVar[str] = "adjusted"
+
+    def __post_init__(self) -> None:
+        declared(type(self), vars(self))
+        set_range(self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps)
+        ends = self.q_min, self.q_max
+        pairs = check_pairs("changes", self.changes, "(step, bits)")
+        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b, *ends)) for t, b in pairs))
+        object.__setattr__(self, "changes", changes)
+        if len({t for t, _ in changes}) < len(changes):
+            raise ValueError(f"a step is changed once, got {changes}")
+
+    def values(self) -> Array:
+        """Return the schedule's values, whole numbers where it was changed."""
+        values = self.schedule.values()
+        for step, bits in self.changes:
+            values[step] = bits
+        return values
+
+
+@dataclass(frozen=True)
+class DelayedSchedule(Schedule):
+    """``hold`` steps at ``q_max``, or without quantisation, then another schedule: low precision, but not at the start.
+
+    Args:
+        schedule: the other one.
+        hold: steps before it.
+        level: of these steps, gradients included: None for ``q_max``, or ``FLOAT32``.
+
+    Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
+    """
+
+    schedule: CyclicSchedule | AdjustedSchedule
+    hold: int
+    level: int | None = None
+    kind: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        set_integers(self, "hold")
+        whole("hold", self.hold, 0, MOST_STEPS)
+        set_range(self, self.schedule.q_min, self.schedule.q_max, self.hold + self.schedule.total_steps)
+        if self.level not in (None, FLOAT32):
+            raise ValueError(f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}")
+
+    def values(self) -> Array:
+        """Return the precision of every step before rounding, shape (total_steps,)."""
+        return np.concatenate([np.full(self.hold, float(self.level or self.q_max)), self.schedule.values()])
+
+    def levels(self, q_grad: int | None = None) -> Levels:
+        """Return the levels of every step and role; gradients are not quantised as long as nothing is."""
+        found = super().levels(q_grad)
+        if self.level is None:
+            return found
+        gradients = np.where(np.arange(self.total_steps) < self.hold, self.level, found.error)
+        return found._replace(error=gradients, weight_gradient=gradients)
+
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        if self.level is None:
+            return super()._relative_cost(q_max, q_grad, *priced)
+        spent, top = role_prices(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
+        return float(spent.mean() / top)
+
+
+def delay_steps(delay: float, total_steps: int) -> int:
+    """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
+        raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
+    steps = round(delay * whole("total_steps", total_steps))
+    if steps and steps == total_steps:
+        raise ValueError(f"a delay of {delay} leaves none of {total_steps} steps to cycle in")
+    return steps
+
+
+def _adjusted_from_dict(schedule: dict[str, Any], **fields: Any) -> Schedule:
+    inner: Any = schedule_from_dict(schedule)
+    return AdjustedSchedule(inner, **fields)
+
+
+def _delayed_from_dict(schedule: dict[str, Any], **fields: Any) -> Schedule:
+    inner: Any = schedule_from_dict(schedule)
+    return DelayedSchedule(inner, **fields)
+
+
+PROFILES["warped"] = Warped
+KINDS["adjusted"] = _adjusted_from_dict
+KINDS["delayed"] = _delayed_from_dict

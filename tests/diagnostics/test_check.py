@@ -1,0 +1,385 @@
+"""What ``check`` says of a model is what runs in it."""
+
+import copy
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import Does, identical, make, refused
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+from torchvision.ops import deform_conv2d
+
+from cpt_core.bitops.check import Executed, check
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.summary import summary
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.schedule import StaticSchedule
+
+
+def rows_of(found):
+    return [(e.layer, e.operation, e.backward, e.quantized, e.macs) for e in found.operations]
+
+
+@pytest.mark.parametrize(("read", "layer"), [(lambda w: w, "1.passed"), (lambda w: w.T, "1.passed"),
+                                             (lambda w: w - w.mean(), "1"), (lambda w: w.clone(), "1")])  # fmt: skip
+def test_check_finds_weights_used_by_a_parent(read, layer):
+    """A weight has the bits of its layer wherever it is used; what is computed of it has those of the running one."""
+    forward = lambda m, x: F.linear(m.called(x), read(m.passed.weight))  # noqa: E731
+    used = Does(forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False))
+    found = check(quantize_(nn.Sequential(nn.Linear(4, 4), used)), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused, found.float32) == (True, (), (), [])
+    assert [e.layer for e in found.operations if not e.backward] == ["0", "1.called", layer]
+
+
+def test_check_finds_weights_used_where_nothing_is_intercepted():
+    parts = {"called": nn.Linear(4, 4), "passed": nn.Linear(4, 4, bias=False)}
+    found = check(quantize_(Does(lambda m, x: torch.cdist(m.called(x), m.passed.weight), **parts)), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed) == (False, ("passed",))
+    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [("", False, 48)]
+    assert found.quantized_share == 1 / 2
+    assert "listed as quantised, but used in float32: passed" in str(found)
+
+
+def test_a_layer_that_is_not_used_is_not_called_bypassed():
+    model = Does(lambda m, x: m.first(x), first=nn.Linear(4, 4), other=nn.Linear(4, 4))
+    found = check(quantize_(model), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused) == (True, (), ("other",))
+    assert "took no part in the step: other" in str(found)
+
+
+def test_check_lists_every_operation():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+    assert rows_of(check(model, (torch.ones(5, 4),))) == [
+        ("0", "linear", False, True, 60),
+        ("1", "linear", False, False, 30),
+        ("1", "linear", True, False, 60),  # dx = dy w and dw = x dy
+        ("0", "linear", True, True, 60),  # dw alone: the input needs no gradient
+    ]
+
+
+def test_what_a_hook_of_a_module_computes_is_the_module_s():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[1].register_forward_pre_hook(lambda module, inputs: inputs[0] @ torch.eye(4))
+    assert [e.layer for e in check(quantize_(model), (torch.ones(3, 4),)).float32] == ["1"]
+
+
+def backward_of(found):
+    return [(e.layer, e.operation, e.quantized, e.macs) for e in found.operations if e.backward]
+
+
+def test_check_finds_complex_matmuls():
+    model = Does(lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real, layer=nn.Linear(4, 4))
+    model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    found = check(quantize_(model), (torch.randn(3, 4),))
+    assert not found.ok
+    assert [e.quantized for e in found.operations if e.layer == ""] == [False] * 2
+
+
+EDGES = torch.eye(4).to_sparse()
+UNKNOWN = {  # a function -> what it computes of a weight and of four rows of four numbers, and its MACs
+    "cdist": (lambda m, y: torch.cdist(y, m.w), 64),
+    "cdist of many": (lambda m, y: torch.cdist(y.repeat(10, 1), m.w), 640),
+    "cdist by absolute values": (lambda m, y: torch.cdist(y, m.w, 1.0), 64),
+    "conv_tbc": (lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)), 64),
+    "matrix_exp": (lambda m, y: y + torch.matrix_exp(m.w)[0], 5 * 64),
+    "cov": (lambda m, y: torch.cov(y), 64),
+    "corrcoef": (lambda m, y: torch.corrcoef(y), 64),
+    "linalg_matrix_power": (lambda m, y: torch.linalg.matrix_power(y, 2), 64),
+    "sparse": (lambda m, y: EDGES @ y, 64),  # as of a dense one
+    "_sparse_addmm": (lambda m, y: torch.sparse.addmm(y, EDGES, y), 4 * 4),
+    "deform_conv2d": (
+        lambda m, y: deform_conv2d(y[None, None], y.new_zeros(1, 2, 4, 4), m.w[None, None, :1, :1]), 16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_check_finds_operations_that_nothing_intercepts(name):
+    function, macs = UNKNOWN[name]
+    model = Does(lambda m, x: function(m, m.layer(x)), layer=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4, 4)))
+    found = check(quantize_(model), (torch.randn(4, 4),))
+    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [("", False, macs)]
+    assert not found.ok
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+WRAPPED = {
+    "dataclass": (Output, True),
+    "dict": (lambda y: {"y": [y]}, True),
+    "complex": (lambda y: y + 0j, True),
+    "object": (Opaque, False),
+    "detached": (lambda y: y.detach(), False),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_backward_pass_is_seen_or_missed_aloud(kind):
+    wrap, seen = WRAPPED[kind]
+    found = check(quantize_(Does(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))), (torch.randn(3, 4),))
+    assert len(backward_of(found)) == seen
+    assert (found.ok, found.no_gradient, "no parameter got a gradient" in str(found)) == (seen, not seen, not seen)
+
+
+def test_an_input_that_needs_a_gradient_gets_one():
+    x = torch.randn(3, 4, requires_grad=True)
+    for frozen, macs in ((True, 48), (False, 96)):
+        found = check(quantize_(nn.Linear(4, 4).requires_grad_(not frozen)), (x,))
+        assert found.ok, str(found)
+        assert backward_of(found) == [("", "linear", True, macs)]
+    assert x.grad is None
+
+
+def test_the_backward_pass_runs_outside_of_an_autocast_block():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = check(quantize_(nn.Linear(4, 4)), (torch.randn(3, 4),))
+    assert backward_of(found) == [("", "linear", True, 48)]
+
+
+def test_parameters_that_forward_writes_to_are_put_back():
+    def forward(m, x):
+        y = m.layer(x)
+        with torch.no_grad():
+            m.mean[0].mul_(0.9).add_(y.mean(0))
+            torch.mul(m.layer.weight, 2, out=m.layer.weight)
+        return y * m.mean
+
+    model = Does(forward, layer=nn.Linear(4, 4), mean=nn.Parameter(torch.randn(2, 1, 4), requires_grad=False))
+    before = copy.deepcopy(model.state_dict())
+    check(quantize_(model), (torch.randn(3, 4),))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = Does(
+        lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant), first=nn.Linear(4, 4), block=block
+    )
+    x = torch.randn(3, 4)
+    if reentrant:
+        refused("set use_reentrant=False", check, quantize_(model), (x,), error=RuntimeError)
+        return
+    found = check(quantize_(model), (x,))
+    assert found.ok, str(found)
+    plan = count_bitops(model, (x,), convention="paper")
+    assert plan.forward_macs == 3 * 48  # the paper knows of no second time
+    assert plan.unpriced == {"block.0": 48}
+    assert count_bitops(model, (x,)).macs == {"first": 48, "block.0": 96, "block.2": 48}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU], ids=lambda k: k.__name__)
+def test_a_forward_that_is_called_directly_is_its_module_s(kind):
+    x = torch.randn(4, 3, 8)
+    found = []
+    for call in (lambda m, x: m.inner(x), lambda m, x: m.inner.forward(x)):
+        model = quantize_(Does(call, inner=kind(8, 8)))
+        if found:
+            model.inner.register_forward_hook(lambda *_: 1 / 0)  # which torch does not call either
+        checked, plan = check(model, (x,)), count_bitops(model, (x,), StaticSchedule(2, 1))
+        assert (checked.ok, checked.quantized_share) == (True, 1)
+        found.append((rows_of(checked), plan.bitops))
+        assert "forward" not in vars(model.inner)
+    assert found[0] == found[1]
+    model.inner._forward_hooks.clear()
+    model.forward = own = partial(type(model).forward, model)
+    assert check(model, (x,)).ok
+    assert model.forward is own
+
+
+def test_a_model_that_multiplies_at_random_is_checked():
+    def forward(m, x):
+        for layer in m.layers:
+            x = layer(x) if random.random() < 0.5 and np.random.rand() < 0.9 else x  # noqa: NPY002
+        return m.last(x)
+
+    model = quantize_(Does(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), last=nn.Linear(4, 4)))
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    assert all(check(model, (torch.randn(3, 4),)).ok for _ in range(3))
+    drawn = random.random(), np.random.rand()  # noqa: NPY002
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    assert drawn == (random.random(), np.random.rand())  # noqa: NPY002
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_check_finds_flex_attention():
+    def forward(m, x):
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1))
+        return m.out(flex_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    attention = Does(forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)).requires_grad_(False)
+    model, x = quantize_(nn.Sequential(attention, nn.Linear(8, 4))), torch.randn(2, 5, 8)
+    found = check(model, (x,))
+    assert (found.ok, [(e.layer, e.macs) for e in found.float32]) == (False, [("0", 2 * 2 * 2 * 5 * 5 * 4)])
+
+
+def test_what_no_gradient_reaches_has_no_backward_price():
+    model = Does(lambda m, x: m.head(m.encoder(x).detach()), encoder=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    assert count_bitops(model, (x,)).bitops["encoder"] == {"forward": 48 * 32**2}
+    found = check(quantize_(model), (x,))
+    assert (found.ok, backward_of(found)) == (True, [("head", "linear", True, 24)])
+
+
+def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_its_copy():
+    def forward(m, x):
+        m.mean = 0.9 * m.mean + 0.1 * x.mean(0)
+        return m.layer(m.norm(x)) + m.mean
+
+    model = quantize_(Does(forward, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
+    model.register_buffer("mean", torch.zeros(4))
+    inner, x = model.forward, torch.randn(3, 4)
+    model.forward = lambda x: inner(x)
+    scheduler = PrecisionScheduler(model, StaticSchedule(4, 1))
+    model(x).sum().backward()
+    before = {**{n: p.grad.clone() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+    held = {name: value.clone() for name, value in before.items()}
+    check(model, (2 * x,))
+    count_bitops(model, (2 * x,))
+    after = {**{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+    assert all(torch.equal(after[name], value) for name, value in held.items()), scheduler
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_check_leaves_the_model_as_it_was(training):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8)]
+    model = quantize_(nn.Sequential(*layers), QuantConfig(execution="integer"))
+    schedule = make("CR", total_steps=40, n_cycles=2)
+    twins = model, copy.deepcopy(model)
+    drivers = [(PrecisionScheduler(m, schedule), torch.optim.SGD(m.parameters(), lr=0.1)) for m in twins]
+
+    def train(model, scheduler, optimizer):
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(6, 2, 4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    for twin, driver in zip(twins, drivers, strict=True):
+        train(twin, *driver)
+        twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
+        twin.train(training)
+        twin[1].eval()  # frozen statistics
+    before = [(m.training, len(m._forward_pre_hooks)) for m in model.modules()]
+    inputs, random_state = (torch.randn(6, 2, 4, 4),), torch.get_rng_state()
+    check(model, inputs)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [(m.training, len(m._forward_pre_hooks)) for m in model.modules()] == before
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
+    assert identical(*([*m.parameters(), *m.buffers()] for m in twins))
+    assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
+    for twin, driver in zip(twins, drivers, strict=True):
+        train(twin, *driver)
+    assert identical(*(m.parameters() for m in twins))
+
+
+@pytest.mark.parametrize("function", [check, count_bitops, summary])
+def test_inputs_must_be_a_tuple(function):
+    model = quantize_(nn.Sequential(nn.Linear(4, 3)))
+    refused("inputs must be a tuple of the arguments of forward, got a Tensor", function, model, torch.randn(1, 4))
+
+
+def test_the_model_is_left_as_it_was_when_it_fails():
+    class Fails(nn.Sequential):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("broken")
+
+    model = quantize_(Fails(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before, hooks = copy.deepcopy(model[1].running_mean), [len(m._forward_pre_hooks) for m in model.modules()]
+    refused("broken", check, model, (torch.randn(3, 4),), error=KeyError)
+    assert torch.equal(model[1].running_mean, before)
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert model[0].precision.in_force is None
+
+
+def test_a_compiled_model_is_checked_in_eager_mode():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    found = check(torch.compile(model, backend="aot_eager"), (torch.ones(2, 4),))
+    assert found.ok
+    assert [e.layer for e in found.operations if not e.backward] == ["_orig_mod.0"]
+
+
+class Recurrent(nn.LSTM):
+    """Runs its own forward, step by step."""
+
+
+def experts():
+    """The first has no token."""
+    return Does(lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), experts])
+def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(kind):
+    model = quantize_(kind())
+    assert check(model, (torch.randn(5, 4),)).ok
+    if isinstance(model, nn.LSTM):
+        assert check(model, (torch.randn(5, 0, 4),)).operations == ()
+
+
+def test_check_lists_the_matmuls_of_an_lstm():
+    first, second = 10 * 12 * 4, 10 * 12 * 3  # rows, gates, inputs or hidden
+    assert rows_of(check(quantize_(nn.LSTM(4, 3)), (torch.ones(5, 2, 4),))) == [
+        ("", "lstm", False, True, first + second),
+        ("", "lstm", True, True, first + 2 * second),  # the input needs no gradient
+    ]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)), torch.randn(2, 3, 6, 6)),
+    lambda: (nn.LSTM(4, 3), torch.randn(5, 2, 4)),
+])  # fmt: skip
+def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
+    torch.manual_seed(0)
+    model, x = make()
+    wanted = check(quantize_(copy.deepcopy(model)), (x,))
+    model = quantize_(model, QuantConfig(execution="integer").with_shared_steps())
+    with precision(model, 5, 8):
+        before = model(x)
+        found = check(model, (x,))
+        assert found.ok
+        assert (found.operations, found.quantized_share) == (wanted.operations, 1)
+        assert {p.execution for p in layer_precisions(model).values()} == {"integer"}
+        after = model(x)
+    for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer as torch's documentation writes one."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.mm(w.t())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient.mm(w), gradient.t().mm(x)
+
+
+def test_check_finds_float32_matmuls_of_a_backward_pass():
+    own = Does(lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4)))
+    found = check(quantize_(nn.Sequential(nn.Linear(4, 4), own)), (torch.randn(5, 4),))
+    assert (found.ok, found.float32) == (False, [])
+    assert [e for e in found.operations if not e.intercepted] == [Executed("1", "mm", True, False, False, 160)]
