@@ -169,6 +169,11 @@ def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none(
         copy.deepcopy(model)(pictures())
 
 
+def test_models_that_release_0_3_stored_whole_name_the_remedy():
+    with pytest.raises(ImportError, match=r"stored whole by release 0\.3\.0 of cpt_core; load its state_dict"):
+        pickle.loads(b"ccpt_core.quantization.coverage\nChanged\n.")
+
+
 def test_an_average_made_before_there_are_bits_says_so():
     model = quantize_(small())
     average = AveragedModel(model, use_buffers=True)
