@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.extensions import Format as Format
     from cpt_core.extensions import FormatLadder as FormatLadder
     from cpt_core.extensions import LayeredSchedule as LayeredSchedule
+    from cpt_core.extensions import QuantizationWarning as QuantizationWarning
     from cpt_core.extensions import RoleSchedules as RoleSchedules
     from cpt_core.extensions import backend as backend
     from cpt_core.extensions import diagnostics as diagnostics
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.graphs.layers import GraphConv as GraphConv
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
-    from cpt_core.quantization.convert import QuantizationWarning as QuantizationWarning
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
     from cpt_core.quantization.fake_quantize import quantize as quantize

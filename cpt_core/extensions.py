@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras import formats as formats
     from cpt_extras import kernels as kernels
     from cpt_extras import search as search
+    from cpt_extras.diagnostics.float32_weights import QuantizationWarning as QuantizationWarning
     from cpt_extras.diagnostics.ledger import BitOpsLedger as BitOpsLedger
     from cpt_extras.formats.format import FORMATS as FORMATS
     from cpt_extras.formats.format import Format as Format
@@ -42,7 +43,11 @@ EXTENSIONS = {
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
-    "graph_modules": "cpt_extras.integrations.graph_modules",  # copies of modules that torch.fx made
+    "hosts": "cpt_extras.integrations.hosts",  # what the models of other libraries need when they are converted
+    "wrappers": "cpt_extras.integrations.wrapped_names",  # names of layers in a model that another module wraps
+    "processes": "cpt_extras.integrations.processes",  # noise of its own for every process of a group
+    "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
+    "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
     "dgl": "cpt_extras.integrations.dgl",  # graph convolutions of DGL
 }
@@ -55,10 +60,9 @@ def load(name: str) -> Any:
     return importlib.import_module(EXTENSIONS[name])
 
 
-def load_optional(name: str) -> None:
-    """Import the optional part of a name, such as a kind of layer or schedule, if there is one."""
-    if name in EXTENSIONS and is_installed(name):
-        load(name)
+def load_optional(name: str) -> Any:
+    """Return the imported optional part of a name, such as a kind of layer or schedule; None if there is none."""
+    return load(name) if name in EXTENSIONS and is_installed(name) else None
 
 
 def is_installed(name: str) -> bool:

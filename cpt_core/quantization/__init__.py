@@ -7,7 +7,7 @@ The design, in the order of reading:
 
 - roles.py, rounding.py: which elements share a range; the grid, and the noise of stochastic rounding. Plain torch, the
   reference for every faster implementation. fake_quantize.py adds the straight-through estimator.
-- active_bits.py, running_ranges.py, precision.py: the active bits of a layer, its running ranges, its noise.
+- active_bits.py, precision.py: the active bits of a layer, its running ranges, its noise.
 - op_interception.py: one function mode per model sees what a running model computes, and one method rounds operands,
   computes, reports the work and rounds the gradient. op_handlers.py says what the operands of each function are;
   lstm.py and graph_handlers.py do so for LSTMs and graph convolutions.

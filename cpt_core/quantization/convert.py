@@ -8,27 +8,23 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
-from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
+from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
-from cpt_core.quantization.running_ranges import RUNNING_STARTS
 from cpt_core.validation import check_unsharded, choose, declared, whole
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
@@ -139,17 +135,19 @@ def quantize_(
             chosen[name] = module
         else:
             excluded.add(name)
+    hosts = extensions.load_optional("hosts")
     if not chosen:
         reason = "" if filter_fn is None else " by filter_fn"
-        others = "".join(f"; {count} {kind}" for kind, count in float32_weights(model, excluded)[1].items())
+        others = "" if hosts is None else hosts.list_float32_modules(model, excluded)
         raise ValueError(
             f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}{others}"
         )
-    for name, module in chosen.items():
-        _check_module(name, module)
+    if hosts is not None:
+        hosts.check_modules(chosen)
     try:
         _convert(model, chosen, config)
-        _warn_of_float32(model, excluded)
+        if hosts is not None:
+            hosts.after_conversion(model, excluded)
     except BaseException:
         _undo(model)
         raise
@@ -182,8 +180,6 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
             vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
         if hasattr(module, HOOK) and _has_own_forward(module):
             add_hooks(module)
-            if isinstance(module, fx.GraphModule):
-                extensions.load("graph_modules").follow_copies(module)
 
 
 def add_hooks(module: nn.Module) -> None:
@@ -291,11 +287,6 @@ LAYERS_OF_TORCH = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-MIN_NOTABLE_SHARE = 0.1  # of a model's weights: less stays in float32 without a warning
-
-
-class QuantizationWarning(UserWarning):
-    """Something runs in float32 that a user of ``quantize_`` may believe to be quantised."""
 
 
 def _may_multiply(module: nn.Module) -> bool:
@@ -366,21 +357,6 @@ def _key_group(module: nn.Module) -> int:
     return 1 if holds_weights(module) else 2
 
 
-def _check_module(name: str, module: Any) -> None:
-    """Raise ValueError for a module that would silently stay in float32, or that uses a name of converted modules."""
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if "Attention" in type(module).__name__ and attention not in (None, "eager", "sdpa"):
-        raise ValueError(
-            f"the model computes attention with {attention!r}, which cannot be quantised; load it with "
-            "attn_implementation='eager' (or 'sdpa')"
-        )
-    if hasattr(module, "precision"):
-        raise ValueError(
-            f"{type(module).__name__}.precision has a name that a quantised layer has for itself; rename it, or leave "
-            f"the module out: QuantConfig(float32=({name!r},))"
-        )
-
-
 def float32_reason(module: nn.Module, is_left_out: bool) -> str:
     """Return why a module with parameters is not quantised; ``is_left_out``: it could have been converted."""
     if is_left_out:
@@ -389,40 +365,6 @@ def float32_reason(module: nn.Module, is_left_out: bool) -> str:
         return "lazy: run the model once before it is converted"
     layer = _graph_layer(module, is_convertible=False)
     return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"
-
-
-def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float, Counter[str]]:
-    """Return the share of the weights that stay in float32 unasked, and the modules that hold them, kind -> count.
-
-    Weights are tensors of two or more dimensions that are no embedding, nor (1, T, C) as positions and tokens to add.
-    """
-    parts, modules = parts_of_layers(model), dict(model.named_modules())
-    total = quantized = 0
-    kinds: Counter[str] = Counter()
-    for name, module in modules.items():
-        layer = modules[parts.get(name, name)]
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or parts.get(name, name) in excluded:
-            continue
-        held = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-        size = sum(p.numel() for p in held if p.dim() > 1 and len(p) > 1)
-        total += size
-        if precision_of(layer) is not None:
-            quantized += size
-        elif size:
-            kinds[f"{type(module).__name__} ({float32_reason(layer, is_convertible(layer))})"] += 1
-    return (1 - quantized / total if total else 0.0), kinds
-
-
-def _warn_of_float32(model: nn.Module, excluded: Collection[str]) -> None:
-    share, kinds = float32_weights(model, excluded)
-    if share > MIN_NOTABLE_SHARE:
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        warnings.warn(
-            f"{share:.0%} of the weights stay in float32: {listed}; summary(model) lists them, "
-            "check(model, inputs) counts their operations",
-            QuantizationWarning,
-            stacklevel=3,
-        )
 
 
 def _excluded(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
@@ -453,8 +395,11 @@ def restore_(model: nn.Module) -> nn.Module:
 
 
 def _undo(model: nn.Module) -> None:
+    hosts = extensions.load_optional("hosts")
+    if hosts is not None:
+        hosts.before_restoration(model)
     for module in list(model.modules()):
-        remove_hooks(module)
+        _remove_hooks(module)
         if _graph_layer(module) is not None:
             _graph_handlers().restore_forward(module)
         precision = precision_of(module)
@@ -464,11 +409,8 @@ def _undo(model: nn.Module) -> None:
             del module.precision
 
 
-def remove_hooks(module: nn.Module) -> None:
-    """Let operations of a module be intercepted no longer."""
+def _remove_hooks(module: nn.Module) -> None:
     vars(module).pop(HOOK, None)
-    if isinstance(module, fx.GraphModule) and extensions.is_installed("graph_modules"):
-        extensions.load("graph_modules").forget_copies(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
             hooks.pop(key)

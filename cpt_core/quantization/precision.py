@@ -1,30 +1,29 @@
-"""The precision of one quantised layer: bits in force and what they do to operands and gradients."""
+"""The precision of one quantised layer: bits in force, running ranges, noise, and what they do to tensors."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from cpt_core import extensions
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
 from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
 from cpt_core.quantization.roles import Quantizer, level_role
-from cpt_core.quantization.rounding import MIN_SCALE
-from cpt_core.quantization.running_ranges import RunningState
+from cpt_core.quantization.rounding import Range
 from cpt_core.schedules.schedule import Levels
 from cpt_core.validation import check_bits
 
 EXECUTIONS = ("simulated", "integer", "auto")
+RUNNING_STARTS = ("corrected", "zero")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
 
-class LayerPrecision(RunningState):
+class LayerPrecision(nn.Module):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
 
     Attributes:
@@ -34,6 +33,11 @@ class LayerPrecision(RunningState):
             them in place and recompiles nothing. They are no buffers: what copies, averages or broadcasts the buffers
             of a model would change the grid behind the bits.
         called: whether the layer has multiplied.
+        noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer either: every process
+            of a group has its own.
+        running_ROLE: (3,), running minimum, running width, and the weight both have gathered.
+        corrected: whether the first two are divided by the third.
+        calibrated: whether the running ranges are known to be filled.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -42,11 +46,12 @@ class LayerPrecision(RunningState):
             evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
 
     Running ranges and the key of the noise are not in the ``state_dict``. Copies keep bits that ``precision`` or
-    ``set_bits`` gave, not those of a scheduler, see ``PrecisionScheduler``.
+    ``set_bits`` gave, not those of a scheduler.
 
     Differs: running ranges are bias-corrected by default.
     """
 
+    noise_key: Tensor
     observer: Callable[..., None] | None = None  # of the roundings of a recorded step, see ``record``
     name = ""  # of the layer in the model that was converted, for messages
     execution = "simulated"  # see ``QuantConfig``
@@ -64,8 +69,12 @@ class LayerPrecision(RunningState):
         self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected", kind: str = ""
     ) -> None:
         """Start without a precision: using the layer before one is set is an error."""
-        super().__init__(quantizers, key, running_start)
-        self.kind = kind
+        super().__init__()
+        self.corrected, self.key, self.kind = running_start == "corrected", key, kind
+        for role, quantizer in quantizers.items():
+            if quantizer.running:
+                self.register_buffer(f"running_{role}", None, persistent=False)
+        self._forget_training()
         self._roles = tuple(quantizers.items())
         self._weight_roles = frozenset(role for role in quantizers if level_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
@@ -116,7 +125,7 @@ class LayerPrecision(RunningState):
         Raises:
             ValueError: for other levels, or what ``check_levels`` refuses.
         """
-        self.keep_apart()
+        self._keep_apart()
         if levels != self.in_force:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
@@ -130,6 +139,8 @@ class LayerPrecision(RunningState):
     def train(self, mode: bool = True) -> Self:
         """Change the mode as every module does; the scheduler may have other bits for evaluation."""
         super().train(mode)
+        if not mode and self.corrected:
+            self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.buffers())
         if self.driver is not None:
             self.driver.hear(self)
         return self
@@ -264,21 +275,15 @@ class LayerPrecision(RunningState):
         if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
         if not torch.compiler.is_compiling() and self.unseen and self.training and not self.fixed:
-            y.register_hook(partial(self._look, role))
+            y.register_hook(self._check_first)
         return y
 
-    def _look(self, role: str, gradient: Tensor) -> None:
-        """Tensor hook of the first gradient: warn where it is so small that its grid has fewer steps than its bits."""
+    def _check_first(self, gradient: Tensor) -> None:
+        """Tensor hook of the first gradient of a training."""
         self.unseen = False
-        if isinstance(self.now.formats.error, int) and gradient.numel():
-            width, fewest = gradient.max() - gradient.min(), MIN_SCALE * self.grad_levels.clamp(max=2**8 - 1)
-            if bool((width > 0) & (width < fewest)):
-                warnings.warn(  # one text for all layers: it is shown once
-                    "gradients are so small that they keep fewer bits than asked for, as no grid has a step below "
-                    f"{MIN_SCALE:g}. Multiply the loss, and divide the gradients before optimizer.step(), as "
-                    "torch.amp.GradScaler does",
-                    stacklevel=2,
-                )
+        small_gradients = extensions.load_optional("small_gradients")
+        if small_gradients is not None:
+            small_gradients.warn_of_small_gradient(self, gradient)
 
     @property
     def observed(self) -> bool:
@@ -297,6 +302,61 @@ class LayerPrecision(RunningState):
             self.noise_key = key + count
         return key
 
+    # --- what training leaves in a layer: running ranges, and the key of its noise ------------------------------------
+
+    def evaluated(self, role: str, x: Tensor) -> Range:
+        """Return the range on which evaluation rounds an operand whose running range is kept.
+
+        It is the stored one; where that is not known to be filled since ``train(False)``, as in an average of models
+        (``AveragedModel``), the range at hand takes its place as long as it is empty. Decided on the device.
+        """
+        low, width, weight = self.stored_range(role)
+        if self.calibrated:
+            return low, width
+        own_low, own_width = fake_quantize.operators.range(x.detach(), self.quantizers[role].grid)
+        return torch.where(weight > 0, low, own_low), torch.where(weight > 0, width, own_width)
+
+    def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return minimum and width of the running range of a role, and the weight that both have gathered."""
+        minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
+        return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
+
+    def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
+        """Let a running range follow the range of one call, see ``rounding.track``; recomputed calls change none."""
+        if not is_recomputing():
+            fake_quantize.operators.track_(self.get_buffer(f"running_{role}"), minimum, width)
+
+    def get_running(self) -> dict[str, Tensor]:
+        """Return copies of what training changes besides the bits, for a checkpoint: the same in every process."""
+        ranges = {name: running.clone() for name, running in self.named_buffers()}
+        return {"noise_key": self.noise_key - self._offset, **ranges}
+
+    def set_running(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``get_running`` returned."""
+        for name, value in state.items():
+            if self.noise_key.is_meta:  # where copies are lost
+                self._move(value.device)
+            (self.noise_key if name == "noise_key" else self.get_buffer(name)).copy_(value)
+        if "noise_key" in state:
+            self._offset = 0
+            self._keep_apart()
+        self.train(self.training)
+
+    def _keep_apart(self) -> None:
+        """Let the key be that of this process, also when a group of processes has been made since the layer was."""
+        offset = 0
+        if distributed.is_available() and distributed.is_initialized():
+            processes = extensions.load_optional("processes")
+            offset = 0 if processes is None else processes.key_offset()
+        if offset != self._offset:
+            self.noise_key.add_(offset - self._offset)
+            self._offset = offset
+
+    def _forget_training(self) -> None:
+        self.noise_key, self._offset = torch.tensor(self.key, dtype=torch.int64, device="cpu"), 0
+        self._buffers.update({name: torch.zeros(3, dtype=torch.float32, device="cpu") for name in self._buffers})
+        self.calibrated = not self.corrected
+
     # --- where it is, and copies of it --------------------------------------------------------------------------------
 
     def follow(self, x: Tensor) -> None:
@@ -311,7 +371,10 @@ class LayerPrecision(RunningState):
 
     @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
     def _move(self, device: torch.device) -> None:
-        super()._move(device)
+        if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
+            self._forget_training()
+        self.noise_key = self.noise_key.to(device)
+        self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
         if device != self.levels.device:
             self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros(device)
             self._fill()
@@ -346,6 +409,11 @@ class LayerPrecision(RunningState):
 @torch.compiler.disable
 def _with_split_gradient(*arguments: Any) -> Tensor:
     return extensions.load("split_gradients").multiplied(*arguments)
+
+
+def is_recomputing() -> bool:
+    """Return whether a backward pass runs a forward pass again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..., Any], *inputs: Any) -> Any:

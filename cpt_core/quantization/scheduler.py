@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from torch.optim import Optimizer
 from cpt_core import extensions
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions
-from cpt_core.quantization.missing_step_warning import warn_of_missing_steps
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 from cpt_core.validation import check_bits, declared, whole
@@ -35,7 +33,6 @@ from cpt_core.validation import check_bits, declared, whole
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
-_WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
 class PrecisionScheduler:
@@ -92,8 +89,9 @@ class PrecisionScheduler:
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
-        if changes:
-            warn_of_missing_steps(self, model)
+        missing_steps = extensions.load_optional("missing_steps")
+        if changes and missing_steps is not None:
+            missing_steps.warn_of_missing_steps(self, model)
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -187,7 +185,11 @@ class PrecisionScheduler:
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         whole("last_step", state["last_step"], 0)
-        theirs, mine = _bare(state), _bare({**self.state_dict(), "layers": self._layers})
+        theirs = {"ladders": {}, **state}  # none in files that were stored before there were ladders
+        mine = {**self.state_dict(), "layers": self._layers}
+        wrappers = extensions.load_optional("wrappers")
+        if wrappers is not None:
+            theirs, mine = wrappers.unwrapped(theirs), wrappers.unwrapped(mine)
         for key in ("schedules", "q_grad", "ladders"):
             if json.dumps(theirs[key]) != json.dumps(mine[key]):  # tuples are lists there
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
@@ -307,19 +309,6 @@ def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Le
     if isinstance(value, str):
         raise ValueError(f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}")
     return Levels(*[check_bits(what, value)] * 4)
-
-
-def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state with the names that layers and patterns have in the model that nothing wraps."""
-    prefix, names = "", [_WRAPPER.sub("", f"{name}.") for name in state["layers"]]
-    while names and all(name.startswith(f"{prefix}module.") for name in names):
-        prefix += "module."
-
-    def bare(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {_WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value for name, value in values.items()}
-
-    found = {key: bare(state.get(key, {})) for key in ("layers", "schedules", "ladders")}  # no ladders: the paper's
-    return {**state, **found}
 
 
 def _short(value: Any) -> str:

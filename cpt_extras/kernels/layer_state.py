@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from cpt_core.quantization.fake_quantize import counts_in_backward
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.precision import LayerPrecision, is_recomputing
 from cpt_core.quantization.rounding import RUNNING_DECAY, Range, clips
-from cpt_core.quantization.running_ranges import is_recomputing
 
 
 class StoredRange(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import cpt_core as cpt
-from cpt_core.quantization.missing_step_warning import MAX_UPDATES
+from cpt_extras.diagnostics.missing_steps import MAX_UPDATES
 
 CR = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
 ENOUGH = MAX_UPDATES + 1  # updates after which the warning comes

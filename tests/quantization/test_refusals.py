@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from cpt_core.quantization import convert
-from cpt_core.quantization.convert import QuantConfig, QuantizationWarning, precision_of, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, precision_of, quantize_, restore_
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.diagnostics import float32_weights
+from cpt_extras.diagnostics.float32_weights import QuantizationWarning
 
 
 class Own(nn.Module):
@@ -116,7 +118,7 @@ def test_what_fails_midway_leaves_the_model_as_it_was(make, stage, monkeypatch):
     if stage == "hooks":
         monkeypatch.setattr(convert, "Interception", failing(convert.Interception))
     elif stage == "a warning made an error":
-        monkeypatch.setattr(convert, "MIN_NOTABLE_SHARE", -1.0)
+        monkeypatch.setattr(float32_weights, "MIN_NOTABLE_SHARE", -1.0)
     else:
         monkeypatch.setattr(convert, "_add_precision", failing(convert._add_precision))
     with pytest.raises((RuntimeError, KeyboardInterrupt, QuantizationWarning)):  # warnings are errors in these tests
