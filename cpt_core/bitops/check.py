@@ -27,13 +27,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cpt_core.bitops.conventions import PRODUCTS, Work
+from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
-from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_unsharded
 
@@ -136,15 +135,16 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
-    def report(work: Work, active: LayerPrecision | None) -> Callable[[], None] | None:
-        if work.part not in ("", PRODUCTS) or not work.macs:  # an expert may have no token
+    def report(operation: Operation) -> Callable[[], None] | None:
+        layer, function = operation.layer, operation.function
+        if operation.part not in ("", PRODUCTS) or not operation.macs:  # an expert may have no token
             return None
-        is_quantized = active is not None
-        macs[work.module, work.function, False, is_quantized, True] += work.macs
+        is_quantized = operation.precision is not None
+        macs[layer, function, False, is_quantized, True] += operation.macs
 
         def on_gradient() -> None:
-            if gradients := work.error + work.weight:
-                macs[work.module, work.function, True, is_quantized, True] += gradients * work.macs
+            if gradients := operation.error + operation.weight:
+                macs[layer, function, True, is_quantized, True] += gradients * operation.macs
 
         return on_gradient
 

@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.op_interception import Operation
 
 CONVENTIONS = ("paper", "per_op")
 # pass -> roles of its operands: y = x w; dx = dy w; dw = x dy
@@ -23,44 +26,16 @@ AGGREGATION, GATES, NORM, PRODUCTS, UPSAMPLING = "aggregation", "gates", "norm",
 UNPRICED_PARTS = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
 
-@dataclass(frozen=True)
-class Work:
-    """One operation of a training step, as it is counted.
+def row_name(operation: Operation) -> str:
+    """Return the name of an operation in tables: that of its layer, with its part."""
+    return operation.layer if operation.part in ("", NORM) else f"{operation.layer} ({operation.part})".lstrip()
 
-    Attributes:
-        module: name of the module that it belongs to.
-        function: name of the operation.
-        macs: multiply-accumulates, or elementwise operations, of the forward pass.
-        elements: how many of the first operand, the second and the output are moved.
-        error: whether the input gradient is computed if a gradient comes back.
-        weight: whether the weight gradient is.
-        part: what of the module it is; "" for the matmul or convolution of a layer.
-        owner: the layer whose bits apply; None for float32.
-        once: computed once per bit width in a whole run.
-        is_recomputed: computed again in the backward pass.
-    """
 
-    module: str
-    function: str
-    macs: int
-    elements: tuple[int, int, int]
-    error: bool
-    weight: bool
-    part: str = ""
-    owner: str | None = None
-    once: bool = False
-    is_recomputed: bool = False
-
-    @property
-    def layer(self) -> str:
-        """The name in tables: that of the module, with its part."""
-        return self.module if self.part in ("", NORM) else f"{self.module} ({self.part})".lstrip()
-
-    def passes(self, convention: str) -> tuple[str, ...]:
-        """Return the passes of a training step that a convention prices."""
-        if self.part in UNPRICED_PARTS[convention]:
-            return ()
-        if convention == "paper":
-            return () if self.is_recomputed else tuple(PASSES)
-        computed = {"forward": True, "error": self.error, "weight": self.weight}
-        return tuple(name for name in PASSES if computed[name])
+def priced_passes(operation: Operation, convention: str) -> tuple[str, ...]:
+    """Return the passes of a training step that a convention prices."""
+    if operation.part in UNPRICED_PARTS[convention]:
+        return ()
+    if convention == "paper":
+        return () if operation.is_recomputed else tuple(PASSES)
+    computed = {"forward": True, "error": operation.error, "weight": operation.weight}
+    return tuple(name for name in PASSES if computed[name])

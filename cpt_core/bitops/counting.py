@@ -1,4 +1,4 @@
-"""Counting while a model runs: every operation of a step, as ``Work``, and when its gradient arrives.
+"""Counting while a model runs: every operation of a step, and when its gradient arrives.
 
 The mode of a converted model reports its operations. A model that is not converted gets a mode that counts and computes
 nothing else: a function runs as torch has it, and its handler runs once more on shapes, to find the operations.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import cpt_core.bitops.functions  # noqa: F401 - registers counters
-from cpt_core.bitops.conventions import NORM, PRODUCTS, Work
+from cpt_core.bitops.conventions import NORM, PRODUCTS
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
@@ -31,8 +31,8 @@ from cpt_core.quantization.precision import LayerPrecision
 # layer, but what runs in it
 KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
 
-# called with every operation and its precision, if it has one; returns what to call when its gradient arrives
-Report = Callable[[Work, LayerPrecision | None], Callable[[], None] | None]
+# called with every operation; returns what to call when its gradient arrives
+Report = Callable[[Operation], Callable[[], None] | None]
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) ->
     Args:
         model: converted or not.
         report: what to call.
-        skipped: names of modules that get no hooks, as those that are compiled; neither does what is inside them.
+        skipped: names of modules that get no hooks, as those that are compiled.
     """
     modules = dict(model.named_modules())
     mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None) or CountingMode(model)
@@ -53,7 +53,7 @@ def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) ->
         for name, module in modules.items():
             if hasattr(module, HOOK):
                 _rename(module, name, undo)
-            elif not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)) and not is_within(name, skipped):
+            elif not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)) and name not in skipped:
                 enter, leave = partial(_enter, _interception(mode, name, module)), partial(_leave, mode)
                 undo.enter_context(module.register_forward_pre_hook(enter, prepend=True))
                 undo.enter_context(module.register_forward_hook(leave, always_call=True))
@@ -138,31 +138,31 @@ class CountingMode(QuantizedOpsMode):
         stand_ins: dict[int, Tensor] = {}
         meta_args, meta_kwargs = copy_of_inputs((args, kwargs), True, stand_ins)
         self._originals = {id(stand_ins[id(x)]): x for x in tensors_in((args, kwargs))}
-        self.on_operation = operations.append
+        self.on_operation = lambda operation, output: operations.append(operation)
         try:
             handler(self, function, *meta_args, **meta_kwargs)
         finally:
             self.on_operation = report
             self._originals = {}
         for operation in operations:
-            report(operation._replace(elements=moved_elements(operation), output=output))
+            report(operation, output)
         return output
 
 
 class _Reporter:
-    """Makes ``Work`` of operations, and tells when their gradients arrive."""
+    """Reports the operations of a model, and tells when their gradients arrive."""
 
     def __init__(self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report) -> None:
         self.mode, self.modules, self.report = mode, modules, report
         self.outer_report = mode.on_operation
         self.ids = {id(module) for module in modules.values()}
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: Operation, output: Any) -> None:
         if self.outer_report is not None:
-            self.outer_report(operation)
+            self.outer_report(operation, output)
         if not any(id(entry.module) in self.ids for entry in self.mode.running.stack):
             return  # it runs in another part of the converted model
-        on_gradient = self.report(self._work(operation), operation.precision)
+        on_gradient = self.report(self._with_owner(operation))
         if on_gradient is None:
             return
         backward_passes = set[int]()  # each counts once, whichever of several outputs its gradient comes through
@@ -173,50 +173,26 @@ class _Reporter:
                 backward_passes.add(current)
                 on_gradient()
 
-        for output in tensors_in(operation.output):
-            if output.requires_grad:
-                output.register_hook(hook)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
 
-    def _work(self, operation: Operation) -> Work:
+    def _with_owner(self, operation: Operation) -> Operation:
+        """Return an operation with its part, and the layer whose bits price it."""
         module = self.modules.get(operation.layer)
-        first, second, part = operation.first, operation.second, operation.part
+        part = operation.part
         if part == "" and not _is_known_layer(module, operation.function):
             part = PRODUCTS
         is_converted = module is not None and precision_of(module) is not None
         is_layer = part in ("", NORM) and not is_converted
-        # the gradient of a vector's partner sums nothing
-        is_matmul = operation.function == "matmul"
-        has_error = first.requires_grad and not (is_matmul and second.dim() < 2)
-        has_weight = second.requires_grad and not (is_matmul and first.dim() < 2)
-        return Work(
-            module=operation.layer,
-            function=operation.function,
-            macs=int(operation.macs),
-            elements=moved_elements(operation),
-            error=has_error if operation.error is None else operation.error,
-            weight=has_weight if operation.weight is None else operation.weight,
-            part=part,
-            owner=operation.layer if is_layer or operation.precision is not None else None,
-            once=operation.once,
-        )
-
-
-def moved_elements(operation: Operation) -> tuple[int, int, int]:
-    """Return how many elements of the operands and of the output an operation moves."""
-    if operation.elements is not None:
-        return operation.elements
-    return operation.first.numel(), operation.second.numel(), operation.output.numel()
+        owner = operation.layer if is_layer or operation.precision is not None else None
+        return operation._replace(part=part, owner=owner)
 
 
 def _is_known_layer(module: nn.Module | None, function: str) -> bool:
     kind = KNOWN_LAYERS.get(function, ())
     is_layer = isinstance(module, kind) and type(module).forward is kind.forward  # type: ignore[union-attr]
     return is_layer or function == "graph_linear"
-
-
-def is_within(name: str, outer: Iterable[str]) -> bool:
-    """Return whether a module is one of others, or inside one, by their names."""
-    return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import spread_norm
 from cpt_core.quantization.lstm import RecurrentCall
 from cpt_core.quantization.op_handlers import functions_named
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode, operation_of
 
 PYRAMID = "FeaturePyramidNetwork"  # of torchvision
 
@@ -52,7 +52,7 @@ def _norm(
 ) -> Operation:
     layer = mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
     scale = x.new_empty(0) if weight is None else weight
-    return Operation(layer.name, name, per_element * y.numel(), x, scale, y, None, part=NORM)
+    return operation_of(layer.name, name, per_element * y.numel(), x, scale, y, None, NORM)
 
 
 def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any) -> Iterator[Operation]:
@@ -60,7 +60,7 @@ def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any,
     running = mode.running.stack[-1]
     if type(running.module).__name__ == PYRAMID:
         name, second = running.interception.name, input.new_empty(0)  # it has one operand
-        yield Operation(name, "interpolate", y.numel(), input, second, y, None, part=UPSAMPLING)
+        yield operation_of(name, "interpolate", y.numel(), input, second, y, None, UPSAMPLING)
 
 
 # --- recurrent layers ---------------------------------------------------------------------------------------------
@@ -111,17 +111,16 @@ def recurrence(
     sequences = starts + (ends if call.is_bidirectional else 0)
     started = 0 if is_fused or has_state_grad else sequences * layers * hidden_weight.numel()
 
-    operation = Operation(layer.name, kind, 0, x, weights[0], output, layer.precision, weight=has_weight_grad)
+    operation = partial(Operation, layer.name, kind, weight=has_weight_grad, precision=layer.precision)
     first_elements = x.numel(), first_size, rows * NUM_GATES[kind] * units
     inner_elements = rows * read, inner_size, rows * written
-    yield operation._replace(macs=rows * first_size, elements=first_elements)
-    yield operation._replace(macs=rows * inner_size - started, elements=inner_elements, error=has_inner_error)
-    yield operation._replace(macs=started, elements=(0, 0, 0), error=False)  # moved with the others
+    yield operation(rows * first_size, first_elements, x.requires_grad)
+    yield operation(rows * inner_size - started, inner_elements, has_inner_error)
+    yield operation(started, (0, 0, 0), False)  # moved with the others
     if kind == "lstm":
         states = rows * units * layers
         macs, elements = units * layers * (27 * rows + 5 * starts), (4 * states, 0, 2 * states)
-        gates = operation._replace(function=GATES, macs=macs, elements=elements, part=GATES)
-        yield gates._replace(precision=None, error=has_inner_error, weight=False)
+        yield Operation(layer.name, GATES, macs, elements, has_inner_error, False, None, GATES)
 
 
 # --- graph convolutions -------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def neighbour_sum(
     if precision is not None and "aggregation" not in precision.quantizers:
         precision = None
     macs, once = graph.num_edges * x.shape[1], is_constant(graph, x)
-    yield Operation(layer.name, AGGREGATION, macs, x, graph.indices, y, precision, part=AGGREGATION, once=once)
+    yield operation_of(layer.name, AGGREGATION, macs, x, graph.indices, y, precision, AGGREGATION, once=once)
 
 
 COUNTED_FUNCTIONS |= {

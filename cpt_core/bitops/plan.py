@@ -6,7 +6,6 @@ MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``:
 - ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only gradients that are computed cost
   anything (the first layer, for example, needs no input gradient);
 - ``"paper"``: all counted work at the bits of the step, also of layers that run in float32, as the authors price it.
-  The total is without what the authors leave out; the plan holds it as ``unpriced``.
 
 >>> import torch
 >>> from cpt_core.quantization.convert import quantize_
@@ -24,27 +23,24 @@ MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``:
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import CONVENTIONS, PASSES, UPSAMPLING, Work
+from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
 from cpt_core.quantization.convert import all_precisions, precision_of
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels, Schedule
@@ -69,10 +65,8 @@ class BitOpsPlan:
             sum is the share of all of it.
         by_convention: the total by each convention.
         at_32_bits: BitOps of the same operations, all in float32.
-        unpriced: layer -> MACs of one forward pass that "paper" leaves out and "per_op" prices: matmuls outside of
-            layers, both of attention, sums over neighbours. The total is without them.
-        uncounted: function of torch -> output elements of one forward pass, for what no convention prices: elementwise
-            work and pooling; by "per_op" also "upsampling", which copies.
+        unpriced: layer -> MACs of one forward pass that the convention leaves out: "paper" matmuls outside of layers,
+            both of attention, and sums over neighbours; "per_op" upsampling, which copies.
         tally: what is counted by the convention, for other prices.
     """
 
@@ -84,7 +78,6 @@ class BitOpsPlan:
     by_convention: Mapping[str, float]
     at_32_bits: float
     unpriced: Mapping[str, int]
-    uncounted: Mapping[str, int]
     tally: Tally = field(repr=False)
 
     @property
@@ -148,8 +141,6 @@ class BitOpsPlan:
                 f"total is without {missing:,} MACs per step ({share:.1%} of the forward pass), which "
                 f'"{self.convention}" does not price: {largest_layers(self.unpriced, ",", "unpriced")}'
             )
-        if self.uncounted:
-            lines.append("not counted: " + ", ".join(f"{op} ({n:,} elements)" for op, n in self.uncounted.items()))
         return "\n".join(lines)
 
 
@@ -185,93 +176,58 @@ def count_bitops(
     declared(count_bitops, {"model": model, "schedule": schedule}, parts=True)
     choose("convention", convention, CONVENTIONS)
     q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
-    work, uncounted = count_step(model, inputs)
-    return price(work, uncounted, formats_per_layer(model, work, schedule, q_grad), convention)
+    operations = count_step(model, inputs)
+    return price(operations, formats_per_layer(model, operations, schedule, q_grad), convention)
 
 
 # --- the operations of a step -----------------------------------------------------------------------------------------
 
 
-def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], dict[str, int]]:
-    """Return the operations of one forward pass, and the output elements of functions that are not counted.
+def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
+    """Return the operations of one forward pass.
 
     A copy of the model runs on ``meta``, where nothing is computed; where it does not run there, on the data given.
     """
     check_inputs(inputs)
-    counted = _count_on_shapes(model, inputs)
-    work, uncounted = _count(model, inputs, on_meta=False) if counted is None else counted
-    if not work:
-        raise ValueError(f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran")
-    return work, uncounted
-
-
-def _count_on_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Work], dict[str, int]] | None:
-    """Count on ``meta``; None for a model that does not run there, ValueError where there are no data to take then."""
     try:
-        return _count(model, inputs, on_meta=True)
+        operations = _count(model, inputs, on_meta=True)
     except Exception as problem:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors_in(inputs))):
-            message = textwrap.shorten(str(problem) or type(problem).__name__, 160)
             raise ValueError(
-                f"{type(model).__name__} does not run on shapes alone ({message}); give the model and its inputs real "
-                "data, on a device that computes"
+                f"{type(model).__name__} does not run on shapes alone ({problem!r:.160}); give the model and its "
+                "inputs real data, on a device that computes"
             ) from problem
-    return None
+        operations = _count(model, inputs, on_meta=False)
+    if not operations:
+        raise ValueError(f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran")
+    return operations
 
 
-def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> tuple[list[Work], dict[str, int]]:
-    """Run a copy of a model; return its operations and other functions.
+def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Operation]:
+    """Run a copy of a model; return its operations.
 
     A closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back.
     """
     shadow = shadow_of(model, on_meta)
-    work: list[Work] = []
+    operations: list[Operation] = []
     reached = set[int]()  # operations whose gradient arrives
 
-    def report(operation: Work, precision: LayerPrecision | None) -> Any:
-        work.append(operation)
-        return partial(reached.add, len(work) - 1)
+    def report(operation: Operation) -> Any:
+        operations.append(operation)
+        return partial(reached.add, len(operations) - 1)
 
-    other = _UncountedFunctions()
     with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
-        with other:
-            outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
-        num_forward = len(work)
+        outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
+        num_forward = len(operations)
         with suppress(Exception):  # where no backward pass runs, every operation is taken to have one
             torch.autograd.backward([y.real.float().sum() for y in outputs if y.requires_grad])
-            for i, operation in enumerate(work if outputs else ()):
-                work[i] = replace(
-                    operation,
+            for i, operation in enumerate(operations if outputs else ()):
+                operations[i] = operation._replace(
                     error=operation.error and i in reached,
                     weight=operation.weight and i in reached,
                     is_recomputed=i >= num_forward,
                 )
-    return work, dict(other.elements)
-
-
-# functions that move, rename or create data cost nothing by any convention
-FREE_FUNCTIONS = frozenset(
-    "arange broadcast_tensors cat chunk clone contiguous copy detach empty empty_like float full full_like get getitem "
-    "hstack new_empty new_full new_ones new_zeros ones ones_like pad repeat_interleave requires_grad set setitem split "
-    "stack to type type_as unbind vstack zeros zeros_like".split()
-)
-
-
-class _UncountedFunctions(TorchFunctionMode):
-    """Notes the functions of torch that nothing counts: the mode of the model, inside, hands them on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: Counter[str] = Counter()
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        first = next(tensors_in(output), None) if isinstance(output, (torch.Tensor, tuple)) else None
-        name = getattr(function, "__name__", "").strip("_")
-        is_work = first is not None and first.is_floating_point() and not first._is_view()
-        if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
-            self.elements[name] += first.numel()  # type: ignore[union-attr]
-        return output
+    return operations
 
 
 # --- their price ------------------------------------------------------------------------------------------------------
@@ -279,27 +235,20 @@ class _UncountedFunctions(TorchFunctionMode):
 FormatsByLayer = dict[str | None, Counter[Formats]]  # layer -> its formats -> number of steps; None: all other layers
 
 
-def price(
-    work: Sequence[Work], uncounted: Mapping[str, int], formats: Mapping[str, FormatsByLayer], convention: str
-) -> BitOpsPlan:
+def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer], convention: str) -> BitOpsPlan:
     """Price the operations of one step at the formats of every step of a run; see ``count_bitops``."""
     tallies = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
-    copied: Counter[str] = Counter()
-    for operation in work:
+    for operation in operations:
         for name, by_layer in formats.items():
             steps = by_layer.get(operation.owner, by_layer[None])
             if operation.once:
                 steps = Counter({(f.activation, f.weight): f for f in steps}.values())
             for each, times in steps.items():
-                tallies[name].add(operation, operation.passes(name), each, times)
-        if operation.passes(convention):
-            macs[operation.layer] += operation.macs
-        elif operation.part == UPSAMPLING:
-            copied[UPSAMPLING] += operation.macs
-        else:
-            unpriced[operation.layer] += operation.macs
+                tallies[name].add(operation, priced_passes(operation, name), each, times)
+        counts = macs if priced_passes(operation, convention) else unpriced
+        counts[row_name(operation)] += operation.macs
     chosen = tallies[convention]
     return BitOpsPlan(
         convention=convention,
@@ -310,13 +259,12 @@ def price(
         by_convention={name: tally.total() for name, tally in tallies.items()},
         at_32_bits=chosen.at_32_bits(),
         unpriced=dict(unpriced),
-        uncounted={**uncounted, **copied},
         tally=chosen,
     )
 
 
 def formats_per_layer(
-    model: nn.Module, work: Sequence[Work], schedule: Schedules | None, q_grad: int | None
+    model: nn.Module, operations: Sequence[Operation], schedule: Schedules | None, q_grad: int | None
 ) -> dict[str, FormatsByLayer]:
     """Return convention -> layer -> the formats of its operands, with the number of their steps, for ``price``.
 
@@ -326,7 +274,7 @@ def formats_per_layer(
         return {name: {None: Counter([IN_FLOAT32])} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
     precisions = all_precisions(model) if is_converted else {}
-    owners = dict.fromkeys(operation.owner for operation in work if operation.owner is not None)
+    owners = dict.fromkeys(operation.owner for operation in operations if operation.owner is not None)
     layers_by_schedule: dict[tuple[int, AffineGrids], tuple[Schedule, list[str]]] = {}
     for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():
         for name in layers:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import PASSES
+from cpt_core.bitops.conventions import PASSES, priced_passes, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import describe_float32
 from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
@@ -155,10 +155,10 @@ def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float]
     converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
     macs: Counter[str] = Counter()
     float32_macs: Counter[str] = Counter()
-    for work in count_step(model, inputs)[0]:
-        if work.passes("per_op"):
-            macs[work.module] += work.macs
-            float32_macs[work.layer] += 0 if work.owner in converted else work.macs
+    for operation in count_step(model, inputs):
+        if priced_passes(operation, "per_op"):
+            macs[operation.layer] += operation.macs
+            float32_macs[row_name(operation)] += 0 if operation.owner in converted else operation.macs
     total = max(1, macs.total())
     shares = {name: n / total for name, n in macs.items()}
     return shares, {layer: n / total for layer, n in float32_macs.items() if n}

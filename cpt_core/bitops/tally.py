@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpt_core.bitops.conventions import PASSES, Work
+from cpt_core.bitops.conventions import PASSES, row_name
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.op_interception import Operation
 
 Formats = Levels  # the format of every role
 IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECISION)
@@ -34,19 +37,19 @@ class CountedPass(NamedTuple):
 
 @dataclass
 class Tally:
-    """Sums over operations, exact integers: MACs, and for other prices than BitOps ``Work.elements``."""
+    """Sums over operations, exact integers: MACs, and for other prices than BitOps ``Operation.elements``."""
 
     macs: Counter[CountedPass] = field(default_factory=Counter)
     elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
 
-    def add(self, work: Work, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
+    def add(self, operation: Operation, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
         """Add passes of an operation."""
         for name in passes:
             first, second = (getattr(formats, role) for role in PASSES[name])
-            counted = CountedPass(work.layer, name, first, second)
-            self.macs[counted] += times * work.macs
+            counted = CountedPass(row_name(operation), name, first, second)
+            self.macs[counted] += times * operation.macs
             before = self.elements.get(counted, (0, 0, 0))
-            self.elements[counted] = tuple(n + times * m for n, m in zip(before, work.elements, strict=True))
+            self.elements[counted] = tuple(n + times * m for n, m in zip(before, operation.elements, strict=True))
 
     def total(self) -> float:
         """Return the BitOps of all passes."""

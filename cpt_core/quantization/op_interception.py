@@ -61,30 +61,28 @@ class Operation(NamedTuple):
     Attributes:
         layer: name of the layer that the operation belongs to.
         function: name of the operation, such as "linear" or "conv2d".
-        macs: multiply-accumulates of the forward pass.
-        first: first operand, before it was rounded.
-        second: second operand.
-        output: the result, or the results.
+        macs: multiply-accumulates, or elementwise operations, of the forward pass.
+        elements: how many of the first operand, the second and the output are moved.
+        error: whether the input gradient is computed if a gradient comes back.
+        weight: whether the weight gradient is.
         precision: bits in effect; None where the operation ran in float32, whatever the bits of the layer.
-        elements: how many of the first operand, the second and the output are moved; None for those they have.
-        error: whether the input gradient is computed if a gradient comes back; None: if the first operand needs one.
-        weight: whether the weight gradient is; None: if the second operand needs one.
         part: "" for a matmul or convolution; else what a layer does besides, such as "aggregation", see ``bitops``.
         once: computed once per bit width in a whole run, as the sum of constant features over neighbours.
+        owner: the layer whose bits price it, see ``bitops.counting``; None for float32.
+        is_recomputed: computed again in the backward pass.
     """
 
     layer: str
     function: str
     macs: int
-    first: Tensor
-    second: Tensor
-    output: Any
+    elements: tuple[int, int, int]
+    error: bool
+    weight: bool
     precision: LayerPrecision | None
-    elements: tuple[int, int, int] | None = None
-    error: bool | None = None
-    weight: bool | None = None
     part: str = ""
     once: bool = False
+    owner: str | None = None
+    is_recomputed: bool = False
 
 
 class Interception(NamedTuple):
@@ -95,6 +93,25 @@ class Interception(NamedTuple):
     precision: LayerPrecision | None
     kind: str  # "linear", "conv", "lstm", "graph", or "attention" for modules of any other class
     keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
+
+
+def operation_of(
+    layer: str,
+    function: str,
+    macs: int,
+    first: Tensor,
+    second: Tensor,
+    output: Tensor,
+    precision: LayerPrecision | None,
+    part: str = "",
+    once: bool = False,
+) -> Operation:
+    """Describe an operation by its operands, as they were before rounding, and its output."""
+    elements = first.numel(), second.numel(), output.numel()
+    is_matmul = function == "matmul"  # the gradient of a vector's partner sums nothing
+    error = first.requires_grad and not (is_matmul and second.dim() < 2)
+    weight = second.requires_grad and not (is_matmul and first.dim() < 2)
+    return Operation(layer, function, int(macs), elements, error, weight, precision, part, once)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +137,14 @@ class QuantizedOpsMode(TorchFunctionMode):
     """Quantises and reports the operations of one model while it runs.
 
     Attributes:
-        on_operation: called with every ``Operation``; the ledger, the plan and ``check`` count with it.
+        on_operation: called with every ``Operation`` and its output; the plan, ``check`` and the ledger count with it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         extensions.load_optional("operations")
         self.running = _RunningModules()
-        self.on_operation: Callable[[Operation], None] | None = None
+        self.on_operation: Callable[[Operation, Any], None] | None = None
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> its layer, or None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,14 +182,14 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def _count_whole(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
-        report, self.on_operation = self.on_operation, lambda operation: None
+        report, self.on_operation = self.on_operation, lambda operation, output: None
         try:
             output = self.run_function(function, args, kwargs)
         finally:
             self.on_operation = report
         if report is not None and self.running.stack and not torch.compiler.is_compiling():
             for operation in COUNTED_FUNCTIONS[function](self, output, *args, **kwargs):
-                report(operation)
+                report(operation, output)
         return output
 
     # --- the stack of running modules -------------------------------------------------------------------------------
@@ -315,7 +332,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         if self.on_operation is not None and not torch.compiler.is_compiling():
             first, second, _ = operands
             work = macs(first, second, output)
-            self.on_operation(Operation(layer.name, name, work, first, second, output, precision))
+            self.on_operation(operation_of(layer.name, name, work, first, second, output, precision), output)
         return output
 
     def is_active(self, precision: LayerPrecision) -> bool:

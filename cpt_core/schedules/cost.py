@@ -11,7 +11,7 @@ True
 0.648
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,29 +71,6 @@ def relative_cost(
     if cost is not None or ladder is not None:
         return float(extensions.load("prices").relative_cost(bits, q_max, q_grad, cost, ladder))
     return float(step_cost(bits, q_grad).mean() / step_cost(q_max, q_max))
-
-
-def role_prices(
-    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
-) -> tuple[NDArray[Any], float]:
-    """Return the cost of every step, shape (steps,), and of one at static ``q_max``, where roles have levels apart.
-
-    Args:
-        levels: of every step, for the four roles in the order of ``Levels``.
-        q_max: bits of the static baseline, and of its gradients.
-        cost: a name of ``COSTS``; BitOps when None.
-        ladder: as for ``relative_cost``.
-
-    Raises:
-        ValueError: for a cost that is a function, which knows one level of a step; for another name.
-    """
-    q_max = check_bits("q_max", q_max)
-    if cost is not None or ladder is not None:
-        prices: tuple[NDArray[Any], float] = extensions.load("prices").role_prices(levels, q_max, cost, ladder)
-        return prices
-    activation, weight, error, weight_gradient = (whole_bits("levels", each) for each in levels)
-    spent = activation * weight + error * weight + weight_gradient * activation
-    return spent, int(step_cost(q_max, q_max))
 
 
 def noise_exposure(bits: ArrayLike, q_max: int) -> float:

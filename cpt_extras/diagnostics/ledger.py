@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cpt_core.bitops.conventions import CONVENTIONS, PASSES, Work
+from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
 from cpt_core.bitops.counting import counting
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, widest
 from cpt_core.quantization.convert import precision_of
+from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.validation import choose, declared
@@ -51,7 +52,9 @@ class BitOpsLedger:
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
-        self._context = counting(self.model, self._report, self.unseen)
+        unseen = self.unseen
+        skipped = [name for name, _ in self.model.named_modules() if is_within(name, unseen)]
+        self._context = counting(self.model, self._report, skipped)
         self._context.__enter__()
         return self
 
@@ -97,26 +100,27 @@ class BitOpsLedger:
     def _tally(self, convention: str) -> Tally:
         return self._tallies[choose("convention", convention, CONVENTIONS)]
 
-    def _report(self, work: Work, precision: LayerPrecision | None) -> Callable[[], None] | None:
+    def _report(self, operation: Operation) -> Callable[[], None] | None:
         """Count the forward pass of an operation; return what counts its backward passes."""
         if not self.model.training:
             return None
-        active = None if precision is None or work.owner is None else _active_formats(precision)
+        precision = operation.precision
+        active = None if precision is None or operation.owner is None else _active_formats(precision)
         formats = {"per_op": active or IN_FLOAT32}
-        if work.once:
-            computed = work.layer, formats["per_op"]
+        if operation.once:
+            computed = row_name(operation), formats["per_op"]
             if computed in self._computed_once:
                 return None
             self._computed_once.add(computed)
-        if work.passes("paper"):
+        if priced_passes(operation, "paper"):
             formats["paper"] = active or self._widest_formats()
         else:
-            self.unpriced[work.layer] += work.macs
+            self.unpriced[row_name(operation)] += operation.macs
 
         def count(passes: Iterable[str]) -> None:
             for convention, at in formats.items():
-                priced = [name for name in work.passes(convention) if name in passes]
-                self._tallies[convention].add(work, priced, at)
+                priced = [name for name in priced_passes(operation, convention) if name in passes]
+                self._tallies[convention].add(operation, priced, at)
 
         count(["forward"])
         return lambda: count(["error", "weight"])
@@ -134,3 +138,8 @@ def compiled_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
     modules = model.named_modules()
     return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of others, or inside one, by their names."""
+    return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)

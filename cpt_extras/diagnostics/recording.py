@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cpt_core.bitops.counting import is_within
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_role
 from cpt_core.validation import declared, whole
-from cpt_extras.diagnostics.ledger import compiled_parts
+from cpt_extras.diagnostics.ledger import compiled_parts, is_within
 from cpt_extras.diagnostics.rounding_stats import GRADIENTS, SUMS, Key, Observer
 from cpt_extras.optional_libraries import library
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpt_core.bitops.tally import Tally
 from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
-from cpt_core.validation import number
+from cpt_core.validation import check_bits, number
 from cpt_extras.formats.costs import COSTS, Operands, cost_named
 from cpt_extras.formats.format import Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
@@ -130,12 +130,26 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDAr
 
 
 def role_prices(
-    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None, ladder: Ladders | None
+    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
 ) -> tuple[NDArray[Any], float]:
-    """Return what every step and a step of the baseline cost, see ``schedules.cost.role_prices``.
+    """Return the cost of every step, shape (steps,), and of one at static ``q_max``, where roles have levels apart.
 
     Where roles have ladders of their own, the baseline is static at the highest level of every role.
+
+    Args:
+        levels: of every step, for the four roles in the order of ``Levels``.
+        q_max: bits of the static baseline, and of its gradients.
+        cost: a name of ``COSTS``; BitOps when None.
+        ladder: as for ``relative_cost``.
+
+    Raises:
+        ValueError: for a cost that is a function, which knows one level of a step; for another name.
     """
+    q_max = check_bits("q_max", q_max)
+    if cost is None and ladder is None:
+        activation, weight, error, weight_gradient = (whole_bits("levels", each) for each in levels)
+        spent = activation * weight + error * weight + weight_gradient * activation
+        return spent, int(step_cost(q_max, q_max))
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
     by_role = np.stack([whole_bits("levels", each) for each in levels])

@@ -177,7 +177,7 @@ def _layers_used_elsewhere(model: nn.Module, inputs: tuple[Any, ...]) -> set[Lay
     used_elsewhere: set[LayerPrecision] = set()
     modes = {getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK)}
 
-    def note(mode: QuantizedOpsMode, operation: Operation) -> None:
+    def note(mode: QuantizedOpsMode, operation: Operation, output: Any) -> None:
         running = mode.running.stack[-1].interception.precision
         if operation.precision is not None and operation.precision is not running:
             used_elsewhere.add(operation.precision)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
 from cpt_core.validation import check_bits, declared, whole
+from cpt_extras.formats.prices import role_prices
 from cpt_extras.search.layered import LayeredSchedule
 
 Part = Schedule | int | str | None

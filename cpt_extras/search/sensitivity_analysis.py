@@ -29,9 +29,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpt_core.bitops.conventions import Work
+from cpt_core.bitops.conventions import priced_passes, row_name
 from cpt_core.bitops.counting import counting
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
+from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS, Levels
 from cpt_core.validation import check_bits, declared, number, whole
@@ -175,17 +176,17 @@ def measured(
 
 def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
-    operations: list[Work] = []
+    operations: list[Operation] = []
     trial.put_back()
-    with precision(trial.model, bits=bits, q_grad=bits), counting(trial.model, lambda work, _: operations.append(work)):
+    with precision(trial.model, bits=bits, q_grad=bits), counting(trial.model, operations.append):
         trial.train_step(first)
     names = layer_precisions(trial.model)
     layers, others = Counter[str](), Counter[str]()  # as the paper counts, and matmuls that it has no layer for
-    for work in operations:
-        if work.layer in names and work.passes("paper"):
-            layers[work.layer] += work.macs
-        elif work.owner in names:
-            others[work.owner] += work.macs
+    for operation in operations:
+        if row_name(operation) in names and priced_passes(operation, "paper"):
+            layers[operation.layer] += operation.macs
+        elif operation.owner in names:
+            others[operation.owner] += operation.macs
     found = Counter({**others, **layers})
     if idle := [n for n in names if not found[n]]:
         said = "leave it in float32 (config=), then it has no bits"

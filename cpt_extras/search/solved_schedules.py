@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import PROFILES, Array, Profile
 from cpt_core.schedules.schedule import (
@@ -27,6 +26,7 @@ from cpt_core.schedules.schedule import (
     set_range,
 )
 from cpt_core.validation import choose, declared, whole
+from cpt_extras.formats.prices import role_prices
 
 
 @dataclass(frozen=True)

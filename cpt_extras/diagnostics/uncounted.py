@@ -1,0 +1,54 @@
+"""Functions of torch that no convention prices: elementwise work and pooling.  Beyond the paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from cpt_core.bitops.counting import counting, tensors_in
+from cpt_core.bitops.shadow import as_it_was, shadow_of
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
+
+# functions that move, rename or create data cost nothing by any convention
+FREE_FUNCTIONS = frozenset(
+    "arange broadcast_tensors cat chunk clone contiguous copy detach empty empty_like float full full_like get getitem "
+    "hstack new_empty new_full new_ones new_zeros ones ones_like pad repeat_interleave requires_grad set setitem split "
+    "stack to type type_as unbind vstack zeros zeros_like".split()
+)
+
+
+def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Return function of torch -> output elements of a forward pass, of functions that ``count_bitops`` does not count.
+
+    Args:
+        model: any module; converted by ``quantize_`` or not. A copy runs.
+        inputs: the arguments of its forward.
+
+    >>> uncounted_functions(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), (torch.ones(3, 4),))
+    {'relu': 6}
+    """
+    shadow, functions = shadow_of(model, on_meta=False), _UncountedFunctions()
+    with as_it_was(model, inputs), counting(shadow, lambda operation: None), functions:
+        shadow(*inputs)
+    return dict(functions.elements)
+
+
+class _UncountedFunctions(TorchFunctionMode):
+    """Counts the elements of functions that the mode of the model, inside, hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        first = next(tensors_in(output), None) if isinstance(output, (torch.Tensor, tuple)) else None
+        name = getattr(function, "__name__", "").strip("_")
+        is_work = first is not None and first.is_floating_point() and not first._is_view()
+        if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
+            self.elements[name] += first.numel()  # type: ignore[union-attr]
+        return output
