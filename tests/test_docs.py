@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for p in ROOT.glob("cpt_*/**/*.py")
-    if p.name != "__main__.py"
+    if p.name != "__main__.py" and "quantization/coverage" not in p.as_posix()  # the last one is an error, by design
 )
 
 

@@ -1,4 +1,15 @@
-"""Look at a model and its training: which products ran quantised, and what rounding did."""
+"""Measure a training: the work that ran, and what rounding did to its tensors.  Beyond the paper.
+
+The problem: a plan of the cost says what should run, and a loss curve says little about why low precision hurts.
+
+The design: ``ledger`` counts bit operations while a model trains; it listens to the operations that the core reports.
+``recording`` samples steps and shows the tensors that are about to be rounded to ``rounding_stats``, which sums up
+errors, shares of zeros and of clipped values on the device, per layer and role. Neither changes a number of the
+training; a test compares the weights bit for bit.
+
+The trade-offs: a recorded step is slower, as every tensor is rounded a second time to be compared. Record every tenth
+step, say. What a compiled model computes is not seen: recording works in eager mode.
+"""
 
 from typing import TYPE_CHECKING
 

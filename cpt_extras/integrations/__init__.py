@@ -1,1 +1,10 @@
-"""Ways in from other libraries and out to them; import the one you need, nothing here imports them by itself."""
+"""Connections to other libraries: transformers, Lightning, DGL, torch.distributed, torch.fx.
+
+Import the one you need; nothing here imports another library by itself, and each is tested with the real one.
+
+- ``hf`` and ``lightning`` are callbacks that step a schedule with the trainer and resume it from its checkpoints.
+  Both let the schedule follow the optimizer (``following``), so gradient accumulation and skipped steps count right.
+- ``dgl`` converts DGL's own graph convolutions.
+- ``distributed`` makes processes agree on ranges, so that they round as one process with the whole batch would.
+- ``graph_modules`` keeps copies of ``torch.fx`` modules converted.
+"""

@@ -1,4 +1,17 @@
-"""Which bits, and when: a try of all that matters, range test, sensitivity, allocation, schedules of one cost."""
+"""Choose bits: precision search, range test, sensitivity, allocation, solver.  Mostly beyond the paper.
+
+The problem: the paper leaves three choices to the user: q_min, the schedule, and what to spend.
+
+- ``precision_search`` (``try_precision``) trains your own loop at several precisions within a time budget, and reports
+  the least bits that keep quality, and whether a schedule beats a static precision of the same cost.
+- ``range_test`` finds q_min as section 3.3 of the original CPT paper does.
+- ``sensitivity_analysis`` measures what a bit less costs, by part of training, layer and role; ``allocation`` spends a
+  budget by it, in ``layered`` schedules or ``role_schedules``.
+- ``solver`` bends a schedule until it costs what it may (``solved_schedules``).
+
+All of them train the same model again and again from one start (``restartable``). Results are values that print, draw
+and store themselves; those need no torch.
+"""
 
 from typing import TYPE_CHECKING
 
