@@ -127,6 +127,9 @@ def quantize_(
     check_unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
+    hosts = extensions.load_optional("hosts")
+    if hosts is not None:
+        hosts.load_libraries(model)
     _load_extensions(model, config)
     excluded = _excluded(model, config.float32)
     chosen = {}
@@ -135,7 +138,6 @@ def quantize_(
             chosen[name] = module
         else:
             excluded.add(name)
-    hosts = extensions.load_optional("hosts")
     if not chosen:
         reason = "" if filter_fn is None else " by filter_fn"
         others = "" if hosts is None else hosts.list_float32_modules(model, excluded)
@@ -172,7 +174,7 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         if name in chosen:
             extensions.load_optional(kind)
             if kind == "graph":
-                _graph_handlers().replace_forward(module)
+                _graph_layer(module).replace_forward(module)
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
         if name in chosen or _may_multiply(module):
@@ -189,35 +191,21 @@ def add_hooks(module: nn.Module) -> None:
 
 
 def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
-    """Load the optional parts that the library of a model, or a configuration, asks for."""
+    """Load the optional parts that the layers of a model, or a configuration, ask for."""
     recurrent = [module for module in model.modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))]
-    needs_operations = any(op_handlers.module_kind(module) != "lstm" for module in recurrent)
-    if needs_operations or extensions.is_installed("operations"):
-        extensions.load("operations").register_library_operators()
-    libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    if "dgl" in libraries:
-        extensions.load("dgl")
+    if any(op_handlers.module_kind(module) != "lstm" for module in recurrent):
+        extensions.load("operations")
     if config.execution != "simulated":
         extensions.load("int8")
 
 
-def _graph_handlers() -> Any:
-    """Return the module of the handlers of graph convolutions; few models have any."""
-    from cpt_core.quantization import graph_handlers
-
-    return graph_handlers
-
-
 def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
-    """Return how a graph convolution is converted, None for other modules.
-
-    Args:
-        module: any module.
-        is_convertible: None also for a graph convolution that cannot be converted.
-    """
+    """Return how a graph convolution is converted; None for others, and if it must be for one that cannot be."""
     if not sys.modules.keys() & GRAPH_LIBRARIES:  # nobody has made one
         return None
-    return _graph_handlers().graph_layer_of(module, is_convertible)
+    from cpt_core.quantization import graph_handlers  # few models have any
+
+    return graph_handlers.graph_layer_of(module, is_convertible)
 
 
 def _kind(module: nn.Module) -> str:
@@ -400,12 +388,10 @@ def _undo(model: nn.Module) -> None:
         hosts.before_restoration(model)
     for module in list(model.modules()):
         _remove_hooks(module)
-        if _graph_layer(module) is not None:
-            _graph_handlers().restore_forward(module)
-        precision = precision_of(module)
-        if precision is not None and precision.driver is not None:
-            precision.driver.release(precision)
-        if precision is not None:
+        graph_layer = _graph_layer(module)
+        if graph_layer is not None:
+            graph_layer.restore_forward(module)
+        if precision_of(module) is not None:
             del module.precision
 
 

@@ -36,6 +36,16 @@ class GraphLayer(NamedTuple):
     float32_reason: Callable[[Any], str] = lambda module: ""
     forward: Callable[..., Tensor] | None = None
 
+    def replace_forward(self, module: nn.Module) -> None:
+        """Let a graph convolution of another library run its quantised forward."""
+        if self.forward is not None:
+            vars(module)["forward"] = partial(self.forward, module)
+
+    def restore_forward(self, module: nn.Module) -> None:
+        """Undo ``replace_forward``."""
+        if self.forward is not None:
+            vars(module).pop("forward", None)
+
 
 GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {GraphConv: GraphLayer(), SAGEConv: GraphLayer(has_parts=True)}
 
@@ -53,20 +63,6 @@ def graph_layer_of(module: nn.Module, is_convertible: bool = True) -> GraphLayer
     if layer is None or (replaced is not None and getattr(replaced, "func", None) is not layer.forward):
         return None
     return None if is_convertible and layer.float32_reason(module) else layer
-
-
-def replace_forward(module: nn.Module) -> None:
-    """Let a graph convolution of another library run its quantised forward."""
-    layer = graph_layer_of(module)
-    if layer is not None and layer.forward is not None:
-        vars(module)["forward"] = partial(layer.forward, module)
-
-
-def restore_forward(module: nn.Module) -> None:
-    """Undo ``replace_forward``."""
-    layer = graph_layer_of(module)
-    if layer is not None and layer.forward is not None:
-        vars(module).pop("forward", None)
 
 
 class GraphOperand(NamedTuple):

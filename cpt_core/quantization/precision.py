@@ -29,10 +29,8 @@ class LayerPrecision(nn.Module):
     Attributes:
         now: what is in force: the levels of all roles, and what follows from them.
         levels: 0-d float32, steps of the affine grid of activations; ``weight_levels``, ``grad_levels`` (of the error
-            product) and ``weight_grad_levels`` are those of the other roles. Products read them: a change of bits fills
-            them in place and recompiles nothing. They are no buffers: what copies, averages or broadcasts the buffers
-            of a model would change the grid behind the bits.
-        called: whether the layer has multiplied.
+            product) and ``weight_grad_levels`` are those of the other roles. A change of bits fills them in place and
+            recompiles nothing. No buffers: what averages or broadcasts buffers would change the grid behind the bits.
         noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer either: every process
             of a group has its own.
         running_ROLE: (3,), running minimum, running width, and the weight both have gathered.
@@ -59,7 +57,7 @@ class LayerPrecision(nn.Module):
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
-    called = False
+    called = False  # whether the layer has multiplied
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
     int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``int8.execution``
@@ -107,12 +105,12 @@ class LayerPrecision(nn.Module):
 
     @property
     def bits(self) -> int | None:
-        """Forward level, of activations, which is bits on the paper's ladder; None for float32, or when none is set."""
+        """Level of activations; None for float32, or when none is set."""
         return self.in_force.activation if self.in_force else None
 
     @property
     def q_grad(self) -> int | None:
-        """The gradients' level, of the error product, likewise."""
+        """Level of gradients; None for float32, or when none is set."""
         return self.in_force.error if self.in_force else None
 
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
@@ -120,11 +118,7 @@ class LayerPrecision(nn.Module):
         self.set_levels(Levels(bits, bits, q_grad, q_grad))
 
     def set_levels(self, levels: Levels, driver: Any = None) -> None:
-        """Set the level of every role, 1..32 or None for float32; 24 and more is the identity on the paper's ladder.
-
-        Raises:
-            ValueError: for other levels, or what ``check_levels`` refuses.
-        """
+        """Set the level of every role, 1..32 or None for float32; ValueError for what a layer cannot take."""
         self._keep_apart()
         if levels != self.in_force:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
@@ -217,13 +211,7 @@ class LayerPrecision(nn.Module):
         return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
-        """Return an operand of the layer's product, quantised with the straight-through estimator.
-
-        Args:
-            role: one of the layer's ``quantizers``.
-            x: the operand.
-            along: the dimension over which the product sums; None for that of the role, see ``sums``.
-        """
+        """Return an operand, quantised with the straight-through estimator; ``along``: see ``quantized``."""
         self.require_bits()
         check_floating(x)
         return self.round_operand(role, x, along)
@@ -251,13 +239,7 @@ class LayerPrecision(nn.Module):
         return y
 
     def multiplied(self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad") -> Tensor:
-        """Return ``multiply(*operands)``, a product of quantised operands, whose gradient is quantised.
-
-        Args:
-            multiply: linear in each operand; a function of an activation, a weight and perhaps a bias.
-            operands: what ``operand`` returned.
-            role: of the gradient.
-        """
+        """Return ``multiply(*operands)``, linear in what ``operand`` returned, whose gradient is quantised."""
         if self.now.splits_gradient and torch.is_grad_enabled():
             return _with_split_gradient(self, role, multiply, *operands)
         return self.gradient(role, multiply(*operands))
@@ -305,10 +287,9 @@ class LayerPrecision(nn.Module):
     # --- what training leaves in a layer: running ranges, and the key of its noise ------------------------------------
 
     def evaluated(self, role: str, x: Tensor) -> Range:
-        """Return the range on which evaluation rounds an operand whose running range is kept.
+        """Return the stored range of an operand, in evaluation; its own range as long as the stored one is empty.
 
-        It is the stored one; where that is not known to be filled since ``train(False)``, as in an average of models
-        (``AveragedModel``), the range at hand takes its place as long as it is empty. Decided on the device.
+        That is decided on the device where it is not known since ``train(False)``, as in an average of models.
         """
         low, width, weight = self.stored_range(role)
         if self.calibrated:

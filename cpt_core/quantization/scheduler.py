@@ -49,20 +49,16 @@ class PrecisionScheduler:
         eval_bits: precision after ``model.eval()``, until ``model.train()``: "q_max", "float" (no quantisation) or 1 to
             32; "current" leaves it at the bits of the step.
 
-    Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
-    cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
-    ``optimizer.step()``. Past the last step the last bits stay. A copy of the model (``deepcopy``, pickle,
-    ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no precision: run it inside
-    ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its scheduler stays driven, but
-    copies of optimizers are not followed: call ``step()`` there.
+    The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
+    A copy of the model (``deepcopy``, pickle, ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no
+    precision: run it inside ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its
+    scheduler stays driven, but copies of optimizers are not followed: call ``step()`` there.
 
     Raises:
-        ValueError: for schedules that do not fit the layers, or when another scheduler that drives other layers follows
-            the optimizer.
+        ValueError: for schedules that do not fit the layers, and for levels that a layer cannot take.
 
     Warns:
-        UserWarning: once, when ``step()`` seems not to be called, see ``warn_of_missing_steps``; for a copy that should
-            follow, and where the optimizer to follow has taken steps before, as one that was loaded too early.
+        UserWarning: once, when ``step()`` seems not to be called; for a copy that should follow an optimizer.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
@@ -80,17 +76,15 @@ class PrecisionScheduler:
         self.follows = False  # whether the steps of an optimizer are those of the scheduler
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
-        changes = False
         for pattern, (s, _) in self.schedules.items():
             used = set(zip(*(np.asarray(v).tolist() for v in s.levels(self.q_grad)), strict=True))
-            changes = changes or len(used) > 1
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
         missing_steps = extensions.load_optional("missing_steps")
-        if changes and missing_steps is not None:
+        if missing_steps is not None:
             missing_steps.warn_of_missing_steps(self, model)
 
     @property
@@ -103,17 +97,6 @@ class PrecisionScheduler:
         self._eval_bits = check_eval_bits(value)
         self._apply()
 
-    @property
-    def drives(self) -> bool:
-        """Whether the bits of some layer are those of this scheduler now."""
-        return any(layer.driver is self for layer in self._layers.values())
-
-    def release(self, layer: LayerPrecision) -> None:
-        """Drive a layer no longer, as another scheduler or nobody does; who drives none follows no optimizer."""
-        layer.driver = None
-        if not self.drives:
-            self.follows = False
-
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
         if self.follows:
@@ -121,7 +104,7 @@ class PrecisionScheduler:
         self.advance()
 
     def advance(self) -> None:
-        """Do what ``step`` does, wherever it is called from."""
+        """Go to the next optimizer step, also for an optimizer that the scheduler follows."""
         self.last_step += 1
         if self.last_step == self.total_steps + 1:
             warnings.warn(
@@ -163,11 +146,7 @@ class PrecisionScheduler:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors.
-
-        That is the step, the schedules and ladders (to refuse others), the running ranges and the state of the rounding
-        noise.
-        """
+        """Return what a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors."""
         return {
             "last_step": self.last_step,
             "q_grad": self.q_grad,
@@ -177,10 +156,7 @@ class PrecisionScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers.
-
-        Names may differ by what DDP or ``torch.compile`` puts before or into them ("module.", "_orig_mod.").
-        """
+        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers."""
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
@@ -259,8 +235,8 @@ def precision(
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
-    The backward pass belongs into the block, too. Schedulers count on, and set their bits after it. A copy of the
-    model that is made inside keeps the bits of the block.
+    The backward pass belongs into the block, too. Schedulers count on, and set their bits after it. Copies that are
+    made inside keep the bits of the block.
 
     Raises:
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no

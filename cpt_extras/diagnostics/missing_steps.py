@@ -7,11 +7,17 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 MAX_UPDATES = 10  # of a weight at one step of a schedule: a critic is updated a few times in every step
+
+
+def is_driving(scheduler: Any) -> bool:
+    """Return whether the bits of some layer are those of a scheduler now."""
+    return any(layer.driver is scheduler for layer in scheduler._layers.values())
 
 
 def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
@@ -21,6 +27,9 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
     closures and several optimizers of one model are no further updates. Not counted is what happens inside a
     ``precision`` block, at the last step of the schedule, or while another scheduler drives the model.
     """
+    levels = [role for schedule, _ in scheduler.schedules.values() for role in schedule.levels(scheduler.q_grad)]
+    if not any(np.ptp(role) for role in levels):  # static
+        return
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         return
@@ -29,7 +38,7 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scheduler, weight = scheduler_reference(), weight_reference()
-        if scheduler is None or not scheduler.drives or scheduler.last_step >= scheduler.total_steps - 1:
+        if scheduler is None or not is_driving(scheduler) or scheduler.last_step >= scheduler.total_steps - 1:
             return
         if not any(p is weight for group in optimizer.param_groups for p in group["params"]):
             return

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_extras.diagnostics.missing_steps import is_driving
 
 KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
 _schedulers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.WeakKeyDictionary()  # the last of each
@@ -38,10 +40,16 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
     elif optimizer not in _schedulers:
         _add_hooks(optimizer)
     for layer in scheduler._layers.values():  # of which one at most follows
-        if layer.driver is not None:
-            layer.driver.release(layer)
+        release(layer)
     _schedulers[optimizer] = scheduler
     scheduler.follows = True
+
+
+def release(layer: LayerPrecision) -> None:
+    """Let no scheduler drive a layer; a scheduler that drives none follows no optimizer."""
+    scheduler, layer.driver = layer.driver, None
+    if scheduler is not None and not is_driving(scheduler):
+        scheduler.follows = False
 
 
 def _follower(optimizer: Optimizer) -> PrecisionScheduler | None:

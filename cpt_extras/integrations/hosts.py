@@ -7,9 +7,20 @@ from typing import Any
 
 from torch import fx, nn
 
+from cpt_core import extensions
+from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import HOOK
+from cpt_extras import operations
 from cpt_extras.diagnostics.float32_weights import float32_weights, warn_of_float32
+from cpt_extras.integrations.following import release
 from cpt_extras.integrations.graph_modules import follow_copies, forget_copies
+
+
+def load_libraries(model: nn.Module) -> None:
+    """Register the operators of other libraries, and the layers of those that a model has modules of."""
+    operations.register_library_operators()
+    if any(type(module).__module__.partition(".")[0] == "dgl" for module in model.modules()):
+        extensions.load("dgl")
 
 
 def check_modules(modules: Mapping[str, nn.Module]) -> None:
@@ -47,7 +58,10 @@ def after_conversion(model: nn.Module, excluded: Collection[str]) -> None:
 
 
 def before_restoration(model: nn.Module) -> None:
-    """Let copies of graph modules be converted no longer."""
-    for module in model.modules():
+    """Let copies of graph modules be converted no longer, and no scheduler drive what is restored."""
+    for module in list(model.modules()):
+        precision = precision_of(module)
+        if precision is not None:
+            release(precision)
         if isinstance(module, fx.GraphModule):
             forget_copies(module)
