@@ -38,7 +38,7 @@ EXTENSIONS = {
     "delayed": "cpt_extras.search.solved_schedules",  # a delay before a schedule
     "warped": "cpt_extras.search.solved_schedules",  # a profile that is read at a power
     "operations": "cpt_extras.operations",  # functions of torch that few models use
-    "recomputation": "cpt_extras.operations.recomputation",  # activation checkpointing of functions inside modules
+    "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_extras.int8.register",  # execution on 8-bit integers

@@ -29,7 +29,7 @@ ROOMS = {
     "cpt_extras.optional_libraries": (),
     "cpt_extras.progress": (),
     "cpt_extras.operations": ("cpt_core.quantization",),
-    "cpt_extras.formats": ("cpt_core.bitops", "cpt_extras.optional_libraries"),
+    "cpt_extras.formats": ("cpt_core.bitops", "cpt_extras.optional_libraries", "cpt_extras.operations"),
     "cpt_extras.kernels": ("cpt_extras.formats", "cpt_extras.operations", "cpt_extras.cpu_info", "cpt_extras.files"),
     "cpt_extras.int8": ("cpt_extras.kernels",),
     "cpt_extras.search": ("cpt_extras.kernels", "cpt_extras.progress", "cpt_extras.figures"),

@@ -7,7 +7,6 @@ nothing else: a function runs as torch has it, and its handler runs once more on
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -24,7 +23,14 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
 from cpt_core.quantization.op_handlers import module_kind
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, HOOK, Interception, Operation, QuantizedOpsMode
+from cpt_core.quantization.op_interception import (
+    COUNTED_FUNCTIONS,
+    HOOK,
+    Interception,
+    Operation,
+    QuantizedOpsMode,
+    mode_class,
+)
 from cpt_core.quantization.precision import LayerPrecision
 
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
@@ -76,7 +82,7 @@ def _enter(interception: Interception, module: nn.Module, args: Any) -> None:
     mode = interception.mode
     if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
         interception = mode.running.stack[-1].interception._replace(name=interception.name)
-    mode.enter(module, interception, None if torch.compiler.is_compiling() else sys._getframe(1))
+    mode.enter(module, interception)
 
 
 def _leave(mode: QuantizedOpsMode, module: nn.Module, args: Any, output: Any) -> None:
@@ -93,8 +99,10 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
         undo.callback(vars(module).update, {HOOK: interception})
 
 
-class CountingMode(QuantizedOpsMode):
+class CountingMode(mode_class()):  # type: ignore[misc]
     """The mode of a model that is not converted: what it sees runs as torch has it."""
+
+    on_operation: Callable[[Operation], None] | None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from cpt_core import extensions
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
-from cpt_core.quantization.op_interception import HOOK, Interception, QuantizedOpsMode, enter_module, leave_module
+from cpt_core.quantization.op_interception import HOOK, Interception, enter_module, leave_module, mode_class
 from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
 from cpt_core.validation import check_unsharded, choose, declared, whole
@@ -156,7 +156,7 @@ def quantize_(
     return model
 
 
-class ModelMode(QuantizedOpsMode):
+class ModelMode(mode_class()):  # type: ignore[misc]
     """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers."""
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cpt_core import extensions
-from cpt_core.quantization import autocast_matmul, rounding
+from cpt_core.quantization import rounding
 from cpt_core.quantization.active_bits import MAX_GRID_BITS
 from cpt_core.quantization.roles import Quantizer, quantizer_of
 from cpt_core.validation import check_bits, shown
@@ -185,9 +185,12 @@ class PlainOperators:
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return what ``torch.nn.functional.linear`` does."""
-        if torch.compiler.is_compiling():
-            return autocast_matmul.linear(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        """Return what ``torch.matmul`` does."""
+        return torch.matmul(a, b)
 
     @staticmethod
     def name_on(device: torch.device) -> str:

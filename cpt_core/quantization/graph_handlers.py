@@ -18,7 +18,7 @@ from cpt_core.graphs import functional
 from cpt_core.graphs.functional import in_degree_scale, is_constant, out_degree_scale, scale_rows
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.quantization import autocast_matmul, fake_quantize, op_handlers
+from cpt_core.quantization import fake_quantize, op_handlers
 from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision, in_float32
 
@@ -181,7 +181,7 @@ class GraphHandlers:
         """Return x (N, I) times a weight."""
         if is_transposed:
             return fake_quantize.operators.linear(x, weight)
-        return autocast_matmul.matmul(x, weight)
+        return fake_quantize.operators.matmul(x, weight)
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation by ``mode.run``, with its arguments."""

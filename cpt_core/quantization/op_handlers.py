@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from cpt_core.quantization import autocast_matmul, fake_quantize
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, Interception, QuantizedOpsMode
+from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.op_interception import OP_HANDLERS, Interception, Operands, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # first operand, second operand, bias
@@ -92,17 +91,15 @@ def convolution(
     biases at all.
     """
     layer = mode.layer_of(weight)
-    is_transposed = function in TRANSPOSED_CONVOLUTIONS
 
     def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return function(x, w.transpose(0, 1) if is_transposed else w, b, *rest, **more)
+        return function(x, w, b, *rest, **more)
 
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
-        return x.numel() * weight[0].numel() if is_transposed else y.numel() * w[0].numel()
+        return y.numel() * w[0].numel()
 
-    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def run(*operands: Any) -> Tensor:
         roles = input_role(layer, "conv"), "conv_weight"
-        operands = x, w.transpose(0, 1) if is_transposed else w, b
         name = function.__name__.partition(".")[0]
         return mode.run(layer, name, compute, operands, roles, macs, "conv_grad", options=(rest, more))
 
@@ -116,15 +113,15 @@ def convolution(
 
 def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
     """Quantise a matmul of any two operands, either of them perhaps a vector."""
-    return _matmul(mode, multiply, first, second)
+    return run_matmul(mode, multiply, first, second)
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Return a @ b, without the bias."""
-    return autocast_matmul.matmul(a, b)
+    return fake_quantize.operators.matmul(a, b)
 
 
-def _matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands."""
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
     layer = mode.running.stack[-1].interception
@@ -132,117 +129,75 @@ def _matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias
         layer = mode.layer_of(b)
     elif is_first_weight:
         layer = mode.layer_of(a)
-    elif a.dim() > 0 and a.shape[-1] == 1:  # a scaling
+    elif a.shape[-1:] == (1,):  # a scaling
         layer = layer._replace(precision=None)
+    weight_roles = input_role(layer, "linear"), "linear_weight"
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        roles = input_role(layer, "linear"), "linear_weight"
+        operands = a, b, bias
         if is_second_weight and b.dim() > 1:
-            return _run_matmul(mode, layer, compute, (a, b.mT, bias), _second_transposed, roles, "linear_grad")
-        if is_first_weight and a.dim() > 1:  # the input gradient is that of the first operand
-            return _run_matmul(mode, layer, compute, (b, a, bias), _swapped, roles, "linear_grad")
+            return _run_matmul(mode, layer, compute, operands, weight_roles, transposed=(False, True))
+        if is_first_weight and a.dim() > 1:
+            return _run_matmul(mode, layer, compute, operands, weight_roles, is_swapped=True)
         is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
         roles = ATTENTION_SCORES if is_transposed else ATTENTION_CONTEXT
-        return _multiply_activations(mode, layer, compute, roles, a, b, bias)
+        return _multiply_activations(mode, layer, compute, operands, roles)
 
     return in_float32(layer.precision, a, run, a, b, bias)
 
 
 def _multiply_activations(
-    mode: QuantizedOpsMode,
-    layer: Interception,
-    compute: Compute,
-    roles: tuple[str, str],
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
+    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands, roles: tuple[str, str]
 ) -> Tensor:
     """Multiply a (..., M, K) and b (..., K, N), neither of them a weight.
 
     Keys have a range per token, values one per row as they lie; with keys per feature, as in the paper's BERT, keys
     have one per row of the transposed matrix.
     """
-    gradient = "attention_grad"
+    a, b, _ = operands
     if a.dim() > 1 < b.dim() and a.shape[-1] == 1:  # an outer product: vectors lie across the sum
-        return _run_matmul(mode, layer, compute, (a.mT, b, bias), _first_transposed, ATTENTION_CONTEXT, gradient)
+        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT, transposed=(True, False))
     if roles == ATTENTION_SCORES and not layer.keys_per_feature:
-        operands = a, b.mT, bias
-        return _run_matmul(mode, layer, compute, operands, _second_transposed, roles, gradient, along=(None, -1))
-    return _run_matmul(mode, layer, compute, (a, b, bias), _unchanged, roles, gradient)
+        return _run_matmul(mode, layer, compute, operands, roles, transposed=(False, True), along=(None, -1))
+    return _run_matmul(mode, layer, compute, operands, roles)
 
 
 def _run_matmul(
     mode: QuantizedOpsMode,
     layer: Interception,
     compute: Compute,
-    operands: tuple[Tensor, Tensor, Tensor | None],
-    arrange: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    operands: Operands,
     roles: tuple[str, str],
-    gradient: str,
+    *,
+    transposed: tuple[bool, bool] = (False, False),
+    is_swapped: bool = False,
     along: tuple[int | None, int | None] = (None, None),
 ) -> Tensor:
-    """Run a matmul by ``mode.run``; ``arrange`` makes its two operands, a and b, of those that are rounded."""
+    """Run a matmul by ``mode.run``.
+
+    ``transposed``: whether a and b are rounded as transposed matrices; ``is_swapped``: whether b is the first operand,
+    whose gradient is the input gradient.
+    """
+    a, b, bias = operands
+
+    def arrange(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Transpose or swap a and b; the same undoes it."""
+        if transposed[0]:
+            x = x.mT
+        if transposed[1]:
+            y = y.mT
+        return (y, x) if is_swapped else (x, y)
 
     def compute_arranged(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
         return compute(*arrange(first, second), bias)
 
     def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
-        return _matmul_macs(*arrange(first, second))
+        return output.numel() * a.shape[-1]
 
+    gradient = "linear_grad" if "linear_weight" in roles else "attention_grad"
     options = compute_arranged  # for executors that only round
-    return mode.run(layer, "matmul", compute_arranged, operands, roles, macs, gradient, along=along, options=options)
-
-
-def _unchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return first, second
-
-
-def _swapped(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return second, first
-
-
-def _first_transposed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return first.mT, second
-
-
-def _second_transposed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return first, second.mT
-
-
-def _matmul_macs(a: Tensor, b: Tensor) -> int:
-    if a.dim() == 0 or b.dim() == 0:
-        return 0
-    if b.dim() == 1:
-        return a.numel()
-    if a.dim() == 1:
-        return b.numel()
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return math.prod(batch) * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def added_matmul(
-    mode: QuantizedOpsMode,
-    function: Any,
-    input: Tensor,
-    first: Tensor,
-    second: Tensor,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-) -> Tensor:
-    """Quantise ``beta input + alpha first @ second``; an ``input`` that is a parameter is a bias."""
-
-    def scaled(factor: Any, x: Tensor) -> Tensor:
-        return x if factor == 1 else factor * x
-
-    def compute(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        product = scaled(alpha, autocast_matmul.matmul(a, b))
-        return product if bias is None else scaled(beta, bias) + product
-
-    if mode.is_weight(input) and beta != 0:
-        return _matmul(mode, compute, first, second, input)
-    product = scaled(alpha, _matmul(mode, multiply, first, second))
-    return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
+    arranged = *arrange(a, b), bias
+    return mode.run(layer, "matmul", compute_arranged, arranged, roles, macs, gradient, along=along, options=options)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -273,7 +228,8 @@ def attention(
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        scores = _multiply_activations(mode, layer, multiply, ATTENTION_SCORES, query, key.transpose(-2, -1))
+        operands = query, key.transpose(-2, -1), None
+        scores = _multiply_activations(mode, layer, multiply, operands, ATTENTION_SCORES)
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -282,7 +238,7 @@ def attention(
         elif mask is not None:
             scores = scores + mask
         probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
-        return _multiply_activations(mode, layer, multiply, ATTENTION_CONTEXT, probabilities, value)
+        return _multiply_activations(mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT)
 
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
@@ -296,9 +252,6 @@ def functions_named(*names: str) -> list[Any]:
     found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
     overloads = "default", "padding", "input", "data"  # of the operators that graphs are made of
     return found + [getattr(f, name) for f in found for name in overloads if hasattr(f, name)]
-
-
-TRANSPOSED_CONVOLUTIONS = frozenset(functions_named(*(f"conv_transpose{n}d" for n in (1, 2, 3))))
 
 
 def register_handler(functions: list[Any], handler: Callable[..., Any], names: str) -> None:
@@ -323,30 +276,15 @@ def _with_positional_operands(handler: Callable[..., Any], names: list[str]) -> 
     return bound
 
 
-def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
-    """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
-    questions = "has_torch_function", "has_torch_function_variadic"
-    namespace = function.__globals__ | dict.fromkeys(questions, lambda *_: False)
-    inner = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
-    inner.__kwdefaults__ = function.__kwdefaults__
-    return lambda mode, *args, **kwargs: inner(*args, **kwargs)
-
-
 HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
     "linear": (linear, "input weight bias"),
     **{f"conv{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
     **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
     **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
-    "addmm": (added_matmul, "input mat1 mat2"),
-    "baddbmm": (added_matmul, "input batch1 batch2"),
     "scaled_dot_product_attention": (attention, "query key value attn_mask"),
 }
 for _name, (_handler, _operands) in HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)
-COMPOSITE_OPS[functional.multi_head_attention_forward] = with_inner_functions_visible(
-    functional.multi_head_attention_forward
-)
 
 
 def module_kind(module: nn.Module) -> str:

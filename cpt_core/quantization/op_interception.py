@@ -20,18 +20,14 @@ The trade-offs: a function costs a call of Python while the mode is on, also whe
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
@@ -48,11 +44,7 @@ COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
 # reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
 COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
-# code that computes a weight from its parameters
-PARAMETRIZATION, SPECTRAL_NORM = ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__
-# files of compiled code: what calls it, and what modules that are made of graphs have
-COMPILED_RUNTIME = str(Path(torch.__file__).parent / "_functorch" / "aot_autograd.py")
-GRAPH_FILES = "<eval_with_key>"
+Operands = tuple[Tensor, Tensor, Tensor | None]  # first operand, second operand, bias
 
 
 class Operation(NamedTuple):
@@ -120,10 +112,6 @@ class RunningModule:
 
     module: nn.Module
     interception: Interception
-    frame: Any  # of Python, in which the module runs; None in compiled code
-    autograd_state: Any  # of torch when the module was entered, see ``_autograd_state``; None in compiled code
-    switched_on: bool  # whether the module switched the mode on
-    stand_ins: list[tuple[Tensor, Interception]] | None = None  # see ``_stand_ins``; None until they are wanted
 
 
 class _RunningModules(threading.local):
@@ -166,12 +154,12 @@ class QuantizedOpsMode(TorchFunctionMode):
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
-        if handler is not None and is_quantizable(args, kwargs) and self._is_inside():
+        if handler is not None and is_quantizable(args, kwargs) and self.is_inside():
             with without_modes():
                 output = self.call_handler(handler, function, args, kwargs)
             if output is not None:
                 return output
-        if function in COMPOSITE_OPS and self._is_inside():
+        if function in COMPOSITE_OPS and self.is_inside():
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
         return function(*args, **kwargs)
@@ -194,105 +182,53 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     # --- the stack of running modules -------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, interception: Interception, frame: Any = None) -> None:
-        """Put a module on the stack, and switch the mode on where it is not."""
-        stack = self.running.stack
-        if stack and frame is not None:
-            self._drop_interrupted(frame)
-        switches_on = not (stack if frame is None else self in _get_current_function_mode_stack())
-        state = None if frame is None else _autograd_state()
-        stack.append(RunningModule(module, interception, frame, state, switches_on))
-        if switches_on:
+    def enter(self, module: nn.Module, interception: Interception) -> None:
+        """Put a module on the stack; the first one switches the mode on."""
+        self.running.stack.append(RunningModule(module, interception))
+        if len(self.running.stack) == 1:
             self.__enter__()
 
     def leave(self, module: nn.Module) -> None:
-        """Take a module off the stack; the one that switched the mode on switches it off."""
+        """Take a module off the stack; the first one switches the mode off."""
         stack = self.running.stack
         if not stack or stack[-1].module is not module:
-            if not any(entry.module is module for entry in stack):
-                return  # a hook failed before the module was entered
-            while stack[-1].module is not module:  # the forward of another was interrupted
-                self._drop()
-        self._drop()
-
-    def _drop(self) -> None:
-        """Take the uppermost module off the stack."""
-        if self.running.stack.pop().switched_on:
-            self._switch_off()
-
-    def _is_inside(self) -> bool:
-        """Return whether code of a running module calls; an interrupted forward pass leaves the mode on."""
-        stack = self.running.stack
-        if not stack or stack[-1].frame is None or torch.compiler.is_compiling():
-            return bool(stack)
-        return _runs_in(stack[-1].frame, sys._getframe(2))
-
-    def _drop_interrupted(self, frame: Any) -> None:
-        """Take modules off the stack whose forward was interrupted, as from the keyboard: no hook runs then."""
-        stack = self.running.stack
-        while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame, frame):
-            self._drop()
-
-    def _switch_off(self) -> None:
-        """Take the mode off the modes of this thread, also from below others."""
-        if torch.compiler.is_compiling():
+            return  # a hook failed before the module was entered
+        stack.pop()
+        if not stack:
             self.__exit__(None, None, None)
-            return
-        above = []
-        while torch._C._len_torch_function_stack():
-            mode = _pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
 
-    def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function as if it ran in the forward of a module."""
-        self.enter(entry.module, entry.interception, sys._getframe())
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.leave(entry.module)
+    def is_inside(self) -> bool:
+        """Return whether code of a running module calls."""
+        return bool(self.running.stack)
 
     # --- whose operation it is --------------------------------------------------------------------------------------
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether a tensor is a parameter, stands in for one (``functional_call``), or is a view of one."""
-        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
-            return True
-        if torch.compiler.is_compiling():
-            return False
-        return any(tensor is x or tensor is x._base for tensor, _ in self._stand_ins())
+        """Return whether a tensor is a parameter, or a view of one."""
+        return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
     def layer_of(self, weight: Tensor) -> Interception:
         """Return the layer that holds a weight; the innermost running one where none is known to hold it."""
         top = self.running.stack[-1]
         if top.module._parameters.get("weight") is weight:
             return top.interception
+        return self.find_owner(weight) or top.interception
+
+    def find_owner(self, weight: Tensor) -> Interception | None:
+        """Return the layer that holds the parameter that a tensor is, or is a view of."""
         held = weight if weight._base is None else weight._base
         if not isinstance(held, nn.Parameter):
-            owners = [] if torch.compiler.is_compiling() else self._stand_ins()
-        elif torch.compiler.is_compiling():  # which knows no table of parameters
-            owners = self.find_owners()
-        else:
-            if held not in self.owners:
-                self.owners[held] = None
-                self.owners.update(reversed(self.find_owners()))  # the first one of several that share a parameter
-            return self.owners[held] or top.interception
-        return next((layer for tensor, layer in owners if tensor is held or tensor is weight), top.interception)
+            return None
+        if torch.compiler.is_compiling():  # which knows no table of parameters
+            return next((layer for tensor, layer in self.find_owners() if tensor is held or tensor is weight), None)
+        if held not in self.owners:
+            self.owners[held] = None
+            self.owners.update(reversed(self.find_owners()))  # the first one of several that share a parameter
+        return self.owners[held]
 
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its layer."""
         return held_tensors(self.running.stack[0].module)
-
-    def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
-        """Return tensors in the place of parameters, as ``functional_call`` puts them, below the running module."""
-        entry = self.running.stack[-1]
-        if entry.stand_ins is None:
-            held = held_tensors(entry.module)
-            entry.stand_ins = [(tensor, layer) for tensor, layer in held if not isinstance(tensor, nn.Parameter)]
-        return entry.stand_ins
 
     # --- the one place where operations are quantised ---------------------------------------------------------------
 
@@ -301,7 +237,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         layer: Interception,
         name: str,
         compute: Callable[..., Tensor],
-        operands: tuple[Tensor, Tensor, Tensor | None],
+        operands: Operands,
         roles: tuple[str | None, str | None],
         macs: Callable[[Tensor, Tensor, Tensor], int],
         gradient: str,
@@ -338,15 +274,7 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_active(self, precision: LayerPrecision) -> bool:
         """Return whether a layer quantises now; RuntimeError as long as it has no bits."""
         precision.require_bits()
-        if not precision.now.active:
-            return False
-        if not torch.compiler.is_compiling():
-            entry = self.running.stack[-1]
-            state = _autograd_state()
-            if state != entry.autograd_state:  # inside a checkpoint that began in the forward of this module
-                if extensions.is_installed("recomputation"):
-                    extensions.load("recomputation").intercept_recomputation(self, entry, state[0])
-        return True
+        return precision.now.active
 
 
 def is_quantizable(args: Any, kwargs: Any) -> bool:
@@ -363,34 +291,10 @@ def is_quantizable(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and tensors[0].is_floating_point()
 
 
-def _is_running(frame: Any, current: Any) -> bool:
-    """Return whether a frame is among the callers of the current one."""
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
-
-
-def _runs_in(frame: Any, current: Any) -> bool:
-    """Return whether code that is to be intercepted runs in a frame.
-
-    That is neither what computes a weight from its parameters, nor compiled code: the mode was at work when it was
-    made.
-    """
-    while current is not frame:
-        if current is None:
-            return False
-        code = current.f_code
-        if code is PARAMETRIZATION or code is SPECTRAL_NORM or code.co_filename == COMPILED_RUNTIME:
-            return False
-        if code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
-            if "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {}):
-                return False
-        current = current.f_back
-    return True
-
-
-def _autograd_state() -> tuple[Any, bool]:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
+def mode_class() -> type[QuantizedOpsMode]:
+    """Return the class of modes of models; that of ``cpt_extras`` serves models that run in unusual ways."""
+    unusual = extensions.load_optional("guarded_mode")
+    return QuantizedOpsMode if unusual is None else unusual.GuardedMode
 
 
 def held_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
@@ -411,21 +315,10 @@ def held_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
 def enter_module(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: note that a module runs."""
     interception: Any = module._interception
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    if "_is_replica" in vars(module):
-        interception = _with_own_precision(module, interception)
     precision = interception.precision
     if precision is not None and precision.training != module.training:  # it is no child of the module
         precision.train(module.training)
-    interception.mode.enter(module, interception, frame)
-
-
-def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
-    """Return the interception of a copy that ``DataParallel`` made, whose attributes are those of the original."""
-    precision: Any = replica._modules.get("precision", interception.precision)
-    if precision is interception.precision is not None:
-        precision = interception.precision._replicate_for_data_parallel()
-    return interception._replace(precision=precision)
+    interception.mode.enter(module, interception)
 
 
 def leave_module(module: nn.Module, args: Any, output: Any) -> None:

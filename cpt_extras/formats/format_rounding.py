@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpt_core.quantization.autocast_matmul import matmul
 from cpt_core.quantization.rounding import MIN_SCALE, hash_noise, noise
 from cpt_extras.formats.format import FORMATS, UNSCALED, Format, check_blocks
+from cpt_extras.operations.autocast_matmul import matmul
 
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: of a range of zeros too
 WIDE = 16  # bits of a minifloat from which on it is not scaled

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 
 from cpt_core.quantization.convert import precision_of
-from cpt_core.quantization.layers import ONE_RANGE, PASSES
 from cpt_core.quantization.op_interception import HOOK
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.cpu_info import multiplies_codes
 from cpt_extras.formats.ladder_rounding import ladders_of_layer
 from cpt_extras.int8.lstm import int8_reason
 
+PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
+ONE_RANGE = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
 SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 # kind or class of a layer -> role with several ranges -> matmuls that are simulated then
 SEVERAL_RANGES: Mapping[str, Mapping[str, Mapping[str, str]]] = {

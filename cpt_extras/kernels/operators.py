@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.quantization import autocast_matmul, rounding
 from cpt_core.quantization import fake_quantize as core
+from cpt_core.quantization import rounding
 from cpt_extras.kernels import gemm_backend, grids, integer_reference
+from cpt_extras.operations import autocast_matmul
 
 
 def _plain_range(x: Tensor, grid: str) -> rounding.Range:
@@ -103,6 +104,7 @@ class KernelOperators:
     range = staticmethod(range_of)
     fake_quantize = staticmethod(fake_quantize)
     linear = staticmethod(linear)
+    matmul = staticmethod(autocast_matmul.matmul)
 
     round_in_range = staticmethod(round_in_range)
 

@@ -1,4 +1,4 @@
-"""Functions of torch that multiply and that few models use: einsum, tensordot, bilinear, experts, chains.
+"""Functions of torch that multiply besides those of the paper's models: addmm, einsum, bilinear, experts and more.
 
 ``quantize_`` loads this module, see ``cpt_core.extensions``; it registers a handler for each of them.
 """
@@ -8,22 +8,82 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from string import ascii_letters
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from cpt_core.quantization import autocast_matmul
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.op_handlers import (
-    added_matmul,
     functions_named,
     input_role,
     matmul,
+    multiply,
     register_handler,
-    with_inner_functions_visible,
+    run_matmul,
 )
 from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
+from cpt_extras.operations.autocast_matmul import einsum as torch_einsum
+
+# --- sums with a matmul, transposed convolutions ----------------------------------------------------------------------
+
+
+def added_matmul(
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+) -> Tensor:
+    """Quantise ``beta input + alpha first @ second``; an ``input`` that is a parameter is a bias."""
+
+    def scaled(factor: Any, x: Tensor) -> Tensor:
+        return x if factor == 1 else factor * x
+
+    def compute(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        product = scaled(alpha, fake_quantize.operators.matmul(a, b))
+        return product if bias is None else scaled(beta, bias) + product
+
+    if mode.is_weight(input) and beta != 0:
+        return run_matmul(mode, compute, first, second, input)
+    product = scaled(alpha, run_matmul(mode, multiply, first, second))
+    return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
+
+
+def transposed_convolution(
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *rest: Any,
+    **more: Any,
+) -> Tensor:
+    """Quantise a transposed convolution, with a range per output channel of the weight."""
+    layer = mode.layer_of(weight)
+
+    def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return function(x, w.transpose(0, 1), b, *rest, **more)
+
+    def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
+        return x.numel() * weight[0].numel()
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        roles = input_role(layer, "conv"), "conv_weight"
+        name = function.__name__.partition(".")[0]
+        operands = x, w.transpose(0, 1), b
+        return mode.run(layer, name, compute, operands, roles, macs, "conv_grad", options=(rest, more))
+
+    is_unbatched = input.dim() < weight.dim()
+    y = in_float32(layer.precision, input, run, input.unsqueeze(0) if is_unbatched else input, weight, bias)
+    return y.squeeze(0) if is_unbatched else y
+
 
 # --- bilinear maps, experts, chains -----------------------------------------------------------------------------------
 
@@ -150,7 +210,7 @@ def _contract(
 
         def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
             x, y = (y, x) if is_weight_first else (x, y)
-            return autocast_matmul.einsum(equation, first.restore(x), second.restore(y))
+            return torch_einsum(equation, first.restore(x), second.restore(y))
 
         def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
             letters = {**_sizes(terms[0], a), **_sizes(terms[1], b)}
@@ -230,6 +290,10 @@ def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor
 
 
 HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
+    "addmm": (added_matmul, "input mat1 mat2"),
+    "baddbmm": (added_matmul, "input batch1 batch2"),
+    "addmv": (added_matmul, "input mat vec"),
+    **{f"conv_transpose{n}d": (transposed_convolution, "input weight bias") for n in (1, 2, 3)},
     "bilinear": (bilinear, "input1 input2 weight bias"),
     **dict.fromkeys(("grouped_mm", "_grouped_mm"), (grouped_matmul, "mat_a mat_b")),
     **dict.fromkeys(("chain_matmul", "multi_dot"), (chained_matmul, "tensors")),
@@ -240,7 +304,6 @@ HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, 
     "mv": (matmul, "input vec"),
     "dot": (matmul, "input tensor"),
     "vdot": (matmul, "input other"),
-    "addmv": (added_matmul, "input mat vec"),
 }
 for _name, (_handler, _operands) in HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)
@@ -254,6 +317,18 @@ def register_library_operators() -> None:
         register_handler([packet, packet.default], grouped_matmul, "input weight")
 
 
+# --- functions that call others that multiply -------------------------------------------------------------------------
+
+
+def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
+    """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
+    questions = "has_torch_function", "has_torch_function_variadic"
+    namespace = function.__globals__ | dict.fromkeys(questions, lambda *_: False)
+    inner = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    inner.__kwdefaults__ = function.__kwdefaults__
+    return lambda mode, *args, **kwargs: inner(*args, **kwargs)
+
+
 def _linear_cross_entropy(function: Any) -> Callable[..., Any]:
     visible = with_inner_functions_visible(function)
 
@@ -263,5 +338,8 @@ def _linear_cross_entropy(function: Any) -> Callable[..., Any]:
     return composite
 
 
+COMPOSITE_OPS[functional.multi_head_attention_forward] = with_inner_functions_visible(
+    functional.multi_head_attention_forward
+)
 for _function in functions_named("linear_cross_entropy"):  # of newer torch
     COMPOSITE_OPS[_function] = _linear_cross_entropy(_function)

@@ -16,10 +16,10 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 if TYPE_CHECKING:
-    from cpt_core.quantization.op_interception import QuantizedOpsMode, RunningModule
+    from cpt_extras.operations.guarded_mode import GuardedMode, GuardedModule
 
 
-def intercept_recomputation(mode: QuantizedOpsMode, entry: RunningModule, saved_tensor_hooks: Any) -> None:
+def intercept_recomputation(mode: GuardedMode, entry: GuardedModule, saved_tensor_hooks: Any) -> None:
     """Intercept what the innermost checkpoint inside the forward of a module recomputes.
 
     Args:
@@ -51,7 +51,7 @@ def _code_of(function: Any) -> Any:
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
-def _wrap(mode: QuantizedOpsMode, entry: RunningModule, holder: Any, name: str) -> None:
+def _wrap(mode: GuardedMode, entry: GuardedModule, holder: Any, name: str) -> None:
     function = getattr(holder, name)
     is_wrapped = isinstance(function, partial) and function.func == mode.run_inside
     if not is_wrapped:

@@ -1,0 +1,202 @@
+"""Interception of models that run in unusual ways: a mode that takes the place of the core's, where it is installed.
+
+- ``torch.func.functional_call`` puts plain tensors in the place of parameters: they are weights, too.
+- ``DataParallel`` makes replicas of a model, whose layers have ranges and noise of their own.
+- A forward pass that is interrupted, as from the keyboard, leaves modules on the stack: no hook runs then.
+- Code that computes a weight from its parameters, and code that was compiled with its quantisation inside, run inside
+  of modules, and are not to be quantised once more.
+- Checkpoints of functions compute again when the module has ended, see ``recomputation``.
+
+Frames of Python tell which code runs inside of which module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from cpt_core.quantization.op_interception import Interception, QuantizedOpsMode, RunningModule, held_tensors
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_extras.operations.recomputation import intercept_recomputation
+
+# code that computes a weight from its parameters
+PARAMETRIZATION, SPECTRAL_NORM = ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__
+# files of compiled code: what calls it, and what modules that are made of graphs have
+COMPILED_RUNTIME = str(Path(torch.__file__).parent / "_functorch" / "aot_autograd.py")
+GRAPH_FILES = "<eval_with_key>"
+
+
+@dataclass(slots=True, eq=False)
+class GuardedModule(RunningModule):
+    """An entry of the stack of running modules.
+
+    Attributes:
+        frame: of Python, in which the module runs; None in compiled code.
+        autograd_state: of torch when the module was entered, see ``_autograd_state``; None in compiled code.
+        switched_on: whether the module switched the mode on.
+        stand_ins: tensors in the place of parameters; None until they are wanted.
+    """
+
+    frame: Any
+    autograd_state: Any
+    switched_on: bool
+    stand_ins: list[tuple[Tensor, Interception]] | None = None
+
+
+class GuardedMode(QuantizedOpsMode):
+    """The mode of a model that may run in unusual ways."""
+
+    def enter(self, module: nn.Module, interception: Interception, frame: Any = None) -> None:
+        """Put a module on the stack, and switch the mode on where it is not.
+
+        Args:
+            module: that begins to run.
+            interception: what it knows.
+            frame: in which it runs; None for the caller of the hook that calls this.
+        """
+        stack: list[Any] = self.running.stack
+        if "_is_replica" in vars(module):
+            interception = _with_own_precision(module, interception)
+        if torch.compiler.is_compiling():
+            entry = GuardedModule(module, interception, None, None, not stack)
+        else:
+            frame = sys._getframe(2) if frame is None else frame
+            self._drop_interrupted(frame)
+            switches_on = self not in _get_current_function_mode_stack()
+            entry = GuardedModule(module, interception, frame, _autograd_state(), switches_on)
+        stack.append(entry)
+        if entry.switched_on:
+            self.__enter__()
+
+    def leave(self, module: nn.Module) -> None:
+        """Take a module off the stack; the one that switched the mode on switches it off."""
+        stack: list[Any] = self.running.stack
+        if not stack or stack[-1].module is not module:
+            if not any(entry.module is module for entry in stack):
+                return  # a hook failed before the module was entered
+            while stack[-1].module is not module:  # the forward of another was interrupted
+                self._drop()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Take the uppermost module off the stack."""
+        entry: Any = self.running.stack.pop()
+        if entry.switched_on:
+            self._switch_off()
+
+    def _drop_interrupted(self, frame: Any) -> None:
+        """Take modules off the stack whose forward was interrupted."""
+        stack: list[Any] = self.running.stack
+        while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame, frame):
+            self._drop()
+
+    def _switch_off(self) -> None:
+        """Take the mode off the modes of this thread, also from below others."""
+        if torch.compiler.is_compiling():
+            self.__exit__(None, None, None)
+            return
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = _pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def is_inside(self) -> bool:
+        """Return whether code of a running module calls; an interrupted forward pass leaves the mode on."""
+        stack: list[Any] = self.running.stack
+        if not stack or stack[-1].frame is None or torch.compiler.is_compiling():
+            return bool(stack)
+        return _runs_in(stack[-1].frame, sys._getframe(2))
+
+    def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as if it ran in the forward of a module."""
+        self.enter(entry.module, entry.interception, sys._getframe())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.leave(entry.module)
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether a tensor is a weight, or stands in for one."""
+        if super().is_weight(x):
+            return True
+        if torch.compiler.is_compiling():
+            return False
+        return any(tensor is x or tensor is x._base for tensor, _ in self._stand_ins())
+
+    def find_owner(self, weight: Tensor) -> Interception | None:
+        """Return the layer that holds a weight, or what stands in for one."""
+        held = weight if weight._base is None else weight._base
+        if isinstance(held, nn.Parameter) or torch.compiler.is_compiling():
+            return super().find_owner(weight)
+        return next((layer for tensor, layer in self._stand_ins() if tensor is held or tensor is weight), None)
+
+    def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
+        """Return tensors in the place of parameters, as ``functional_call`` puts them, below the running module."""
+        entry: Any = self.running.stack[-1]
+        if entry.stand_ins is None:
+            held = held_tensors(entry.module)
+            entry.stand_ins = [(tensor, layer) for tensor, layer in held if not isinstance(tensor, nn.Parameter)]
+        return entry.stand_ins
+
+    def is_active(self, precision: LayerPrecision) -> bool:
+        """Return whether a layer quantises now; prepare checkpoints that began in the forward of the module."""
+        if not super().is_active(precision):
+            return False
+        if not torch.compiler.is_compiling():
+            entry: Any = self.running.stack[-1]
+            state = _autograd_state()
+            if state != entry.autograd_state:
+                intercept_recomputation(self, entry, state[0])
+        return True
+
+
+def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
+    """Return the interception of a copy that ``DataParallel`` made, whose attributes are those of the original."""
+    precision: Any = replica._modules.get("precision", interception.precision)
+    if precision is interception.precision is not None:
+        precision = interception.precision._replicate_for_data_parallel()
+    return interception._replace(precision=precision)
+
+
+def _autograd_state() -> tuple[Any, bool]:
+    """Return hooks on saved tensors, and whether gradients are on: a checkpoint changes one of them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
+
+
+def _is_running(frame: Any, current: Any) -> bool:
+    """Return whether a frame is among the callers of the current one."""
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _runs_in(frame: Any, current: Any) -> bool:
+    """Return whether code that is to be intercepted runs in a frame.
+
+    That is neither what computes a weight from its parameters, nor compiled code: the mode was at work when it was
+    made.
+    """
+    while current is not frame:
+        if current is None:
+            return False
+        code = current.f_code
+        if code is PARAMETRIZATION or code is SPECTRAL_NORM or code.co_filename == COMPILED_RUNTIME:
+            return False
+        if code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
+            if "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {}):
+                return False
+        current = current.f_back
+    return True
