@@ -102,7 +102,7 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
 class CountingMode(mode_class()):  # type: ignore[misc]
     """The mode of a model that is not converted: what it sees runs as torch has it."""
 
-    on_operation: Callable[[Operation], None] | None
+    on_operation: Callable[[Operation, Any], None] | None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
