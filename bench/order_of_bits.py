@@ -24,8 +24,9 @@ import torch
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules.cost import relative_cost
-from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.files import write_text
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import RunSpec

@@ -30,10 +30,10 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
-from cpt_core.models.retinanet import retinanet
 from cpt_core.quantization.convert import QuantConfig, all_precisions, quantize_
 from cpt_extras.kernels.backend import backend, reference
 from cpt_lab.data.graphs import bidirected
+from cpt_lab.tasks.retinanet import retinanet
 
 
 def linear_block() -> nn.Module:

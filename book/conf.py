@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import cpt_core
-from cpt_core.lazy_imports import reference
+from book.public_names import reference
 
 PATHS = {name.split(".")[-1]: name for name in reference("cpt_core")}  # of a public name, without cpt_core
 

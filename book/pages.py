@@ -25,7 +25,7 @@ from pygments.util import ClassNotFound
 
 import cpt_core
 from book import zoo
-from cpt_core.lazy_imports import reference
+from book.public_names import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]

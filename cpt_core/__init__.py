@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.extensions import DelayedSchedule as DelayedSchedule
     from cpt_core.extensions import Format as Format
     from cpt_core.extensions import FormatLadder as FormatLadder
+    from cpt_core.extensions import FunctionSchedule as FunctionSchedule
     from cpt_core.extensions import LayeredSchedule as LayeredSchedule
     from cpt_core.extensions import QuantizationWarning as QuantizationWarning
     from cpt_core.extensions import RoleSchedules as RoleSchedules
@@ -49,7 +50,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
     from cpt_core.schedules.profiles import SUITE as SUITE
     from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
-    from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
     from cpt_core.schedules.schedule import StaticSchedule as StaticSchedule
 else:
     from cpt_core.lazy_imports import lazily

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras.formats.ladder import FormatLadder as FormatLadder
     from cpt_extras.int8.export import export as export
     from cpt_extras.kernels.backend import backend as backend
+    from cpt_extras.search.custom_schedules import FunctionSchedule as FunctionSchedule
+    from cpt_extras.search.custom_schedules import TableSchedule as TableSchedule
     from cpt_extras.search.layered import LayeredSchedule as LayeredSchedule
     from cpt_extras.search.role_schedules import RoleSchedules as RoleSchedules
     from cpt_extras.search.solved_schedules import DelayedSchedule as DelayedSchedule
@@ -36,6 +38,7 @@ EXTENSIONS = {
     "roles": "cpt_extras.search.role_schedules",  # schedules of weights, activations and gradients
     "adjusted": "cpt_extras.search.solved_schedules",  # schedules for a budget: single steps changed
     "delayed": "cpt_extras.search.solved_schedules",  # a delay before a schedule
+    "table": "cpt_extras.search.custom_schedules",  # a table of bits, or a function
     "warped": "cpt_extras.search.solved_schedules",  # a profile that is read at a power
     "operations": "cpt_extras.operations",  # functions of torch that few models use
     "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
@@ -48,6 +51,7 @@ EXTENSIONS = {
     "processes": "cpt_extras.integrations.processes",  # noise of its own for every process of a group
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
+    "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
     "dgl": "cpt_extras.integrations.dgl",  # graph convolutions of DGL
 }

@@ -39,18 +39,6 @@ def is_top_level(home: str) -> bool:
     return "." not in home
 
 
-def reference(package: str) -> dict[str, str]:
-    """Return the public names of a package and of its subpackages, such as ``search.allocate``, and their modules."""
-    found: dict[str, str] = {}
-    for name, home in homes(package).items():
-        if is_top_level(home):
-            subpackage = import_module(f"{home}.{name}").__name__
-            found |= {f"{name}.{inner}": module for inner, module in homes(subpackage).items()}
-        else:
-            found[name] = home
-    return found
-
-
 def lazily(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""
     home = homes(package)

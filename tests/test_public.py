@@ -9,7 +9,8 @@ import pytest
 from helpers import said_by
 
 import cpt_core as cpt
-from cpt_core.lazy_imports import FORMER_NAMES, homes, is_top_level, reference
+from book.public_names import reference
+from cpt_core.lazy_imports import FORMER_NAMES, homes, is_top_level
 
 ROOT = Path(__file__).parents[1]
 HOMES = {name: home for name, home in homes("cpt_core").items() if is_top_level(home)}  # of subpackages

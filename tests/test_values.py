@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.lazy_imports import reference
+from book.public_names import reference
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
 

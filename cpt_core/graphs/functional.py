@@ -34,7 +34,7 @@ NORM_EXPONENTS = {"both": (-0.5, -0.5), "left": (-1.0, 0.0), "right": (0.0, -1.0
 
 
 def overridable(function: Function) -> Function:
-    """Show calls of a function to the function mode that is on, if there is one."""
+    """Show calls of a function to the active function mode."""
 
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
@@ -65,35 +65,17 @@ def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, 
 
 @overridable
 def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum") -> Tensor:
-    """Return the sum or mean of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F).
-
-    Of features that are constant, see ``Graph.set_constant``, it is computed once.
-
-    Args:
-        graph: whose edges are followed.
-        x: (S, F).
-        out_exponent: of the out-degrees; 0 scales nothing.
-        reduce: "sum" or "mean".
-    """
+    """Return the "sum" or "mean" of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F)."""
 
     def compute() -> Tensor:
         return graph.aggregate(scale_rows(x, out_degree_scale(graph, out_exponent, x)), reduce)
 
-    if is_constant(graph, x):
-        return graph.keep(x, (out_exponent, reduce), compute)
-    return compute()
+    return graph.keep(x, (out_exponent, reduce), compute) if is_constant(graph, x) else compute()
 
 
 @overridable
 def scale_and_add_bias(graph: Graph, h: Tensor, in_exponent: float = 0.0, bias: Tensor | None = None) -> Tensor:
-    """Return ``h * in_degrees ** in_exponent + bias``, (D, O).
-
-    Args:
-        graph: whose in-degrees scale the rows.
-        h: (D, O).
-        in_exponent: of the in-degrees; 0 scales nothing.
-        bias: (O,) or None.
-    """
+    """Return ``h * in_degrees ** in_exponent + bias``, (D, O): h (D, O), bias (O,)."""
     h = scale_rows(h, in_degree_scale(graph, in_exponent, h))
     return h if bias is None else h + bias
 
@@ -114,7 +96,7 @@ def _power(degrees: Tensor, exponent: float, like: Tensor) -> Tensor:
 
 
 def scale_rows(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return ``x * scale``: x (N, F), scale (N, 1) or None."""
+    """Return ``x * scale``, of x (N, F) and a scale (N, 1)."""
     return x if scale is None else x * scale
 
 

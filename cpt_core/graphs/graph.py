@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core import extensions
 from cpt_core.graphs import csr
 from cpt_core.validation import choose, declared, shown, whole
 
@@ -54,13 +55,13 @@ class Graph:
     def _set_edges(self, indptr: Tensor, indices: Tensor, num_src: int) -> None:
         self.indptr, self.indices = indptr, indices
         self.num_src, self.num_dst, self.num_edges = num_src, len(indptr) - 1, len(indices)
-        self.constant: Tensor | None = None
-        self._kept: dict[Hashable, Any] = {}
-        self._made: dict[str, Any] = {}
+        self.constant: Tensor | None = None  # features that never change
+        self._cache: Any = None  # of results that are computed of them
+        self._derived: dict[str, Any] = {}
 
     @classmethod
     def _unchecked(cls, indptr: Tensor, indices: Tensor, num_src: int) -> Graph:
-        """Return the graph of edges that are right already, such as a part of one: every check waits for the GPU."""
+        """Return the graph of edges that need no check, each of which waits for the GPU."""
         graph = cls.__new__(cls)
         graph._set_edges(indptr, indices, num_src)
         return graph
@@ -82,29 +83,11 @@ class Graph:
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
         return cls._unchecked(indptr.to(kind), source[order].to(kind), num_nodes)
 
-    @classmethod
-    def from_dgl(cls, graph: Any) -> Graph:
-        """Return a DGL graph or block of one node type and one edge type as a ``Graph``; it is not copied."""
-        indptr, indices, _ = graph.adj_tensors("csc")
-        back_indptr, back_indices, _ = graph.adj_tensors("csr")
-        found = cls._unchecked(indptr, indices, graph.num_src_nodes())
-        found._made["transposed"] = cls._unchecked(back_indptr, back_indices, found.num_dst)
-        return found
-
-    @classmethod
-    def from_pyg(cls, data: Any) -> Graph:
-        """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
-        edges, weight = getattr(data, "edge_index", None), getattr(data, "edge_weight", None)
-        if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2 or weight is not None:
-            got = f"{shown(edges)} and {shown(weight)}"
-            raise ValueError(f"data must have an edge_index, a tensor (2, E), and no edge_weight, got {got}")
-        return cls.from_edges(edges[0], edges[1], data.num_nodes)
-
     def __repr__(self) -> str:
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the edges alone: what is derived from them is made again."""
+        """Copy and pickle the edges alone."""
         return Graph._unchecked, (self.indptr, self.indices, self.num_src)
 
     @property
@@ -125,32 +108,28 @@ class Graph:
     @property
     def in_degrees(self) -> Tensor:
         """Edges into every destination, (D,) float32."""
-        return self._once("in_degrees", lambda: self.indptr.diff().float())
+        return self.derive("in_degrees", lambda: self.indptr.diff().float())
 
     @property
     def out_degrees(self) -> Tensor:
         """Edges out of every source, (S,) float32."""
-        return self._once("out_degrees", lambda: csr.counts(self.indices, self.num_src).float())
-
-    @property
-    def largest_in_degree(self) -> int:
-        """Edges into the destination that has most."""
-        return self._once("largest_in_degree", lambda: int(self.indptr.diff().max()) if self.num_dst else 0)
+        return self.derive("out_degrees", lambda: csr.counts(self.indices, self.num_src).float())
 
     @property
     def transposed(self) -> Graph:
         """The graph of the same edges the other way round: along it gradients go back."""
-        return self._once("transposed", self._transpose)
 
-    def _transpose(self) -> Graph:
-        indptr, indices = csr.transposed(self.indptr, self.indices, self.num_src)
-        return Graph._unchecked(indptr, indices, self.num_dst)
+        def transpose() -> Graph:
+            return Graph._unchecked(*csr.transposed(self.indptr, self.indices, self.num_src), self.num_dst)
 
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        return self.derive("transposed", transpose)
+
+    def derive(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, a property of the edges, cached by its name."""
         # no cached_property: it has a lock, at which compilers stop
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        if name not in self._derived:
+            self._derived[name] = compute()
+        return self._derived[name]
 
     def aggregate(self, h: Tensor, reduce: str = "sum") -> Tensor:
         """Return the sum or mean of the features of every node's in-neighbours; 0 where there are none.
@@ -173,35 +152,20 @@ class Graph:
         return out.to(h.dtype)
 
     def set_constant(self, features: Tensor | None) -> Graph:
-        """Declare input features that never change: what layers aggregate of them is computed once and kept.
+        """Declare input features that never change, and return the graph: sums over them are computed once.
 
-        A quantised aggregation keeps one table per bit width, (D, F) float32 each, and products on codes keep those of
-        their input, a byte each. A layer with fewer outputs than inputs sums behind its product, which is not constant;
-        compiled code keeps nothing, since it would be compiled anew for every bit width. Returns the graph itself.
+        Compiled code computes them at every step; see ``kernels.constant_features``.
         """
         declared(self.set_constant, {"features": features})
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
-        self.constant, self._kept = features, {}
-        self._version = None if features is None else features._version
+        self.constant = features
+        self._cache = None if features is None else extensions.load("constant_features").ConstantFeatures(features)
         return self
 
     def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, or what it returned before for ``key``.
-
-        That is if ``features`` are the constant ones, or a table that is kept itself.
-        """
-        if self.constant is not None and self.constant._version != self._version:  # changed in place after all
-            self.set_constant(self.constant)
-        if features is not self.constant:
-            table = next((k for k, kept in self._kept.items() if kept is features), None)
-            if table is None:
-                return compute()
-            key = table, key
-        if key not in self._kept:
-            with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation computed
-                self._kept[key] = compute()
-        return self._kept[key]
+        """Return ``compute()``, cached by a key where the features are constant."""
+        return compute() if self._cache is None else self._cache.keep(features, key, compute)
 
 
 def _check_nodes(nodes: Tensor, count: int) -> None:
@@ -228,4 +192,4 @@ def as_graph(graph: Any) -> Graph:
         return graph
     if not hasattr(graph, "adj_tensors"):
         raise TypeError(f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}")
-    return Graph.from_dgl(graph)
+    return extensions.load("dgl").graph_from_dgl(graph)

@@ -1,8 +1,8 @@
 """The networks of the paper, by name: ordinary modules that know nothing of quantisation.
 
-ResNets and MobileNetV2 for CIFAR (resnet.py, mobilenet.py), RetinaNet (retinanet.py), GCN and GraphSAGE (gnn.py), the
-LSTM language model (lstm_lm.py) and small MLPs (mlp.py). BERT comes from transformers, ImageNet's ResNets from
-torchvision.
+ResNets and MobileNetV2 for CIFAR (resnet.py, mobilenet.py), GCN and GraphSAGE (gnn.py), the LSTM language model
+(lstm_lm.py) and small MLPs (mlp.py). ImageNet's ResNets come from torchvision, BERT from transformers, and RetinaNet is
+put together from torchvision's parts in ``tasks.retinanet`` of the laboratory.
 
 >>> print(", ".join(MODELS))  # doctest: +ELLIPSIS
 mlp4, mlp6, resnet8_w8, ...

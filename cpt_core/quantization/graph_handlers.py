@@ -135,12 +135,13 @@ class GraphHandlers:
         def compute(x: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
             return function(graph, x, out_exponent, reduce) if precision is None else graph.aggregate(x, reduce)
 
+        def macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
+            return indices.numel() * x.shape[1]
+
         def run(x: Tensor, role: str | None = "graph_aggregation") -> Tensor:
             operands, roles = (x, graph.indices, None), (role, None)
             options = GraphOperand(graph, x, out_exponent, reduce=reduce)
-            return self.run(
-                mode, layer, "aggregation", compute, operands, roles, _edge_macs, "graph_grad", options=options
-            )
+            return self.run(mode, layer, "aggregation", compute, operands, roles, macs, "graph_grad", options=options)
 
         def run_quantized() -> Tensor:
             scale = out_degree_scale(graph, out_exponent, x)
@@ -194,12 +195,8 @@ class GraphHandlers:
         OP_HANDLERS[functional.scale_and_add_bias] = self.scale_and_add_bias
 
 
-def _edge_macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
-    return indices.numel() * x.shape[1]
-
-
 def _in_float32(function: Any) -> Callable[..., Tensor]:
-    """Return a layer as a function that is computed in float32 between its operations, which a mode sees."""
+    """Return the handler of a layer: float32 between its operations."""
 
     def layer(mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any) -> Tensor:
         precision = mode.running.stack[-1].interception.precision

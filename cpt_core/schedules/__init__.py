@@ -16,12 +16,12 @@ a schedule that depends on what happens in the run has no place here. Nothing in
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the list of public names
+    from cpt_core.extensions import TableSchedule as TableSchedule
     from cpt_core.schedules.profiles import PROFILES as PROFILES
     from cpt_core.schedules.profiles import Cosine as Cosine
     from cpt_core.schedules.profiles import Exponential as Exponential
     from cpt_core.schedules.profiles import Linear as Linear
     from cpt_core.schedules.profiles import Rex as Rex
-    from cpt_core.schedules.schedule import TableSchedule as TableSchedule
 else:
     from cpt_core.lazy_imports import lazily
 

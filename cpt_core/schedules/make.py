@@ -12,7 +12,6 @@ from cpt_core.schedules.schedule import (
     Schedule,
     ShortCycleWarning,
     StaticSchedule,
-    TableSchedule,
 )
 from cpt_core.validation import choose, declared, shown
 
@@ -97,6 +96,5 @@ def _cyclic_from_dict(profile: dict[str, Any], **fields: Any) -> Schedule:
 KINDS: dict[str, Callable[..., Schedule]] = {
     "static": StaticSchedule,
     "cyclic": _cyclic_from_dict,
-    "table": TableSchedule,
     "deficit": DeficitSchedule,
 }

@@ -1,8 +1,4 @@
-"""Precision schedules: how many bits at which optimizer step.  Paper: section 3.
-
-A schedule is a *profile* (a curve from 0 to 1 over one cycle), repeated ``n_cycles`` times between ``q_min`` and
-``q_max`` bits; a *triangular* schedule runs every other cycle, the first included, downwards.  The paper's ten are in
-``SUITE``.  Schedules are frozen values and pure functions of the 0-based optimizer step.
+"""Static and cyclic schedules, and what every schedule can do.  Paper: section 3.
 
 >>> from cpt_core.schedules.profiles import Cosine
 >>> schedule = CyclicSchedule(Cosine(), q_min=3, q_max=8, total_steps=64_000)
@@ -10,12 +6,9 @@ A schedule is a *profile* (a curve from 0 to 1 over one cycle), repeated ``n_cyc
 (3, 8, 0.633)
 """
 
-import itertools
-import math
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +16,7 @@ from numpy.typing import NDArray
 
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
-from cpt_core.validation import MOST_BITS, check_bits, choose, declared, number, shown, whole
+from cpt_core.validation import MOST_BITS, check_bits, choose, declared, shown, whole
 
 MOST_STEPS = 10**8  # of a training: schedules hold a number for each
 FLOAT32 = 32  # the level of what is not quantised
@@ -81,7 +74,7 @@ class Schedule:
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
         gradient_bits = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
-        gradients = _constant(gradient_bits, self.total_steps)
+        gradients = np.broadcast_to(np.int64(gradient_bits), self.total_steps)
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
@@ -222,57 +215,6 @@ class CyclicSchedule(Schedule):
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
         return self._values_at(np.arange(self.total_steps))
-
-
-@dataclass(frozen=True)
-class TableSchedule(Schedule):
-    """Bits as runs of equal steps, ``((bits, steps), ...)``: any schedule at all, and one that JSON can hold."""
-
-    runs: tuple[tuple[int, int], ...]
-    kind: ClassVar[str] = "table"
-
-    def __post_init__(self) -> None:
-        pairs = check_pairs("runs", self.runs, "(bits, steps)")
-        if not pairs:
-            raise ValueError(f"runs must be one pair (bits, steps) at least, got {shown(self.runs)}")
-        bits = [whole("bits of runs", b, 1, MOST_BITS) for b, _ in pairs]
-        steps = [whole("steps of runs", s, 1) for _, s in pairs]
-        object.__setattr__(self, "runs", tuple(zip(bits, steps, strict=True)))
-        set_range(self, min(bits), max(bits), sum(steps))
-
-    def values(self) -> Array:
-        """Return the bits of every step as floats."""
-        bits, steps = zip(*self.runs, strict=True)
-        return np.repeat(np.array(bits, dtype=np.float64), steps)
-
-
-@dataclass(frozen=True, init=False)
-class FunctionSchedule(TableSchedule):
-    """Your own curve: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
-
-    The function is read once, when the schedule is made; what stays is the table of its bits.
-
-    >>> FunctionSchedule(lambda u: 3 + 5 * u**2, total_steps=5).bits().tolist()
-    [3, 3, 4, 6, 8]
-    """
-
-    def __init__(self, function: Callable[[float], float], total_steps: int) -> None:
-        declared(FunctionSchedule.__init__, locals())
-        total_steps = whole("total_steps", total_steps, 1, MOST_STEPS)
-        last = max(total_steps - 1, 1)
-        bits = []
-        for step in range(total_steps):
-            value = number("function must return bits", function(step / last))
-            if not (math.isfinite(value) and 1 <= round(value) <= MOST_BITS):
-                raise ValueError(f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}")
-            bits.append(round(value))
-        super().__init__(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
-
-
-@lru_cache(maxsize=16)  # asked for at every step
-def _constant(bits: int, total_steps: int) -> NDArray[np.int64]:
-    """Return the same bits for every step, read-only."""
-    return np.broadcast_to(np.int64(bits), total_steps)
 
 
 def _plain(value: Any) -> Any:

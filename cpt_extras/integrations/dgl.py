@@ -12,8 +12,17 @@ from dgl.nn import GraphConv, SAGEConv
 from torch import Tensor
 
 from cpt_core.graphs.functional import Features, check_in_degrees, graph_conv, sage_conv
-from cpt_core.graphs.graph import as_graph
+from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.quantization.graph_handlers import GRAPH_LAYERS, GraphLayer
+
+
+def graph_from_dgl(graph: Any) -> Graph:
+    """Return a DGL graph or block of one node type and one edge type as a ``Graph``; it is not copied."""
+    indptr, indices, _ = graph.adj_tensors("csc")
+    back_indptr, back_indices, _ = graph.adj_tensors("csr")
+    found = Graph._unchecked(indptr, indices, graph.num_src_nodes())
+    found.derive("transposed", lambda: Graph._unchecked(back_indptr, back_indices, found.num_dst))
+    return found
 
 
 def graph_conv_forward(

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from cpt_core.schedules.cost import StepCost
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, check_range
 from cpt_core.validation import MOST_BITS, choose, whole
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.prices import costs_of, function_of, role_prices, static_cost
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_extras.search.sensitivity_result import FLOOR, OVER, ROLES, Sensitivity

@@ -2,7 +2,8 @@
 
 Beyond the paper, which has one schedule for weights and activations, and static gradients.
 
->>> from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+>>> from cpt_core.schedules.schedule import StaticSchedule
+>>> from cpt_extras.search.custom_schedules import TableSchedule
 >>> cycle = TableSchedule(((3, 2), (8, 2)))
 >>> roles = RoleSchedules(weight=cycle, activation=StaticSchedule(8, 4), gradient="float32")
 >>> roles.levels_at(0)

@@ -14,9 +14,10 @@ from typing import Any, Self
 
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC, SUITE
-from cpt_core.schedules.schedule import FunctionSchedule, Schedule
+from cpt_core.schedules.schedule import Schedule
 from cpt_core.validation import check_bits, choose, whole
 from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS

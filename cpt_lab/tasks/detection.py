@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cpt_core.models.retinanet import Outputs, RetinaNet, retinanet
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
@@ -19,6 +18,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.base import LearningRate, Metrics, constant, optimizer_of, sums
 from cpt_lab.tasks.detection_boxes import Target
+from cpt_lab.tasks.retinanet import Outputs, RetinaNet, retinanet
 
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
-from cpt_core.models.retinanet import Outputs, RetinaNet
+from cpt_lab.tasks.retinanet import Outputs, RetinaNet
 
 Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
 SMOOTH_L1_BETA = 1 / 9

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_lab.analysis import claims, figures, groups, predictors, report, reproduction, runs, style
 from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.pages import Section

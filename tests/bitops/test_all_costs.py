@@ -10,9 +10,10 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 import cpt_core as cpt
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.plan import count_step
-from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.costs import COSTS, Operands
 from cpt_extras.formats.ladder import LADDERS, FormatLadder
+from cpt_extras.search.custom_schedules import TableSchedule
 
 
 def ring():

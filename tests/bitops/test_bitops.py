@@ -13,9 +13,9 @@ from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_extras.diagnostics.ledger import BitOpsLedger
 from cpt_extras.diagnostics.uncounted import uncounted_functions
+from cpt_extras.search.custom_schedules import FunctionSchedule
 
 
 def images(size, batch=1):

@@ -21,8 +21,8 @@ from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import convertible, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_extras.diagnostics.ledger import BitOpsLedger
+from cpt_extras.search.custom_schedules import FunctionSchedule
 
 # that some of these stay in float32 is what they are here for
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")

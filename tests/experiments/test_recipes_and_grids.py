@@ -9,7 +9,7 @@ from helpers import RECIPES, refused
 
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipe import SCALES, is_own
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe, task_of_dataset

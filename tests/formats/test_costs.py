@@ -7,10 +7,11 @@ import pytest
 from helpers import make, quietly, refused
 
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.costs import COSTS, PASSES, Operands, cost_named
 from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.ladder import AFFINE, LADDERS, FormatLadder
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_extras.search.solved_schedules import DelayedSchedule

@@ -9,7 +9,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.lstm import LSTMDirection
-from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Levels, StaticSchedule
 from cpt_extras.formats.format_rounding import rotate
 from cpt_extras.formats.ladder import AFFINE, LADDERS
 from cpt_extras.formats.quantizer import FormatQuantizer
@@ -17,6 +17,7 @@ from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.integrations._common import TrainerPrecision
 from cpt_extras.kernels.lstm_layer import rounded_input
 from cpt_extras.kernels.operators import fake_quantize
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_lab.training.session import constants_of
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})

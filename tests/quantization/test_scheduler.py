@@ -11,7 +11,8 @@ from torch import nn
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 
 STEPS = 24
 

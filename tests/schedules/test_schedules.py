@@ -16,11 +16,10 @@ from cpt_core.schedules.profiles import SUITE, Cosine, Exponential, Linear, Prof
 from cpt_core.schedules.schedule import (
     CYCLE_RULES,
     CyclicSchedule,
-    FunctionSchedule,
     ShortCycleWarning,
     StaticSchedule,
-    TableSchedule,
 )
+from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_extras.search.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps

@@ -10,9 +10,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import Levels, TableSchedule
+from cpt_core.schedules.schedule import Levels
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.allocation import TOLERANCE, allocate, spread_bits, static_of_cost
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_extras.search.sensitivity_result import FLOOR, Sensitivity

@@ -15,7 +15,6 @@ from torchvision.ops import box_iou
 import cpt_core as cpt
 from cpt_core.bitops import plan
 from cpt_core.bitops.conventions import CONVENTIONS
-from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_lab.data import common, detection
 from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes
 from cpt_lab.data.files import DataNotFoundError
@@ -25,6 +24,7 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
 from cpt_lab.tasks.detection_boxes import anchors_of, detection_losses, detections
+from cpt_lab.tasks.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_lab.training.train import train
 from cpt_lessons.detection import pretrained_or_scratch
 

@@ -10,8 +10,8 @@ from helpers import smoke_spec
 from tape import TapeRecorder
 from training.test_train import stop_at
 
-from cpt_core.schedules.schedule import TableSchedule
 from cpt_extras.int8 import convolution
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import capture, session
 from cpt_lab.training.session import Session

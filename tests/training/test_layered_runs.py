@@ -9,7 +9,8 @@ import torch
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipes import recipe

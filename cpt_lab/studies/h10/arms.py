@@ -8,8 +8,9 @@ Bits are forward/gradient bits; every arm but "4/4", "5/4" and "8/8" costs a thi
 
 import itertools
 
-from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_lab.studies.case import Case
 from cpt_lab.studies.tuned import Tuned

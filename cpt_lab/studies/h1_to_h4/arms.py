@@ -16,7 +16,8 @@ import numpy as np
 from cpt_core.schedules import cost
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSchedule
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_core.validation import choose
 from cpt_extras.search.allocation import allocate, static_of_cost
+from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.sensitivity_result import OVER, Sensitivity
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
