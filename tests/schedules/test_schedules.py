@@ -69,7 +69,7 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (partial(Exponential, 0.0), "rate must be positive"),
         (partial(schedule_from_dict, {}), "description must be what to_dict"),
         (partial(Rex, 1.0), "d must satisfy 0 <= d < 1"),
-        (partial(schedule_from_dict, {"kind": "spiral"}), "unknown kind 'spiral'; choose from static, cyclic, table"),
+        (partial(schedule_from_dict, {"kind": "spiral"}), "unknown kind 'spiral'; choose from static, cyclic, deficit"),
         (
             partial(schedule_from_dict, {"kind": "cyclic", "profile": {"name": "sine"}}),
             "unknown profile 'sine'; choose from linear, cosine",
