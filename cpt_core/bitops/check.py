@@ -12,7 +12,6 @@ compares the operations that were intercepted with those that torch executed, in
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
@@ -37,6 +36,7 @@ from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_unsharded
 
 BITS = 8  # any number would do
+OPERATOR_MACS: dict[str, Callable[[Any, Any], int]] = {}  # of operators that torch's own counter does not know
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     check_inputs(inputs)
     layer_precisions(model)
     check_unsharded(model, "check it")
+    extensions.load_optional("operator_macs")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
     def report(operation: Operation) -> Callable[[], None] | None:
@@ -149,7 +150,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         return on_gradient
 
     not_intercepted = _NotIntercepted(model)
-    with as_it_was(model, inputs), _parameters_restored(model), _simulated(model), precision(model, BITS, BITS):
+    with as_it_was(model, inputs), _simulated(model), precision(model, BITS, BITS):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
@@ -177,19 +178,6 @@ def _simulated(model: nn.Module) -> Iterator[None]:
     finally:
         for p, execution, grids, levels in before:
             p.execution, p.grids, p.in_force = execution, grids, levels
-
-
-@contextmanager
-def _parameters_restored(model: nn.Module) -> Iterator[None]:
-    """Put parameters back that forward writes to."""
-    values = [(p, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                if not torch.equal(parameter, value):
-                    parameter.copy_(value)
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
@@ -231,7 +219,7 @@ class _NotIntercepted(TorchDispatchMode):
             layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
             function = getattr(type(node), "_forward_cls", None)
             if function is not None and not function.__module__.startswith("torch."):  # written in Python
-                is_intercepted = function.__module__.startswith("cpt_core.")
+                is_intercepted = function.__module__.startswith(extensions.PACKAGES)
         output = func(*args, **kwargs)
         if not is_intercepted:
             macs = macs_of(func, args, kwargs, output)
@@ -246,34 +234,9 @@ def _name(func: Any) -> str:
 
 
 def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Return the multiply-accumulates of an operation of torch; 0 for one that does not multiply."""
-    formula = MACS.get(_name(func))
+    """Return the multiply-accumulates of an operator of torch; 0 for one that does not multiply."""
+    formula = OPERATOR_MACS.get(_name(func))
     if formula is not None:
         return int(formula(args, output))
     flops = None if isinstance(func, HigherOrderOperator) else flop_registry.get(func._overloadpacket)
     return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
-
-
-def _attention_macs(args: Any, output: Any) -> int:
-    query, key, value = args[:3]
-    return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1])
-
-
-def _rows_macs(args: Any, output: Any) -> int:
-    """Return those of sums over the last dimension of the first operand."""
-    return int(output.numel() * args[0].shape[-1])
-
-
-# what torch's own counter does not know
-MACS: dict[str, Callable[[Any, Any], int]] = {
-    **dict.fromkeys(("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"), _rows_macs),
-    **dict.fromkeys(("mv", "dot", "vdot"), lambda args, output: args[0].numel()),
-    "addmv": lambda args, output: args[1].numel(),
-    "_cdist_backward": lambda args, output: args[0].numel() * args[1].shape[-1],
-    "conv_tbc": lambda args, output: output.numel() * args[1][..., 0].numel(),
-    "linalg_matrix_exp": lambda args, output: 5 * output.numel() * output.shape[-1],  # of small matrices
-    "_sparse_addmm": lambda args, output: args[1]._nnz() * args[2].shape[-1],
-    "torchvision::deform_conv2d": lambda args, output: output.numel() * args[1][0].numel(),
-    "_trilinear": lambda args, output: math.prod(args[1].shape) * (args[0].numel() // max(1, args[0].shape[-1])),
-    "flex_attention": _attention_macs,
-}

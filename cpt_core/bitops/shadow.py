@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cpt_core.bitops.counting import is_counting_hook, tensors_in, without_history
 from cpt_core.quantization.convert import precision_of
@@ -47,14 +48,14 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
 
 @contextmanager
 def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Run eager code with gradients; put buffers, gradients, the rounding noise and random numbers back afterwards."""
+    """Run eager code with gradients, and put the state of a model, and random numbers, back afterwards."""
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     precisions = [p for p in map(precision_of, modules) if p is not None]
     modules += [p for p in precisions if all(p is not m for m in modules)]  # of modules without weights
     buffers = [(m._buffers, dict(m._buffers)) for m in modules]
     tensors = [t for _, own in buffers for t in own.values() if t is not None] + [p.noise_key for p in precisions]
-    values = [(t, t.detach().clone()) for t in tensors]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and p.is_leaf]
+    values = [(t, t.detach().clone()) for t in tensors + parameters if not is_lazy(t)]
     gradients = [(p, p.grad) for p in parameters]
     devices = {t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda}
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -73,4 +74,5 @@ def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
             own.update(before)
         with torch.no_grad():
             for tensor, value in values:
-                tensor.copy_(value)
+                if not (tensor.is_meta or torch.equal(tensor, value)):
+                    tensor.copy_(value)

@@ -15,41 +15,39 @@ in force in 1 layer: bits=not set, execution=simulated
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import PASSES, priced_passes, row_name
+from cpt_core.bitops.conventions import priced_passes, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import describe_float32
 from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
 from cpt_core.validation import declared
 
-IDLE = "no matmul or convolution has run in it"
-
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One module with parameters of its own: what it is, and why it is in float32 if it is.
+    """One module with parameters of its own.
 
     Attributes:
         reason: why it is in float32, or "".
+        share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
         simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
             nobody asked for integers.
-        products: all passes: "forward", "error" and "weight", and the sums of graph convolutions.
-        share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
+        note: the same in words, or "".
     """
 
     name: str
     kind: str
     parameters: int
     reason: str
-    simulated: dict[str, str] | None = None
-    products: tuple[str, ...] = tuple(PASSES)
     share: float | None = None
+    simulated: dict[str, str] | None = None
+    note: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -57,13 +55,7 @@ class LayerSummary:
         return not self.reason
 
     def __str__(self) -> str:
-        if self.reason:
-            return f"float32 ({self.reason})"
-        if self.simulated is None:
-            return "quantised"
-        on_codes = ", ".join(p for p in self.products if p not in self.simulated) or "none"
-        why = "; ".join(f"{p} simulated: {reason}" for p, reason in self.simulated.items())
-        return f"quantised, on codes: {on_codes}" + (f" ({why})" if why else "")
+        return f"float32 ({self.reason})" if self.reason else f"quantised{self.note}"
 
 
 @dataclass(frozen=True)
@@ -108,9 +100,8 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
 
     Args:
         model: any module; converted by ``quantize_`` or not.
-        inputs: the arguments of its forward, of which only shapes matter. With them every module's share of the
-            multiply-accumulates (MACs) is told, as ``count_bitops`` counts them, and modules without parameters that
-            multiply are listed too.
+        inputs: the arguments of its forward, of which only shapes matter. They add the share of every module in the
+            multiply-accumulates (MACs), as ``count_bitops`` counts them, and modules that multiply without parameters.
     """
     declared(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
@@ -129,9 +120,12 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
         layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
         share = None if inputs is None else shares.get(name, 0.0)
         reason = _float32_reason(layer, id(layer) in left_out, share)
+        precision = precision_of(layer)
         num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        row = LayerSummary(name, type(module).__name__, num_parameters, reason, share=share)
-        rows.append(row if reason else _with_integers(row, layer))
+        on_integers = {}
+        if precision is not None and precision.execution != "simulated" and not reason:
+            on_integers = extensions.load("int8").described(layer)
+        rows.append(LayerSummary(name, type(module).__name__, num_parameters, reason, share, **on_integers))
     return Summary(tuple(rows), float32_shares, dict(in_force))
 
 
@@ -139,15 +133,7 @@ def _float32_reason(layer: nn.Module, is_left_out: bool, share: float | None) ->
     precision = precision_of(layer)
     if precision is None:
         return float32_reason(layer, is_left_out)
-    return "" if precision.listed or share else IDLE
-
-
-def _with_integers(row: LayerSummary, layer: Any) -> LayerSummary:
-    """Add the matmuls of a layer that is to compute on 8-bit integers."""
-    if precision_of(layer).execution == "simulated":  # type: ignore[union-attr]
-        return row
-    int8 = extensions.load("int8")
-    return replace(row, products=int8.products_of(layer), simulated=int8.simulated_products(layer))
+    return "" if precision.listed or share else "no matmul or convolution has run in it"
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:

@@ -53,6 +53,15 @@ def products_of(layer: nn.Module) -> tuple[str, ...]:
     return (*PASSES, *SUMS) if precision is not None and "aggregation" in precision.quantizers else PASSES
 
 
+def described(layer: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``LayerSummary`` that say where a layer computes on integers."""
+    simulated = simulated_products(layer)
+    on_codes = ", ".join(product for product in products_of(layer) if product not in simulated) or "none"
+    reasons = "; ".join(f"{product} simulated: {reason}" for product, reason in simulated.items())
+    note = f", on codes: {on_codes}" + (f" ({reasons})" if reasons else "")
+    return {"simulated": simulated, "note": note}
+
+
 def simulated_products(layer: nn.Module) -> dict[str, str]:
     """Return the matmuls of a converted layer that are simulated at all bits or some level of a ladder, and why."""
     precision = precision_of(layer)

@@ -27,8 +27,7 @@ from cpt_extras.int8.execution import describe_execution as describe_execution
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.execution import note_active_bits as note_active_bits
 from cpt_extras.int8.fallback import ONE_RANGE
-from cpt_extras.int8.fallback import products_of as products_of
-from cpt_extras.int8.fallback import simulated_products as simulated_products
+from cpt_extras.int8.fallback import described as described
 from cpt_extras.int8.layers import conv2d_on_codes, linear_on_codes, product_on_codes
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
