@@ -100,7 +100,7 @@ def _hints(what: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any, parts: bool) -> bool:
-    """Whether a value is of a type; what is no class, such as ``Any`` or a protocol, takes everything."""
+    """Return whether a value is of a type; what is no class, such as ``Any`` or a protocol, takes everything."""
     kind, of = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, one, parts) for one in of)

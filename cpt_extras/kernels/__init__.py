@@ -6,7 +6,8 @@ network spends its step in them.
 The design: ``operators`` registers ``torch.ops.cpt.*``, one node each for autograd, compilers and CUDA graphs, and
 replaces the rounding functions of the core. ``backend`` builds the C++ when it is first needed, chooses, and says why.
 ``layers`` runs a linear layer or convolution in training as one operator, ``lstm`` and ``graph`` do so for a direction
-of an LSTM and a graph convolution. ``gemm_backend`` picks the library of float32 matrix products.
+of an LSTM and a graph convolution; ``constant_features`` sums features that never change once. ``gemm_backend`` picks
+the library of float32 matrix products.
 
 Every kernel gives the bits of the plain path, rounding noise included: noise is a hash of key and position, so it does
 not depend on threads or devices. ``backend.reference()`` turns all kernels off.

@@ -8,6 +8,7 @@ The problem: the paper leaves three choices to the user: q_min, the schedule, an
 - ``sensitivity_analysis`` measures what a bit less costs, by part of training, layer and role; ``allocation`` spends a
   budget by it, in ``layered`` schedules or ``role_schedules``.
 - ``solver`` bends a schedule until it costs what it may (``solved_schedules``).
+- ``custom_schedules`` are made from a table or a function.
 
 All of them train the same model again and again from one start (``restartable``). Results are values that print, draw
 and store themselves; those need no torch.
