@@ -42,6 +42,7 @@ EXTENSIONS = {
     "table": "cpt_extras.search.custom_schedules",  # a table of bits, or a function
     "warped": "cpt_extras.search.solved_schedules",  # a profile that is read at a power
     "operations": "cpt_extras.operations",  # functions of torch that few models use
+    "recurrences": "cpt_extras.operations.recurrences",  # packed sequences, two directions, GRUs and RNNs
     "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator

@@ -4,7 +4,7 @@ The hidden state of a step has one range, and every row of the weight: their pro
 of a gradient with the weight where the weight has one range. The gradient of the weight is a sum over steps, each of
 which has ranges of its own: it is computed in float32, on the values of the codes that were kept.
 
-Shapes: as in ``quantization.lstm``.
+Shapes: as in ``operations.recurrences``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.quantization.lstm import LSTMDirection
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
@@ -32,6 +31,7 @@ from cpt_extras.kernels.layer_state import (
 )
 from cpt_extras.kernels.lstm import Forward, gradients
 from cpt_extras.kernels.lstm_layer import input_ranges, observe_operands
+from cpt_extras.operations.recurrences import LSTMDirection
 
 
 def step_product(

@@ -1,4 +1,4 @@
-"""One direction of a quantised LSTM as one operator: a faster form of ``quantization.lstm``, to the same numbers.
+"""One direction of a quantised LSTM as one operator: a faster form of ``operations.recurrences``, to the same numbers.
 
 Step by step the input is rounded and multiplied T times; here all steps of the input are one matmul, with a range for
 every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``.
@@ -8,7 +8,7 @@ into its graph, where a layer in one direction is one node, and one more in the 
 
 Importing this module registers it.
 
-Shapes: as in ``quantization.lstm``.
+Shapes: as in ``operations.recurrences``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpt_core.quantization.lstm import LSTMDirection, lstm_handler
 from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.rounding import Range
 from cpt_extras.kernels.layer_state import (
@@ -29,6 +28,7 @@ from cpt_extras.kernels.layer_state import (
 )
 from cpt_extras.kernels.lstm import Forward, recurrence
 from cpt_extras.kernels.operators import fake_quantize, linear, range_of, round_in_range
+from cpt_extras.operations.recurrences import LSTMDirection, lstm_handler
 
 
 def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

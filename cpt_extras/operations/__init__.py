@@ -22,7 +22,7 @@ def _recurrence(kind: str, is_cell: bool) -> Any:
         from cpt_extras.operations import recurrences
 
         linear = partial(op_handlers.linear, mode, functional.linear)
-        run = partial(recurrences.run_cell if is_cell else recurrences.run_layers, kind, linear)
+        run = partial(recurrences.run_cell if is_cell else recurrences.run_recurrence, kind, linear)
         operands = inspect.signature(run).bind(*args, **kwargs).args
         tensors: list[Any] = [tuple(x) if isinstance(x, list) else x for x in operands]
         precision = mode.running.stack[-1].interception.precision

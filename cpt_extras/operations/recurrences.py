@@ -1,22 +1,30 @@
-"""RNNs, GRUs, their cells, and LSTMs with a projection, step by step from quantised linear operations.
+"""Recurrent layers beyond the LSTM of the paper, which is ``cpt_core.quantization.lstm``.
 
-A plain ``nn.LSTM`` has a handler of its own, see ``quantization.lstm``.
+RNNs, GRUs, their cells, and LSTMs with a projection run step by step from quantised linear operations. ``run_lstm`` is
+the quantised LSTM for packed sequences and two directions, too. What computes one direction of it is ``run_by_steps``,
+or a faster function to the same numbers, see ``lstm_handler``; or an executor "lstm" of the same form, of
+``EXECUTORS``, that may return None.
 
-Shapes: T steps, N sequences, H hidden units.
+Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
+``PackedSequence``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from cpt_core.quantization import lstm
-from cpt_core.quantization.lstm import RecurrentCall, State, lstm_state
+from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.lstm import RecurrentCall, direction_names, in_float32, lstm_state
+from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
+from cpt_core.quantization.precision import LayerPrecision
 
+State = tuple[Tensor, ...]  # h and c; of other recurrent layers h alone
 Linear = Callable[..., Tensor]  # x (N, K), weight (M, K), bias -> (N, M)
 Weights = Sequence[Any]  # of input and hidden state, their biases, and the projection; None for what there is not
 Step = Callable[[Linear, Weights, Tensor, State], State]
@@ -66,13 +74,166 @@ def run_cell(
     return after if kind == "lstm" else after[0]
 
 
-def run_layers(kind: str, linear: Linear, input: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def run_recurrence(kind: str, linear: Linear, input: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Compute what ``torch.gru`` and its like do; arguments as there."""
     call = RecurrentCall.of(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
         steps = x.split(call.sizes or len(x) // call.steps)
         is_reverse = call.is_bidirectional and index % 2 == 1
-        return lstm.run_steps(partial(STEPS[kind], linear, call.weights_of(index)), steps, start, is_reverse)
+        return run_steps(partial(STEPS[kind], linear, call.weights_of(index)), steps, start, is_reverse)
 
-    return lstm.run_layers(call, run_direction)
+    return run_layers(call, run_direction)
+
+
+# --- the quantised LSTM ---------------------------------------------------------------------------------------------
+
+
+class LSTMDirection(NamedTuple):
+    """One direction of one layer of a quantised LSTM, without its inputs.
+
+    Attributes:
+        precision: of the LSTM.
+        name: of the direction, such as "l0_reverse"; its operands have the roles "input_l0_reverse" and
+            "hidden_l0_reverse", each with a running range of its own.
+        input_weight: (4 H, I), not quantised, as the following.
+        hidden_weight: (4 H, H).
+        input_bias: (4 H,), or None.
+        hidden_bias: (4 H,), or None.
+        steps: T.
+        sizes: sequences of every step; empty where all steps have the same.
+    """
+
+    precision: LayerPrecision
+    name: str
+    input_weight: Tensor
+    hidden_weight: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    steps: int
+    sizes: tuple[int, ...]
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the direction runs from the last step to the first."""
+        return self.name.endswith("_reverse")
+
+    def rows_of_steps(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many rows of x (N, ...) belong to every step."""
+        return self.sizes or (len(x) // self.steps,) * self.steps
+
+
+# ``run(direction, x, h, c)`` computes one direction: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c
+RunDirection = Callable[[LSTMDirection, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
+    """Return a handler of ``torch.lstm`` that computes every direction of every layer with a function."""
+
+    def handler(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, ...] | None:
+        layer = mode.running.stack[-1].interception
+        if layer.kind != "lstm":
+            return None
+        if layer.precision is None or not mode.is_active(layer.precision):
+            return function(input, *args)
+        return run_lstm(layer.precision, RecurrentCall.of(input, *args), run_direction)
+
+    return handler
+
+
+def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Run one direction of one layer, one time step after the other."""
+    precision, name = direction.precision, direction.name
+    input_weight = precision.operand("weight", direction.input_weight)
+    hidden_weight = precision.operand("weight", direction.hidden_weight)
+    input_bias, hidden_bias = (
+        None if bias is None else precision.operand("bias", bias)
+        for bias in (direction.input_bias, direction.hidden_bias)
+    )
+
+    def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return precision.multiplied(fake_quantize.operators.linear, operand, weight, bias)
+
+    def step(x: Tensor, state: State) -> State:
+        hidden, cell = state
+        input_gates = multiply(precision.operand(f"input_{name}", x), input_weight, input_bias)
+        hidden_gates = multiply(precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias)
+        return lstm_state(input_gates + hidden_gates, cell)
+
+    return run_steps(step, x.split(direction.rows_of_steps(x)), (h, c), direction.is_reverse)
+
+
+def run_lstm(
+    precision: LayerPrecision, call: RecurrentCall, run_direction: RunDirection = run_by_steps
+) -> tuple[Tensor, ...]:
+    """Return hidden states, last h and last c of a quantised LSTM."""
+    names = direction_names(call.num_layers, call.is_bidirectional)
+    executor = EXECUTORS.get((precision.execution, "lstm"))
+    sizes = call.sizes if call.sizes is not None and len(set(call.sizes)) > 1 else ()
+
+    def run_all(in_dtype: RecurrentCall) -> tuple[Tensor, ...]:
+        def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+            w_ih, w_hh, b_ih, b_hh, _ = in_dtype.weights_of(index)
+            direction = LSTMDirection(precision, names[index], w_ih, w_hh, b_ih, b_hh, call.steps, sizes)
+            results = None if executor is None else executor(direction, x, h, c)
+            return run_direction(direction, x, h, c) if results is None else results
+
+        return run_layers(in_dtype, run)
+
+    return in_float32(call, run_all)
+
+
+# --- layers, directions and steps -----------------------------------------------------------------------------------
+
+
+def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Run all layers, with dropout between them; return hidden states and the states behind the last step.
+
+    Args:
+        call: arguments of the function.
+        run_direction: index of layer and direction, x (N, I), state (B, H) each -> hidden states (N, H), last state.
+    """
+    call.check_steps()
+    x = call.x.transpose(0, 1) if call.is_batch_first else call.x
+    x = x.flatten(0, 1) if call.sizes is None else x
+    ends: list[Sequence[Tensor]] = []
+    for layer in range(call.num_layers):
+        outputs = []
+        for index in range(layer * call.directions, (layer + 1) * call.directions):
+            y, *end = run_direction(index, x, *(tensor[index] for tensor in call.state))
+            outputs.append(y)
+            ends.append(end)
+        x = torch.cat(outputs, -1)
+        if call.dropout and layer < call.num_layers - 1:
+            x = functional.dropout(x, call.dropout, call.training)
+    if call.sizes is None:
+        x = x.unflatten(0, (call.steps, -1))
+        x = x.transpose(0, 1) if call.is_batch_first else x
+    return x, *(torch.stack(tensors) for tensors in zip(*ends, strict=True))
+
+
+def run_steps(
+    step: Callable[[Tensor, State], State], xs: Sequence[Tensor], start: State, is_reverse: bool
+) -> tuple[Tensor, ...]:
+    """Return hidden states of all steps, and the last state; batches shrink, or grow, as in packed sequences.
+
+    Args:
+        step: x and the state before the step -> the state behind it.
+        xs: inputs of all steps.
+        start: the state before the first step.
+        is_reverse: whether to run from the last step to the first.
+    """
+    xs = xs[::-1] if is_reverse else xs
+    state, ys = tuple(s[: len(xs[0])] for s in start), []
+    ended: list[State] = []
+    for x in xs:
+        if len(x) < len(state[0]):
+            ended.append(tuple(s[len(x) :] for s in state))
+            state = tuple(s[: len(x)] for s in state)
+        elif len(x) > len(state[0]):
+            state = tuple(torch.cat([s, begin[len(s) : len(x)]]) for s, begin in zip(state, start, strict=True))
+        state = step(x, state)
+        ys.append(state[0])
+    parts = [state, *ended[::-1]]
+    y = torch.cat(ys[::-1] if is_reverse else ys)
+    return y, *(torch.cat(tensors) for tensors in zip(*parts, strict=True))

@@ -8,7 +8,6 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.lstm import LSTMDirection
 from cpt_core.schedules.schedule import Levels, StaticSchedule
 from cpt_extras.formats.format_rounding import rotate
 from cpt_extras.formats.ladder import AFFINE, LADDERS
@@ -17,6 +16,7 @@ from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.integrations._common import TrainerPrecision
 from cpt_extras.kernels.lstm_layer import rounded_input
 from cpt_extras.kernels.operators import fake_quantize
+from cpt_extras.operations.recurrences import LSTMDirection
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_lab.training.session import constants_of
 

@@ -20,8 +20,9 @@ from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.kernels import lstm_layer
 from cpt_extras.kernels.lstm import Forward, recurrence
+from cpt_extras.operations.recurrences import lstm_handler, run_by_steps
 
-FORMS = {"by steps": lstm.run_by_steps, "fused": lstm_layer.run_fused}
+FORMS = {"by steps": lstm.lstm, "fused": lstm_handler(lstm_layer.run_fused)}
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 
 
@@ -30,7 +31,7 @@ def form(request, monkeypatch):
     """Run a test with each form of the LSTM."""
     for function in functions_named("lstm"):
         monkeypatch.setitem(OP_HANDLERS, function, OP_HANDLERS[function])  # it is put back
-    register_handler(functions_named("lstm"), lstm.lstm_handler(FORMS[request.param]), "input hx")
+    register_handler(functions_named("lstm"), FORMS[request.param], "input hx")
     return request.param
 
 
@@ -331,9 +332,9 @@ def test_both_forms_compute_the_same(options, packed):
     parts = [torch.randn(n, 5) for n in (6, 6, 3)]
     x = pack_sequence(parts) if packed else torch.randn(6, 3, 5)
     results = []
-    for run_direction in FORMS.values():
+    for handler in FORMS.values():
         copied = copy.deepcopy(module)
-        register_handler(functions_named("lstm"), lstm.lstm_handler(run_direction), "input hx")
+        register_handler(functions_named("lstm"), handler, "input hx")
         with precision(copied, 4, q_grad=5):
             y, (h, c) = copied(x)
             y = y.data if packed else y
@@ -346,6 +347,26 @@ def test_both_forms_compute_the_same(options, packed):
         assert same(ours, theirs)
     close(grads, grads2, atol=1e-6)
     close(running, running2, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"dropout": 0.5}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("form", ["by steps"], indirect=True)
+def test_lstm_equals_its_form_for_packed_sequences(options):
+    """Every bit of outputs, gradients, running ranges and noise."""
+    module = lstm_of(5, 4, num_layers=2, config=QuantConfig(), **options)
+    x = torch.randn(6, 3, 5)
+    results = []
+    for handler in (lstm.lstm, lstm_handler(run_by_steps)):
+        copied = copy.deepcopy(module)
+        register_handler(functions_named("lstm"), handler, "input hx")
+        torch.manual_seed(1)
+        with precision(copied, 4, q_grad=5):
+            y, (h, c) = copied(x)
+            found = gradients(copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum())
+        results.append({**found, "y": y, "h": h, "c": c, **copied.precision.get_running()})
+    first, second = results
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
 
 
 # --- conversion -----------------------------------------------------------------------------------
