@@ -1,7 +1,6 @@
 """Counting while a model runs: every operation of a step, and when its gradient arrives.
 
-The mode of a converted model reports its operations. A model that is not converted gets a mode that counts and computes
-nothing else: a function runs as torch has it, and its handler runs once more on shapes, to find the operations.
+The mode of a converted model reports its operations. A model that is not converted gets one that rounds nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
 from cpt_core.quantization.op_handlers import module_kind
-from cpt_core.quantization.op_interception import (
-    COUNTED_FUNCTIONS,
-    HOOK,
-    Interception,
-    Operation,
-    QuantizedOpsMode,
-    mode_class,
-)
+from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode, mode_class
 from cpt_core.quantization.precision import LayerPrecision
 
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
@@ -42,16 +34,25 @@ Report = Callable[[Operation], Callable[[], None] | None]
 
 
 @contextmanager
-def counting(model: nn.Module, report: Report, skipped: Collection[str] = ()) -> Iterator[None]:
+def counting(
+    model: nn.Module,
+    report: Report,
+    skipped: Collection[str] = (),
+    unconverted_mode: type[CountingMode] | None = None,
+) -> Iterator[None]:
     """Report every operation that runs in a model inside the block.
 
     Args:
         model: converted or not.
         report: what to call.
         skipped: names of modules that get no hooks, as those that are compiled.
+        unconverted_mode: of a model that is not converted; ``CountingMode`` when None.
     """
     modules = dict(model.named_modules())
-    mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None) or CountingMode(model)
+    mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None)
+    if mode is None:
+        mode = (unconverted_mode or CountingMode)()
+        mode.root = model
     reporter = _Reporter(mode, modules, report)
     with ExitStack() as undo:
         undo.callback(setattr, mode, "on_operation", mode.on_operation)
@@ -100,18 +101,9 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
 
 
 class CountingMode(mode_class()):  # type: ignore[misc]
-    """The mode of a model that is not converted: what it sees runs as torch has it."""
+    """The mode of a model that is not converted: its handlers round nothing."""
 
-    on_operation: Callable[[Operation, Any], None] | None
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.root = model
-        self._originals: dict[int, Tensor] = {}  # id of a tensor without data -> the one that it stands for
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return a new mode for copies, of the copied model."""
-        return CountingMode, (self.root,)
+    root: nn.Module
 
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its module."""
@@ -121,40 +113,6 @@ class CountingMode(mode_class()):  # type: ignore[misc]
             for parameter in module._parameters.values()
             if parameter is not None
         ]
-
-    def is_weight(self, x: Tensor) -> bool:
-        """Return whether a tensor is, or stands for, a weight."""
-        return super().is_weight(self._originals.get(id(x), x))
-
-    def layer_of(self, weight: Tensor) -> Interception:
-        """Return the module that holds a weight."""
-        return super().layer_of(self._originals.get(id(weight), weight))
-
-    def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute functions that are counted as a whole, whose handlers report nothing; others as usual."""
-        if function in COUNTED_FUNCTIONS:
-            return function(*args, **kwargs)
-        return super().run_function(function, args, kwargs)
-
-    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """Compute a function, and let its handler report the operations of tensors without data."""
-        output = function(*args, **kwargs)
-        report = self.on_operation
-        if report is None:
-            return output
-        operations: list[Operation] = []
-        stand_ins: dict[int, Tensor] = {}
-        meta_args, meta_kwargs = copy_of_inputs((args, kwargs), True, stand_ins)
-        self._originals = {id(stand_ins[id(x)]): x for x in tensors_in((args, kwargs))}
-        self.on_operation = lambda operation, output: operations.append(operation)
-        try:
-            handler(self, function, *meta_args, **meta_kwargs)
-        finally:
-            self.on_operation = report
-            self._originals = {}
-        for operation in operations:
-            report(operation, output)
-        return output
 
 
 class _Reporter:

@@ -106,14 +106,8 @@ class BitOpsPlan:
         return self.total / self.at_32_bits if self.at_32_bits else math.nan
 
     @property
-    def prices(self) -> dict[str, dict[str, float]]:
-        """Layer -> name of a cost of ``cpt.formats.COSTS`` -> total of the run, in its unit."""
-        prices: dict[str, dict[str, float]] = extensions.load("prices").layer_prices(self.tally)
-        return prices
-
-    @property
     def costs(self) -> dict[str, float]:
-        """Totals by every cost, each in its unit, without what is ``unpriced``."""
+        """Totals by every cost of ``cpt.formats.COSTS``, each in its unit, without what is ``unpriced``."""
         totals: dict[str, float] = extensions.load("prices").total_prices(self.tally)
         return totals
 

@@ -16,6 +16,7 @@ from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.validation import choose, declared
+from cpt_extras.diagnostics.native_counting import NativeCountingMode
 from cpt_extras.formats.prices import price_table, total_prices
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class BitOpsLedger:
         """Start to count."""
         unseen = self.unseen
         skipped = [name for name, _ in self.model.named_modules() if is_within(name, unseen)]
-        self._context = counting(self.model, self._report, skipped)
+        self._context = counting(self.model, self._report, skipped, NativeCountingMode)
         self._context.__enter__()
         return self
 

@@ -13,6 +13,7 @@ from cpt_core.bitops.plan import count_step
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.costs import COSTS, Operands
 from cpt_extras.formats.ladder import LADDERS, FormatLadder
+from cpt_extras.formats.prices import layer_prices
 from cpt_extras.search.custom_schedules import TableSchedule
 
 
@@ -92,16 +93,16 @@ def test_totals_by_hand():
     first = {q: (20 * q / 8 + 12 * q / 8 + 15 * 4) + (15 + 20 * q / 8 + 12 * 4) for q in (4, 8)}
     second = 4 * 3 * (15 + 6 + 10)  # in float32, three products
     assert plan.costs["traffic"] == 3 * first[4] + first[8] + 4 * second
-    assert plan.prices["0"]["traffic"] == 3 * first[4] + first[8]
+    assert layer_prices(plan.tally)["0"]["traffic"] == 3 * first[4] + first[8]
     adders = 60 * (3 * (16 + 32 + 32 + 32) + (64 + 32) * 2) + 4 * 3 * 30 * (24 * 24 + 8 + 32)
     assert plan.costs["multiplier"] == adders
     assert plan.costs["ace"] == 1024 * plan.total == 1024 * plan.costs["bitops"]
-    assert plan.prices["2"]["energy"] == pytest.approx(4 * 3 * 30 * 4.6)
+    assert layer_prices(plan.tally)["2"]["energy"] == pytest.approx(4 * 3 * 30 * 4.6)
     table = plan.table()
     assert list(table.index) == ["0", "2", "total"]
     assert list(table.columns) == [f"{name} ({cost.unit})" for name, cost in COSTS.items()]
     assert table.loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
-    assert table.loc["0"].tolist() == list(plan.prices["0"].values())
+    assert table.loc["0"].tolist() == list(layer_prices(plan.tally)["0"].values())
 
 
 def test_layers_are_priced_on_their_ladders():
@@ -111,7 +112,7 @@ def test_layers_are_priced_on_their_ladders():
         model, x = model_and_input(given)
         plans[name] = cpt.count_bitops(model, (x,), schedule, convention="per_op")
     # level 1 is mxfp4, gradients and level 4 are bf16
-    assert plans["all"].prices["0"]["ace"] == 60 * (3 * (4 * 4 + 16 * 4) + 2 * 16 * 16)
+    assert layer_prices(plans["all"].tally)["0"]["ace"] == 60 * (3 * (4 * 4 + 16 * 4) + 2 * 16 * 16)
     assert plans["all"].bitops["0"] == {"forward": 60 * (3 * 16 + 256), "weight": 60 * (3 * 64 + 256)}
     assert plans["plain"].bitops["0"] == {"forward": 60 * (3 * 1 + 16), "weight": 60 * (3 * 4 + 16)}
     # a role of its own: the weight-gradient product reads its gradient and the activations
