@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
@@ -70,6 +71,19 @@ def load(name: str) -> Any:
 def load_optional(name: str) -> Any:
     """Return the imported optional part of a name, such as a kind of layer or schedule; None if there is none."""
     return load(name) if name in EXTENSIONS and is_installed(name) else None
+
+
+def services(name: str) -> Any:
+    """Return the module of an optional part; where it is not installed, what does nothing in its place."""
+    return load_optional(name) or NotInstalled()
+
+
+class NotInstalled:
+    """An optional part that is not there: its functions take anything, and return None."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return a function that does nothing."""
+        return lambda *args: None
 
 
 def is_installed(name: str) -> bool:

@@ -127,9 +127,8 @@ def quantize_(
     check_unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
-    hosts = extensions.load_optional("hosts")
-    if hosts is not None:
-        hosts.load_libraries(model)
+    hosts = extensions.services("hosts")
+    hosts.load_libraries(model)
     _load_extensions(model, config)
     excluded = _excluded(model, config.float32)
     chosen = {}
@@ -140,16 +139,14 @@ def quantize_(
             excluded.add(name)
     if not chosen:
         reason = "" if filter_fn is None else " by filter_fn"
-        others = "" if hosts is None else hosts.list_float32_modules(model, excluded)
+        others = hosts.list_float32_modules(model, excluded) or ""
         raise ValueError(
             f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}{others}"
         )
-    if hosts is not None:
-        hosts.check_modules(chosen)
+    hosts.check_modules(chosen)
     try:
         _convert(model, chosen, config)
-        if hosts is not None:
-            hosts.after_conversion(model, excluded)
+        hosts.after_conversion(model, excluded)
     except BaseException:
         _undo(model)
         raise
@@ -383,9 +380,7 @@ def restore_(model: nn.Module) -> nn.Module:
 
 
 def _undo(model: nn.Module) -> None:
-    hosts = extensions.load_optional("hosts")
-    if hosts is not None:
-        hosts.before_restoration(model)
+    extensions.services("hosts").before_restoration(model)
     for module in list(model.modules()):
         _remove_hooks(module)
         graph_layer = _graph_layer(module)

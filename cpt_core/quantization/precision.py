@@ -263,9 +263,7 @@ class LayerPrecision(nn.Module):
     def _check_first(self, gradient: Tensor) -> None:
         """Tensor hook of the first gradient of a training."""
         self.unseen = False
-        small_gradients = extensions.load_optional("small_gradients")
-        if small_gradients is not None:
-            small_gradients.warn_of_small_gradient(self, gradient)
+        extensions.services("small_gradients").warn_of_small_gradient(self, gradient)
 
     @property
     def observed(self) -> bool:
@@ -327,8 +325,7 @@ class LayerPrecision(nn.Module):
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""
         offset = 0
         if distributed.is_available() and distributed.is_initialized():
-            processes = extensions.load_optional("processes")
-            offset = 0 if processes is None else processes.key_offset()
+            offset = extensions.services("processes").key_offset() or 0
         if offset != self._offset:
             self.noise_key.add_(offset - self._offset)
             self._offset = offset

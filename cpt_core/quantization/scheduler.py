@@ -83,9 +83,7 @@ class PrecisionScheduler:
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
-        missing_steps = extensions.load_optional("missing_steps")
-        if missing_steps is not None:
-            missing_steps.warn_of_missing_steps(self, model)
+        extensions.services("missing_steps").warn_of_missing_steps(self, model)
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -163,9 +161,8 @@ class PrecisionScheduler:
         whole("last_step", state["last_step"], 0)
         theirs = {"ladders": {}, **state}  # none in files that were stored before there were ladders
         mine = {**self.state_dict(), "layers": self._layers}
-        wrappers = extensions.load_optional("wrappers")
-        if wrappers is not None:
-            theirs, mine = wrappers.unwrapped(theirs), wrappers.unwrapped(mine)
+        wrappers = extensions.services("wrappers")
+        theirs, mine = wrappers.unwrapped(theirs) or theirs, wrappers.unwrapped(mine) or mine
         for key in ("schedules", "q_grad", "ladders"):
             if json.dumps(theirs[key]) != json.dumps(mine[key]):  # tuples are lists there
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
