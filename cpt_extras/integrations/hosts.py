@@ -12,8 +12,6 @@ from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import HOOK
 from cpt_extras import operations
 from cpt_extras.diagnostics.float32_weights import float32_weights, warn_of_float32
-from cpt_extras.integrations.following import release
-from cpt_extras.integrations.graph_modules import follow_copies, forget_copies
 
 
 def load_libraries(model: nn.Module) -> None:
@@ -53,7 +51,7 @@ def after_conversion(model: nn.Module, excluded: Collection[str]) -> None:
     """Let copies of graph modules be converted, and warn of weights that stay in float32 unasked."""
     for module in model.modules():
         if isinstance(module, fx.GraphModule) and hasattr(module, HOOK):
-            follow_copies(module)
+            _graph_modules().follow_copies(module)
     warn_of_float32(model, excluded)
 
 
@@ -61,7 +59,14 @@ def before_restoration(model: nn.Module) -> None:
     """Let copies of graph modules be converted no longer, and no scheduler drive what is restored."""
     for module in list(model.modules()):
         precision = precision_of(module)
-        if precision is not None:
-            release(precision)
+        if precision is not None and precision.driver is not None:
+            extensions.load("follow").release(precision)
         if isinstance(module, fx.GraphModule):
-            forget_copies(module)
+            _graph_modules().forget_copies(module)
+
+
+def _graph_modules() -> Any:
+    """Return the functions for copies of graph modules; few models have any."""
+    from cpt_extras.integrations import graph_modules
+
+    return graph_modules
