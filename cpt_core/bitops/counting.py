@@ -67,11 +67,6 @@ def counting(
         yield
 
 
-def is_counting_hook(hook: Any) -> bool:
-    """Return whether a hook of a module is one of ``counting``."""
-    return getattr(hook, "func", None) in (_enter, _leave)
-
-
 def _interception(mode: QuantizedOpsMode, name: str, module: nn.Module) -> Interception:
     """Return what a module knows that is not converted."""
     kind = "graph" if graph_layer_of(module) is not None else module_kind(module)
@@ -81,6 +76,8 @@ def _interception(mode: QuantizedOpsMode, name: str, module: nn.Module) -> Inter
 def _enter(interception: Interception, module: nn.Module, args: Any) -> None:
     """Forward pre-hook of modules without one of the mode: inside a converted module only the name changes."""
     mode = interception.mode
+    if mode.on_operation is None:  # in a copy of a model that is counted
+        return
     if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
         interception = mode.running.stack[-1].interception._replace(name=interception.name)
     mode.enter(module, interception)

@@ -65,61 +65,57 @@ def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any,
 
 # --- recurrent layers ---------------------------------------------------------------------------------------------
 
-NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def recurrence(
     kind: str, mode: QuantizedOpsMode, output: tuple[Tensor, ...], x: Tensor, *args: Any
 ) -> Iterator[Operation]:
-    """Count the matmuls of a recurrent layer: the first input matmul, the others, and the gates of an LSTM.
+    """Count the matmuls of a recurrent layer with its weights, and the gates of an LSTM.
 
-    The others are those of hidden states, of the inputs of higher layers, and of an LSTM's projections. The authors add
-    15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and step, and 5 per
-    unit and sequence that their rounded numbers have besides.
+    The authors add 15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and
+    step, and 5 per unit and sequence that their rounded numbers have besides.
     """
     call = RecurrentCall.of(x, *args)
     if call.sizes is None:
         starts = ends = x.shape[0 if call.is_batch_first else 1]
     else:
         starts, ends = call.sizes[0], call.sizes[-1]
-    weights = [w for w in call.weights if w.dim() == 2]
-    per_direction = len(weights) // (call.num_layers * call.directions)
-    first_layer = weights[: per_direction * call.directions]
-    first_size = sum(w.numel() for w in first_layer[::per_direction])
-    inner_size = sum(w.numel() for w in weights) - first_size
-    hidden_weight = weights[1]
-    units = hidden_weight.shape[0] // NUM_GATES[kind] * call.directions
-    has_projection = per_direction == 3
-    y = output[0]
-    width = y.shape[-1]
-    rows = y.numel() // width
+    rows = output[0].numel() // output[0].shape[-1]
+    matrices = [w for w in call.weights if w.dim() == 2]
+    per_direction = len(matrices) // (call.num_layers * call.directions)  # of inputs, of states, of projections
+    per_layer = per_direction * call.directions
 
-    layers, higher = call.num_layers, call.num_layers - 1
-    read = layers * call.directions * hidden_weight.shape[1] + higher * width
-    written = NUM_GATES[kind] * units * (layers + higher)
-    if has_projection:
-        read += layers * units
-        written += layers * width
-
-    layer = mode.layer_of(weights[0])
-    has_weight_grad = any(w.requires_grad for w in weights)
+    layer = mode.layer_of(matrices[0])
+    has_weight_grad = any(w.requires_grad for w in matrices)
     has_inner_error = x.requires_grad or has_weight_grad
     has_state_grad = any(s.requires_grad for s in call.state)
-    is_fused = kind == "lstm" and not has_projection and (layer.precision is not None or call.sizes is None)
-    # the states that a layer starts from need no gradient, but fused kernels compute one; backwards, the first step is
-    # the last
-    sequences = starts + (ends if call.is_bidirectional else 0)
-    started = 0 if is_fused or has_state_grad else sequences * layers * hidden_weight.numel()
-
+    is_fused = kind == "lstm" and per_direction == 2 and (layer.precision is not None or call.sizes is None)
     operation = partial(Operation, layer.name, kind, weight=has_weight_grad, precision=layer.precision)
-    first_elements = x.numel(), first_size, rows * NUM_GATES[kind] * units
-    inner_elements = rows * read, inner_size, rows * written
-    yield operation(rows * first_size, first_elements, x.requires_grad)
-    yield operation(rows * inner_size - started, inner_elements, has_inner_error)
-    yield operation(started, (0, 0, 0), False)  # moved with the others
+
+    for first in range(0, len(matrices), per_layer):
+        weights = matrices[first : first + per_layer : per_direction]  # all directions read the same inputs
+        size, width = sum(w.numel() for w in weights), weights[0].shape[1]
+        has_error = has_inner_error if first else x.requires_grad
+        yield operation(rows * size, (rows * width, size, rows * size // width), has_error)
+
+    for number, weight in enumerate(matrices):
+        if number % per_direction == 0:
+            continue
+        # the states that a layer starts from need no gradient, but fused kernels compute one; backwards, the first
+        # step is the last
+        is_backwards = number % per_layer >= per_direction
+        sequences = ends if is_backwards else starts
+        if is_fused or has_state_grad or number % per_direction != 1:
+            sequences = 0
+        elements = rows * weight.shape[1], weight.numel(), rows * weight.shape[0]
+        yield operation((rows - sequences) * weight.numel(), elements, has_inner_error)
+        yield operation(sequences * weight.numel(), (0, 0, 0), False)  # moved with the others
+
     if kind == "lstm":
-        states = rows * units * layers
-        macs, elements = units * layers * (27 * rows + 5 * starts), (4 * states, 0, 2 * states)
+        units = sum(w.shape[0] for w in matrices[1::per_direction]) // 4
+        elements = 4 * rows * units, 0, 2 * rows * units
+        macs = units * (27 * rows + 5 * starts)
         yield Operation(layer.name, GATES, macs, elements, has_inner_error, False, None, GATES)
 
 
@@ -144,5 +140,5 @@ COUNTED_FUNCTIONS |= {
     spread_norm: layer_norm,
     functional.interpolate: interpolate,
     graph_functional.neighbour_sum: neighbour_sum,
-    **{function: partial(recurrence, kind) for kind in NUM_GATES for function in functions_named(kind)},
+    **{function: partial(recurrence, kind) for kind in RECURRENCES for function in functions_named(kind)},
 }

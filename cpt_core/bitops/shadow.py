@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.bitops.counting import is_counting_hook, tensors_in, without_history
+from cpt_core.bitops.counting import tensors_in, without_history
 from cpt_core.quantization.convert import precision_of
 from cpt_core.validation import check_unsharded
 
@@ -37,9 +37,6 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
         ) from problem
     for module in shadow.modules():
         module._backward_hooks, module._backward_pre_hooks = {}, {}  # the copy's gradients are nobody's
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if is_counting_hook(hook)]:
-                del hooks[key]
         precision = precision_of(module)
         if precision is not None:
             precision.set_bits(None, None)

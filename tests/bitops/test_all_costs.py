@@ -38,12 +38,13 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
     # 5 steps of 2 sequences, 3 wide in, 4 units: input products, products with states, gates
     "lstm": (lambda: nn.LSTM(3, 4), lambda: (torch.empty(5, 2, 3),), LSTM_CALLS),
     "lstm, batches first": (lambda: nn.LSTM(3, 4, batch_first=True), lambda: (torch.empty(2, 5, 3),), LSTM_CALLS),
-    # two layers both ways: behind the first product, 4 of states and 2 of the first layer's 8 features
+    # two layers both ways: products with the inputs of both layers, then 4 with states
     "deep lstm": (
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True), lambda: (torch.empty(5, 2, 3),),
         [
             (960, 30, 96, 320),
-            (10 * (4 * 64 + 2 * 16 * 8), 10 * (16 + 8), 4 * 64 + 2 * 16 * 8, 10 * 16 * (4 + 2)),
+            (10 * 2 * 16 * 8, 10 * 8, 2 * 16 * 8, 10 * 2 * 16),
+            *[(10 * 64, 10 * 4, 64, 10 * 16)] * 4,
             (16 * (27 * 10 + 5 * 2), 640, 0, 320),
         ],
     ),
