@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.extensions import export as export
     from cpt_core.extensions import formats as formats
     from cpt_core.extensions import kernels as kernels
+    from cpt_core.extensions import quantize as quantize
     from cpt_core.extensions import search as search
     from cpt_core.extensions import solve_schedule as solve_schedule
     from cpt_core.graphs.graph import Graph as Graph
@@ -42,7 +43,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
-    from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
     from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras.formats.format import FORMATS as FORMATS
     from cpt_extras.formats.format import Format as Format
     from cpt_extras.formats.ladder import FormatLadder as FormatLadder
+    from cpt_extras.formats.tensor_rounding import quantize as quantize
     from cpt_extras.int8.export import export as export
     from cpt_extras.kernels.backend import backend as backend
     from cpt_extras.search.custom_schedules import FunctionSchedule as FunctionSchedule

@@ -13,12 +13,12 @@ import torch
 from torch.nn.functional import linear
 
 from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.formats.ladder import FormatLadder
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_lab.data.common import one_thread
 from cpt_lessons.answers import Exercise, Refused, like, of_the_suite, schedule, share, words
 from cpt_lessons.demonstrations import held_out, tiny_problem

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.rounding import GRANULARITIES
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.formats.quantizer import Quantizer
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.operators import fake_quantize
 from cpt_lab.experiments.recipe import Recipe

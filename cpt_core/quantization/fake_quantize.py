@@ -2,8 +2,8 @@
 
     n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
 
->>> quantize(torch.tensor([0.0, 0.2, 1.0]), bits=1).tolist()
-[0.0, 0.0, 1.0]
+>>> PlainOperators.fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(rounding.num_steps(1)), "per_tensor")[0]
+tensor([0., 0., 1.])
 
 The rounding itself is that of ``rounding.py``, or of faster functions with the same results that take its place, see
 ``use_operators``. Scales are float32, results keep the input's dtype. NaN stays NaN. On a range of its own a tensor
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from cpt_core import extensions
 from cpt_core.quantization import rounding
-from cpt_core.quantization.active_bits import MAX_GRID_BITS
-from cpt_core.quantization.roles import Quantizer, quantizer_of
-from cpt_core.validation import check_bits, shown
+from cpt_core.quantization.roles import Quantizer
+from cpt_core.validation import shown
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -36,52 +35,6 @@ def check_floating(x: Tensor) -> None:
         raise ValueError(f"x must be a tensor, got {shown(x)}")
     if not x.is_floating_point():
         raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
-
-
-def quantize(
-    x: Tensor,
-    bits: int | None = None,
-    quantizer: Quantizer | str | None = None,
-    *,
-    format: Any = None,
-    seed: int | None = None,
-) -> Tensor:
-    """Quantise a tensor to ``bits`` bits, or to a number format, on its own range; straight-through estimator.
-
-    >>> quantize(torch.tensor([0.3, 5.1, -1000.0]), format="e4m3").tolist()
-    [0.3125, 5.0, -448.0]
-
-    Args:
-        x: floating tensor of any shape; empty tensors come back as they are.
-        bits: of the grid, 1 to 32; 24 and more is the identity.
-        quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``, "conv_input" where ``bits`` are given; its granularity
-            counts, its rounding and running range play no part here.
-        format: instead of ``bits``: a number format of ``cpt.formats``, or its name.
-        seed: of the noise of a format that rounds stochastically, an integer; the same seed, the same numbers.
-
-    Raises:
-        ValueError: for an unknown role or format, bits outside 1..32, both or neither of bits and format; a tensor of
-            integers, booleans or complex numbers; what a format cannot take; a seed that is missing, or that nothing
-            uses.
-    """
-    check_floating(x)
-    if x.layout != torch.strided:
-        raise ValueError(f"only dense tensors can be quantised, got {x.layout}; convert it with .to_dense() first")
-    if (bits is None) == (format is None):
-        raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
-    if format is not None:
-        return extensions.load("formats").quantize_to_format(x, format, quantizer, seed)
-    if seed is not None:
-        raise ValueError(
-            f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for a grid of bits"
-        )
-    granularity = quantizer_of("conv_input" if quantizer is None else quantizer).granularity
-    bits = check_bits("bits", bits)
-    if bits > MAX_GRID_BITS or x.numel() == 0:
-        return x
-    load_kernels()
-    steps = torch.tensor(rounding.num_steps(bits), dtype=torch.float32, device=x.device)
-    return operators.fake_quantize(x, steps, granularity)[0]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "
 
     Gradients are drawn rounded to nearest; training rounds them stochastically.
     """
-    from cpt_core.quantization.fake_quantize import quantize  # figures of rows need no torch
+    from cpt_extras.formats.tensor_rounding import quantize  # figures of rows need no torch
 
     given = x if isinstance(x, Mapping) else {"": x}
     with drawing(len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))) as (figure, axes):

@@ -12,11 +12,12 @@ from torch.nn.utils import parametrizations
 
 from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels.backend import backend as kernels_in_force
 from cpt_extras.kernels.backend import reference
 

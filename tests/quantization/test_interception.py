@@ -19,9 +19,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.formats.tensor_rounding import quantize
 
 
 def modes_on():

@@ -12,12 +12,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from cpt_core.quantization import fake_quantize, lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels import lstm_layer
 from cpt_extras.kernels.lstm import Forward, recurrence
 from cpt_extras.operations.recurrences import lstm_handler, run_by_steps

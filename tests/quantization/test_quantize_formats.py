@@ -4,12 +4,12 @@ import pytest
 import torch
 from helpers import INF, NAN, normal, refused
 
-from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.format_rounding import rotate, round_elements
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels import grids
 
 N = torch.tensor(15.0)

@@ -16,12 +16,13 @@ from torch import nn
 import cpt_core
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_bits
+from cpt_extras.formats.tensor_rounding import quantize
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")

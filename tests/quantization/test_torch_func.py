@@ -10,11 +10,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
+from cpt_extras.formats.tensor_rounding import quantize
 
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (5, 4)),

@@ -14,11 +14,12 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels import backend
 from cpt_extras.kernels.operators import range_of
 
