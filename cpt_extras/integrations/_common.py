@@ -11,6 +11,7 @@ from cpt_core.quantization.scheduler import EvalBits, PrecisionScheduler, Schedu
 from cpt_core.schedules import cost
 from cpt_extras.diagnostics.recording import Recording
 from cpt_extras.formats.ladder import AFFINE
+from cpt_extras.formats.prices import role_prices
 
 LOGGED = ("level", "snr_db", "underflow", "gradient_to_noise")  # of what a recording knows
 
@@ -73,7 +74,7 @@ class TrainerPrecision(PrecisionScheduler):
         schedule = self.schedules[pattern][0]
         ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
         on = None if ladders is None or set(ladders) == {AFFINE} else tuple(ladders)
-        spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
+        spent, top = role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
         return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
 
     def logs(self, steps: int) -> dict[str, float]:
