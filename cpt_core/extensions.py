@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras.search.solved_schedules import DelayedSchedule as DelayedSchedule
     from cpt_extras.search.solver import solve_schedule as solve_schedule
 
-PACKAGES = ("cpt_core.", "cpt_extras.")
 EXTENSIONS = {
     "kernels": "cpt_extras.kernels.backend",  # C++ and Triton: the same bits, faster
     "formats": "cpt_extras.formats.ladder_rounding",  # number formats other than the paper's grids
@@ -48,7 +47,7 @@ EXTENSIONS = {
     "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
-    "operator_macs": "cpt_extras.diagnostics.operator_macs",  # of operators that torch's own counter does not know
+    "not_intercepted": "cpt_extras.diagnostics.not_intercepted",  # what ``check`` finds beside quantised operations
     "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
     "hosts": "cpt_extras.integrations.hosts",  # what the models of other libraries need when they are converted

@@ -1,7 +1,8 @@
 """Look before training: which operations of a step run quantised, and which do not.
 
 ``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
-compares the operations that were intercepted with those that torch executed, in both passes.
+compares the operations that were intercepted with those that torch executed, in both passes; these are found by
+``cpt_extras``, where it is installed.
 
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
@@ -15,15 +16,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
@@ -31,12 +29,11 @@ from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
-from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
+from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_unsharded
 
 BITS = 8  # any number would do
-OPERATOR_MACS: dict[str, Callable[[Any, Any], int]] = {}  # of operators that torch's own counter does not know
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,6 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     check_inputs(inputs)
     layer_precisions(model)
     check_unsharded(model, "check it")
-    extensions.load_optional("operator_macs")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
     def report(operation: Operation) -> Callable[[], None] | None:
@@ -149,12 +145,12 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
         return on_gradient
 
-    not_intercepted = _NotIntercepted(model)
+    extension = extensions.load_optional("not_intercepted")
+    not_intercepted = nullcontext() if extension is None else extension.NotIntercepted(model, macs)
     with as_it_was(model, inputs), _simulated(model), precision(model, BITS, BITS):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
-    macs += not_intercepted.macs
     operations = tuple(Executed(*key, n) for key, n in macs.items())
     used = {e.layer for e in operations if e.intercepted}
     silent = [name for name in layer_precisions(model) if name not in used]
@@ -190,53 +186,3 @@ def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
         gradients = torch.autograd.grad(sums, sources, allow_unused=True)
     return {name for name, gradient in zip(parameters, gradients, strict=False) if gradient is not None}
-
-
-class _NotIntercepted(TorchDispatchMode):
-    """Counts matmuls and convolutions that torch executes outside of the handlers of the model's mode.
-
-    Handlers run with functions hidden from modes, which tells them from the rest. A backward pass is known by its node:
-    one that was made inside a handler belongs to an intercepted operation.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
-        self._mode: QuantizedOpsMode = next(getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
-        self._origins: dict[int, tuple[str, bool]] = {}  # number of a node -> its module, and whether in a handler
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        stack = self._mode.running.stack
-        node = None if stack else torch._C._current_autograd_node()  # modules run in a backward pass that recomputes
-        if node is None:
-            is_intercepted = not torch._C._is_torch_function_enabled()
-            layer = stack[-1].interception.name if stack else ""
-            self._origins.setdefault(torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted))
-        else:
-            layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
-            function = getattr(type(node), "_forward_cls", None)
-            if function is not None and not function.__module__.startswith("torch."):  # written in Python
-                is_intercepted = function.__module__.startswith(extensions.PACKAGES)
-        output = func(*args, **kwargs)
-        if not is_intercepted:
-            macs = macs_of(func, args, kwargs, output)
-            if macs:
-                self.macs[layer, _name(func), node is not None, False, False] += macs
-        return output
-
-
-def _name(func: Any) -> str:
-    name = func.name() if isinstance(func, HigherOrderOperator) else func._schema.name
-    return str(name).removeprefix("aten::").removesuffix("_")
-
-
-def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Return the multiply-accumulates of an operator of torch; 0 for one that does not multiply."""
-    formula = OPERATOR_MACS.get(_name(func))
-    if formula is not None:
-        return int(formula(args, output))
-    flops = None if isinstance(func, HigherOrderOperator) else flop_registry.get(func._overloadpacket)
-    return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2

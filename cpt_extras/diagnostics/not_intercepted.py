@@ -1,0 +1,97 @@
+"""Matmuls and convolutions that no handler intercepted, for ``check``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
+
+
+class NotIntercepted(TorchDispatchMode):
+    """Counts matmuls and convolutions that torch executes outside of the handlers of the model's mode.
+
+    Handlers run with functions hidden from modes, which tells them from the rest. A backward pass is known by its node:
+    one that was made inside a handler belongs to an intercepted operation.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, total: Counter[Any]) -> None:
+        """Add what is found in ``model`` to ``total``, when the mode ends."""
+        super().__init__()
+        self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
+        self._total = total
+        self._mode: QuantizedOpsMode = next(getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
+        self._origins: dict[int, tuple[str, bool]] = {}  # number of a node -> its module, and whether in a handler
+
+    def __exit__(self, *exception: Any) -> None:
+        """End the mode."""
+        self._total.update(self.macs)
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stack = self._mode.running.stack
+        node = None if stack else torch._C._current_autograd_node()  # modules run in a backward pass that recomputes
+        if node is None:
+            is_intercepted = not torch._C._is_torch_function_enabled()
+            layer = stack[-1].interception.name if stack else ""
+            self._origins.setdefault(torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted))
+        else:
+            layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
+            function = getattr(type(node), "_forward_cls", None)
+            if function is not None and not function.__module__.startswith("torch."):  # written in Python
+                is_intercepted = function.__module__.startswith(("cpt_core.", "cpt_extras."))
+        output = func(*args, **kwargs)
+        if not is_intercepted:
+            macs = macs_of(func, args, kwargs, output)
+            if macs:
+                self.macs[layer, _name(func), node is not None, False, False] += macs
+        return output
+
+
+def _name(func: Any) -> str:
+    name = func.name() if isinstance(func, HigherOrderOperator) else func._schema.name
+    return str(name).removeprefix("aten::").removesuffix("_")
+
+
+def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the multiply-accumulates of an operator of torch; 0 for one that does not multiply."""
+    formula = OPERATOR_MACS.get(_name(func))
+    if formula is not None:
+        return int(formula(args, output))
+    flops = None if isinstance(func, HigherOrderOperator) else flop_registry.get(func._overloadpacket)
+    return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
+
+
+def _attention_macs(args: Any, output: Any) -> int:
+    query, key, value = args[:3]
+    return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1])
+
+
+def _rows_macs(args: Any, output: Any) -> int:
+    """Return those of sums over the last dimension of the first operand."""
+    return int(output.numel() * args[0].shape[-1])
+
+
+# of operators that torch's own counter does not know
+OPERATOR_MACS = {
+    **dict.fromkeys(("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"), _rows_macs),
+    **dict.fromkeys(("mv", "dot", "vdot"), lambda args, output: args[0].numel()),
+    "addmv": lambda args, output: args[1].numel(),
+    "_cdist_backward": lambda args, output: args[0].numel() * args[1].shape[-1],
+    "conv_tbc": lambda args, output: output.numel() * args[1][..., 0].numel(),
+    "linalg_matrix_exp": lambda args, output: 5 * output.numel() * output.shape[-1],  # of small matrices
+    "_sparse_addmm": lambda args, output: args[1]._nnz() * args[2].shape[-1],
+    "torchvision::deform_conv2d": lambda args, output: output.numel() * args[1][0].numel(),
+    "_trilinear": lambda args, output: math.prod(args[1].shape) * (args[0].numel() // max(1, args[0].shape[-1])),
+    "flex_attention": _attention_macs,
+}
