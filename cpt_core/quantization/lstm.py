@@ -112,10 +112,10 @@ def lstm(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tu
     call = RecurrentCall.of(input, *args)
     if call.is_bidirectional or call.sizes is not None:
         return extensions.load("recurrences").run_lstm(layer.precision, call)
-    return in_float32(call, partial(run_layers, layer.precision))
+    return run_in_float32(call, partial(run_layers, layer.precision))
 
 
-def in_float32(call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def run_in_float32(call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Return ``run(call)``, computed in float32 also under autocast, in the types of the input and the state."""
     before = call.x, *call.state
     for tensor in before:

@@ -38,10 +38,7 @@ ATTENTION_SCORES = ("attention_query", "attention_key")
 ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
 
 # Self-attention of transformers whose keys have a range per head and feature, over all tokens, as in the paper's BERT.
-PER_FEATURE_KEYS = (
-    "BertSelfAttention RobertaSelfAttention XLMRobertaSelfAttention CamembertSelfAttention ElectraSelfAttention "
-    "DistilBertSelfAttention AlbertAttention ViTAttention"
-).split()
+PER_FEATURE_KEYS = {"BertSelfAttention"}
 
 
 def has_keys_per_feature(module: nn.Module) -> bool:

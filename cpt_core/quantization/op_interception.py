@@ -325,17 +325,3 @@ def leave_module(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: note that a module has run, or failed."""
     interception: Any = module._interception
     interception.mode.leave(module)
-
-
-def _run_uncompiled(hook: Callable[..., Any]) -> None:
-    """Let compilers trace a hook where it runs inside other code, and leave it alone where they meet it by itself."""
-    evaluation = torch._C._dynamo.eval_frame
-    if hasattr(evaluation, "skip_code"):  # of older torch
-        evaluation.skip_code(hook.__code__)
-    else:
-        skip = evaluation._FrameAction.SKIP
-        evaluation.set_code_exec_strategy(hook.__code__, evaluation._FrameExecStrategy(skip, skip))
-
-
-_run_uncompiled(enter_module)
-_run_uncompiled(leave_module)

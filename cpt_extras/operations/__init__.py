@@ -14,6 +14,11 @@ from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMod
 from cpt_core.quantization.precision import in_float32
 from cpt_extras.operations.contractions import register_library_operators as register_library_operators
 
+op_handlers.PER_FEATURE_KEYS |= set(  # encoders like the paper's BERT
+    "RobertaSelfAttention XLMRobertaSelfAttention CamembertSelfAttention ElectraSelfAttention DistilBertSelfAttention "
+    "AlbertAttention ViTAttention".split()
+)
+
 
 def _recurrence(kind: str, is_cell: bool) -> Any:
     """Return a function of ``COMPOSITE_OPS``, computed in float32 between its operations."""

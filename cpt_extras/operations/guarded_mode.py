@@ -5,6 +5,7 @@
 - A forward pass that is interrupted, as from the keyboard, leaves modules on the stack: no hook runs then.
 - Code that computes a weight from its parameters, and code that was compiled with its quantisation inside, run inside
   of modules, and are not to be quantised once more.
+- Compilers meet the hooks of the model by themselves, outside of the code that they compile.
 - Checkpoints of functions compute again when the module has ended, see ``recomputation``.
 
 Frames of Python tell which code runs inside of which module.
@@ -24,7 +25,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from cpt_core.quantization.op_interception import Interception, QuantizedOpsMode, RunningModule, held_tensors
+from cpt_core.quantization.op_interception import (
+    Interception,
+    QuantizedOpsMode,
+    RunningModule,
+    enter_module,
+    held_tensors,
+    leave_module,
+)
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.recomputation import intercept_recomputation
 
@@ -200,3 +208,17 @@ def _runs_in(frame: Any, current: Any) -> bool:
                 return False
         current = current.f_back
     return True
+
+
+def _run_uncompiled(hook: Callable[..., Any]) -> None:
+    """Let compilers trace a hook where it runs inside other code, and leave it alone where they meet it by itself."""
+    evaluation = torch._C._dynamo.eval_frame
+    if hasattr(evaluation, "skip_code"):  # of older torch
+        evaluation.skip_code(hook.__code__)
+    else:
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(hook.__code__, evaluation._FrameExecStrategy(skip, skip))
+
+
+_run_uncompiled(enter_module)
+_run_uncompiled(leave_module)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.lstm import RecurrentCall, direction_names, in_float32, lstm_state
+from cpt_core.quantization.lstm import RecurrentCall, direction_names, lstm_state, run_in_float32
 from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -180,7 +180,7 @@ def run_lstm(
 
         return run_layers(in_dtype, run)
 
-    return in_float32(call, run_all)
+    return run_in_float32(call, run_all)
 
 
 # --- layers, directions and steps -----------------------------------------------------------------------------------
