@@ -159,8 +159,9 @@ class Graph:
         declared(self.set_constant, {"features": features})
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
-        self.constant = features
-        self._cache = None if features is None else extensions.load("constant_features").ConstantFeatures(features)
+        self.constant, self._cache = features, None
+        if features is not None:
+            self._cache = extensions.services("constant_features").ConstantFeatures(features)
         return self
 
     def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
