@@ -70,16 +70,6 @@ class RecurrentCall(NamedTuple):
         """Directions of every layer."""
         return 2 if self.is_bidirectional else 1
 
-    @property
-    def steps(self) -> int:
-        """T."""
-        return self.x.shape[1 if self.is_batch_first else 0] if self.sizes is None else len(self.sizes)
-
-    def check_steps(self) -> None:
-        """Raise ValueError for sequences without steps."""
-        if self.steps == 0:
-            raise ValueError("the sequences of a recurrent layer need at least one step")
-
     def weights_of(self, index: int) -> list[Any]:
         """Return weights of input and hidden state, their biases, and the projection, of a direction of a layer."""
         count = len(self.weights) // (self.num_layers * self.directions)
@@ -130,8 +120,9 @@ def run_in_float32(call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Ten
 
 def run_layers(precision: LayerPrecision, call: RecurrentCall) -> tuple[Tensor, Tensor, Tensor]:
     """Run all layers, with dropout between them; return hidden states, last h and last c."""
-    call.check_steps()
     x = call.x.transpose(0, 1).contiguous() if call.is_batch_first else call.x
+    if len(x) == 0:
+        raise ValueError("the sequences of a recurrent layer need at least one step")
     ends = []
     for layer in range(call.num_layers):
         if call.dropout and layer > 0:

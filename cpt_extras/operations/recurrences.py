@@ -79,7 +79,7 @@ def run_recurrence(kind: str, linear: Linear, input: Tensor, *args: Any) -> tupl
     call = RecurrentCall.of(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
-        steps = x.split(call.sizes or len(x) // call.steps)
+        steps = x.split(call.sizes or len(x) // steps_of(call))
         is_reverse = call.is_bidirectional and index % 2 == 1
         return run_steps(partial(STEPS[kind], linear, call.weights_of(index)), steps, start, is_reverse)
 
@@ -174,7 +174,7 @@ def run_lstm(
     def run_all(in_dtype: RecurrentCall) -> tuple[Tensor, ...]:
         def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
             w_ih, w_hh, b_ih, b_hh, _ = in_dtype.weights_of(index)
-            direction = LSTMDirection(precision, names[index], w_ih, w_hh, b_ih, b_hh, call.steps, sizes)
+            direction = LSTMDirection(precision, names[index], w_ih, w_hh, b_ih, b_hh, steps_of(call), sizes)
             results = None if executor is None else executor(direction, x, h, c)
             return run_direction(direction, x, h, c) if results is None else results
 
@@ -186,6 +186,11 @@ def run_lstm(
 # --- layers, directions and steps -----------------------------------------------------------------------------------
 
 
+def steps_of(call: RecurrentCall) -> int:
+    """Return the number of time steps."""
+    return call.x.shape[1 if call.is_batch_first else 0] if call.sizes is None else len(call.sizes)
+
+
 def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Run all layers, with dropout between them; return hidden states and the states behind the last step.
 
@@ -193,7 +198,8 @@ def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, .
         call: arguments of the function.
         run_direction: index of layer and direction, x (N, I), state (B, H) each -> hidden states (N, H), last state.
     """
-    call.check_steps()
+    if steps_of(call) == 0:
+        raise ValueError("the sequences of a recurrent layer need at least one step")
     x = call.x.transpose(0, 1) if call.is_batch_first else call.x
     x = x.flatten(0, 1) if call.sizes is None else x
     ends: list[Sequence[Tensor]] = []
@@ -207,7 +213,7 @@ def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, .
         if call.dropout and layer < call.num_layers - 1:
             x = functional.dropout(x, call.dropout, call.training)
     if call.sizes is None:
-        x = x.unflatten(0, (call.steps, -1))
+        x = x.unflatten(0, (steps_of(call), -1))
         x = x.transpose(0, 1) if call.is_batch_first else x
     return x, *(torch.stack(tensors) for tensors in zip(*ends, strict=True))
 
