@@ -4,8 +4,8 @@ The problem: the cost of a run is to be known before it runs (``count_bitops``),
 operations that were not quantised are to be found (``check``). All three have to agree.
 
 The design: work is counted where it runs. The mode that quantises operations, ``quantization.op_interception``, also
-reports them: layer, operands, multiply-accumulates. ``counting`` listens to it, and lets it run over a model that is
-not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
+reports them as ``Operation``: layer, multiply-accumulates, gradients. ``counting`` listens to it, and lets it run over
+a model that is not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
 
     (layer, pass, format a, format b) -> MACs
 

@@ -165,7 +165,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
 @contextmanager
 def _simulated(model: nn.Module) -> Iterator[None]:
-    """Compute in float32, on the paper's grids, inside the block: a ladder may lack the level."""
+    """Simulate on the paper's grids inside the block: a ladder may lack the level."""
     before = [(p, p.execution, p.grids, p.in_force) for p in all_precisions(model).values()]
     for p, *_ in before:
         p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS, None

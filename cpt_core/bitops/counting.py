@@ -68,7 +68,6 @@ def counting(
 
 
 def _interception(mode: QuantizedOpsMode, name: str, module: nn.Module) -> Interception:
-    """Return what a module knows that is not converted."""
     kind = "graph" if graph_layer_of(module) is not None else module_kind(module)
     return Interception(mode, name, None, kind, False)
 
@@ -113,7 +112,7 @@ class CountingMode(mode_class()):  # type: ignore[misc]
 
 
 class _Reporter:
-    """Reports the operations of a model, and tells when their gradients arrive."""
+    """Calls a ``Report`` for the operations of a model, and what that returns when their gradients arrive."""
 
     def __init__(self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report) -> None:
         self.mode, self.modules, self.report = mode, modules, report
@@ -141,7 +140,6 @@ class _Reporter:
                 tensor.register_hook(hook)
 
     def _with_owner(self, operation: Operation) -> Operation:
-        """Return an operation with its part, and the layer whose bits price it."""
         module = self.modules.get(operation.layer)
         part = operation.part
         if part == "" and not _is_known_layer(module, operation.function):
@@ -187,5 +185,5 @@ def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Tensor]) -> Any:
 
 
 def without_history(tensor: Tensor, on_meta: bool) -> Tensor:
-    """Return a copy of a tensor that no gradient passes, on the ``meta`` device if asked for."""
+    """Return a copy of a tensor that no gradient passes."""
     return tensor.detach().to("meta") if on_meta else tensor.detach().clone()

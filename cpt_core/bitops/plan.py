@@ -125,7 +125,7 @@ class BitOpsPlan:
         lines.append(describe_float32(self.float32))
         paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "per_op":
-            lines += [f"{paper:.5g} BitOps by {PAPER_CONVENTION}"] * (paper > 0)
+            lines += [f"{paper:.5g} BitOps by {PAPER_CONVENTION}"] if paper else []
         else:
             lines.append(f"the total is by {PAPER_CONVENTION}; what runs takes {ran:.5g} BitOps")
         if self.unpriced:
@@ -178,10 +178,7 @@ def count_bitops(
 
 
 def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
-    """Return the operations of one forward pass.
-
-    A copy of the model runs on ``meta``, where nothing is computed; where it does not run there, on the data given.
-    """
+    """Return the operations of one forward pass."""
     check_inputs(inputs)
     try:
         operations = _count(model, inputs, on_meta=True)
@@ -198,10 +195,6 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
 
 
 def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Operation]:
-    """Run a copy of a model; return its operations.
-
-    A closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back.
-    """
     shadow = shadow_of(model, on_meta)
     operations: list[Operation] = []
     reached = set[int]()  # operations whose gradient arrives
@@ -210,6 +203,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
         operations.append(operation)
         return partial(reached.add, len(operations) - 1)
 
+    # a closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back
     with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
         outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
         num_forward = len(operations)
@@ -230,7 +224,7 @@ FormatsByLayer = dict[str | None, Counter[Formats]]  # layer -> its formats -> n
 
 
 def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer], convention: str) -> BitOpsPlan:
-    """Price the operations of one step at the formats of every step of a run; see ``count_bitops``."""
+    """Price the operations of one step at the formats of every step of a run."""
     tallies = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
@@ -260,10 +254,7 @@ def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer]
 def formats_per_layer(
     model: nn.Module, operations: Sequence[Operation], schedule: Schedules | None, q_grad: int | None
 ) -> dict[str, FormatsByLayer]:
-    """Return convention -> layer -> the formats of its operands, with the number of their steps, for ``price``.
-
-    By "per_op" a layer that is not converted runs in float32; by "paper" it is on the paper's ladder.
-    """
+    """Return convention -> layer -> the formats of its operands, with the number of their steps."""
     if schedule is None:
         return {name: {None: Counter([IN_FLOAT32])} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
