@@ -2,7 +2,8 @@
 
 An optional part is a module that fills extension points when it is imported: it replaces the rounding functions of
 ``quantization.fake_quantize``, adds handlers of functions (``register_handler``), executors (``EXECUTORS``), kinds of
-schedules, or prices. The core loads one when a model or a configuration asks for it, and works without any.
+schedules, or prices. The core loads one when a model or a configuration asks for it, and works without any. What helps
+users of other libraries, such as warnings, is called through ``services``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ some with a scale per block; a schedule should be able to climb them.
 The design: a ``Format`` is a value: the numbers of an element, and the scale of a block. A ``FormatLadder`` maps levels
 of schedules to formats. ``ladder_rounding`` takes the place of the core's ``AffineGrids``: it says what a level is,
 which levels a layer can take, and arranges blocks along the dimension over which an operation sums.
-``format_rounding`` is the arithmetic in plain torch, equal to ml_dtypes on all values. ``costs`` and ``prices`` price
+``format_rounding`` is the arithmetic in plain torch, equal to ml_dtypes on all values; ``tensor_rounding`` applies it,
+or a grid, to single tensors. ``costs`` and ``prices`` price
 counted work in units other than bit operations, each with its source.
 
 The trade-offs: all formats are simulated in float32, so this measures quality, not speed.

@@ -263,7 +263,7 @@ def ladders_of_layer(precision: Any) -> Levels:
 def quantize_to_format(
     x: Tensor, format: Format | FormatQuantizer | str, quantizer: Quantizer | str | None, seed: int | None
 ) -> Tensor:
-    """Quantise a tensor to a number format on its own range, see ``cpt_core.quantize``."""
+    """Quantise a tensor to a number format on its own range, see ``tensor_rounding.quantize``."""
     level = FormatQuantizer.of(format)
     if (level.rounding == "stochastic") != (seed is not None):
         raise ValueError(
