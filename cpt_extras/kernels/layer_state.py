@@ -82,12 +82,18 @@ def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor
     running = precision.get_buffer(f"running_{role}")
     current = torch.stack([low, width, torch.ones_like(width)])
     counts = current.isfinite().all(0)
-    if current.is_cpu and type(current) is Tensor and not torch.compiler.is_compiling() and bool(counts.all()):
+    if _may_read(current) and bool(counts.all()):
         decay, shares = _step_weights(len(counts), torch.get_default_dtype())  # as nearly always
         running.mul_(decay).add_((current * shares).sum(1))
         return
     decay, shares = _weights(counts)
     running.mul_(decay).add_((torch.where(counts, current, 0.0) * shares).sum(1))
+
+
+def _may_read(x: Tensor) -> bool:
+    """Return whether reading a number makes nothing wait, and nobody follows what is computed, as a capture does."""
+    is_followed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return x.is_cpu and type(x) is Tensor and not is_followed
 
 
 def _weights(counts: Tensor) -> tuple[Tensor, Tensor]:
