@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
+from cpt_core.validation import check_inputs, declared
 
 # functions that move, rename or create data cost nothing by any convention
 FREE_FUNCTIONS = frozenset(
@@ -31,6 +32,8 @@ def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, 
     >>> uncounted_functions(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), (torch.ones(3, 4),))
     {'relu': 6}
     """
+    declared(uncounted_functions, {"model": model})
+    check_inputs(inputs)
     shadow, functions = shadow_of(model, on_meta=False), _UncountedFunctions()
     with as_it_was(model, inputs), counting(shadow, lambda operation: None), functions:
         shadow(*inputs)
