@@ -58,7 +58,8 @@ EXTENSIONS = {
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
-    "dgl": "cpt_extras.integrations.dgl",  # graph convolutions of DGL
+    "dgl": "cpt_extras.integrations.dgl",  # graphs and graph convolutions of DGL
+    "pyg": "cpt_extras.integrations.pyg",  # graphs of PyTorch Geometric
 }
 
 

@@ -83,6 +83,16 @@ class Graph:
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
         return cls._unchecked(indptr.to(kind), source[order].to(kind), num_nodes)
 
+    @classmethod
+    def from_dgl(cls, graph: Any) -> Graph:
+        """Return a DGL graph or block of one node type and one edge type as a ``Graph``; it is not copied."""
+        return extensions.load("dgl").graph_from_dgl(graph)
+
+    @classmethod
+    def from_pyg(cls, data: Any) -> Graph:
+        """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
+        return extensions.load("pyg").graph_from_pyg(data)
+
     def __repr__(self) -> str:
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges)"
 
@@ -193,4 +203,4 @@ def as_graph(graph: Any) -> Graph:
         return graph
     if not hasattr(graph, "adj_tensors"):
         raise TypeError(f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}")
-    return extensions.load("dgl").graph_from_dgl(graph)
+    return Graph.from_dgl(graph)

@@ -9,7 +9,6 @@ from helpers import WITH_CUDA, Ran, refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_core.graphs.graph import Graph, as_graph
-from cpt_extras.integrations.pyg import graph_from_pyg
 from cpt_lab.data.graph_batches import sample_blocks
 
 
@@ -81,11 +80,11 @@ def test_graph_from_pyg_takes_edges_without_weights():
     """``Data`` of PyTorch Geometric has these attributes."""
     edges = random_edges()
     data, x = SimpleNamespace(edge_index=edges, num_nodes=30), torch.randn(30, 3)
-    assert torch.equal(graph_from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x))
+    assert torch.equal(Graph.from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x))
     weighted = SimpleNamespace(**vars(data), edge_weight=torch.ones(200))
-    refused("and no edge_weight, got a Tensor and a Tensor", graph_from_pyg, weighted)
+    refused("and no edge_weight, got a Tensor and a Tensor", Graph.from_pyg, weighted)
     for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=edges.t(), num_nodes=30)):
-        refused(r"data must have an edge_index, a tensor \(2, E\), and no ", graph_from_pyg, bad)
+        refused(r"data must have an edge_index, a tensor \(2, E\), and no ", Graph.from_pyg, bad)
 
 
 @pytest.mark.parametrize(
