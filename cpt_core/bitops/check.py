@@ -1,8 +1,8 @@
 """Look before training: which operations of a step run quantised, and which do not.
 
 ``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
-compares the operations that were intercepted with those that torch executed, in both passes; these are found by
-``cpt_extras``, where it is installed.
+compares the operations that were intercepted with those that torch executed, in both passes; ``not_intercepted`` of
+``cpt_extras`` finds these.
 
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +145,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
         return on_gradient
 
-    extension = extensions.load_optional("not_intercepted")
-    not_intercepted = nullcontext() if extension is None else extension.NotIntercepted(model, macs)
+    not_intercepted = extensions.load("not_intercepted").NotIntercepted(model, macs)
     with as_it_was(model, inputs), _simulated(model), precision(model, BITS, BITS):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
