@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from bench.zoo_models import MODELS, Inputs, Make
-from cpt_core.bitops.check import BITS as CHECKED
 from cpt_core.bitops.counting import tensors_in
 from cpt_core.quantization.convert import is_converted
+from cpt_extras.diagnostics.check import BITS as CHECKED
 from cpt_extras.files import write_text
 from cpt_extras.kernels.operators import LOOPS as OPENED
 from cpt_lab.paths import results_dir

@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core import bitops as bitops
     from cpt_core import quantization as quantization
     from cpt_core import schedules as schedules
-    from cpt_core.bitops.check import check as check
     from cpt_core.bitops.plan import count_bitops as count_bitops
     from cpt_core.bitops.summary import summary as summary
     from cpt_core.extensions import FORMATS as FORMATS
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.extensions import QuantizationWarning as QuantizationWarning
     from cpt_core.extensions import RoleSchedules as RoleSchedules
     from cpt_core.extensions import backend as backend
+    from cpt_core.extensions import check as check
     from cpt_core.extensions import diagnostics as diagnostics
     from cpt_core.extensions import export as export
     from cpt_core.extensions import formats as formats

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras import formats as formats
     from cpt_extras import kernels as kernels
     from cpt_extras import search as search
+    from cpt_extras.diagnostics.check import check as check
     from cpt_extras.diagnostics.float32_weights import QuantizationWarning as QuantizationWarning
     from cpt_extras.diagnostics.ledger import BitOpsLedger as BitOpsLedger
     from cpt_extras.formats.format import FORMATS as FORMATS
@@ -48,7 +49,6 @@ EXTENSIONS = {
     "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
-    "not_intercepted": "cpt_extras.diagnostics.not_intercepted",  # what ``check`` finds beside quantised operations
     "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
     "hosts": "cpt_extras.integrations.hosts",  # what the models of other libraries need when they are converted

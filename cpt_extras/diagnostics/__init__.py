@@ -3,6 +3,7 @@
 The problem: a plan of the cost says what should run, and a loss curve says little about why low precision hurts.
 
 The design: ``ledger`` counts bit operations while a model trains; it listens to the operations that the core reports.
+``check`` runs one step, and lists the operations that are not quantised.
 ``recording`` samples steps and shows the tensors that are about to be rounded to ``rounding_stats``, which sums up
 errors, shares of zeros and of clipped values on the device, per layer and role. Neither changes a number of the
 training; a test compares the weights bit for bit.

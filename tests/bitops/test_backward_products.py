@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.diagnostics.check import check
 from cpt_extras.diagnostics.ledger import BitOpsLedger
 
 # transposed convolutions and attention that was left out stay in float32, which is what they are here for

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pack_sequence
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
+from cpt_extras.diagnostics.check import check
 from cpt_extras.diagnostics.ledger import BitOpsLedger
 
 

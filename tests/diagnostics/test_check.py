@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import deform_conv2d
 
-from cpt_core.bitops.check import Executed, check
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.diagnostics.check import Executed, check
 
 
 def rows_of(found):

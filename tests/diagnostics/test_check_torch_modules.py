@@ -7,8 +7,8 @@ import torch
 from helpers import Does
 from torch import nn
 
-from cpt_core.bitops.check import check
 from cpt_core.quantization.convert import quantize_
+from cpt_extras.diagnostics.check import check
 
 pytestmark = [
     pytest.mark.slow,

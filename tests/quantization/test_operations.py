@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import bias
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.diagnostics.check import check
 from cpt_extras.diagnostics.ledger import BitOpsLedger
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.tensor_rounding import quantize

@@ -1,8 +1,7 @@
 """Look before training: which operations of a step run quantised, and which do not.
 
 ``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
-compares the operations that were intercepted with those that torch executed, in both passes; ``not_intercepted`` of
-``cpt_extras`` finds these.
+compares the operations that were intercepted with those that torch executed, in both passes, see ``not_intercepted``.
 
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
@@ -32,6 +30,7 @@ from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_unsharded
+from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 
 BITS = 8  # any number would do
 
@@ -145,7 +144,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
         return on_gradient
 
-    not_intercepted = extensions.load("not_intercepted").NotIntercepted(model, macs)
+    not_intercepted = NotIntercepted(model, macs)
     with as_it_was(model, inputs), _simulated(model), precision(model, BITS, BITS):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
