@@ -25,7 +25,7 @@ from cpt_core import extensions
 from cpt_core.bitops.conventions import priced_passes, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import describe_float32
-from cpt_core.quantization.convert import convertible, float32_reason, parts_of_layers, precision_of
+from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
 from cpt_core.validation import declared
 
 
@@ -106,7 +106,6 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     declared(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
     modules, parts = dict(model.named_modules()), parts_of_layers(model)
-    left_out = {id(m) for _, m in convertible(model) if precision_of(m) is None}
     rows = []
     in_force: Counter[str] = Counter()
     for name, module in modules.items():
@@ -119,7 +118,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             continue
         layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
         share = None if inputs is None else shares.get(name, 0.0)
-        reason = _float32_reason(layer, id(layer) in left_out, share)
+        reason = _float32_reason(layer, share)
         precision = precision_of(layer)
         num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
         on_integers = {}
@@ -129,10 +128,10 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     return Summary(tuple(rows), float32_shares, dict(in_force))
 
 
-def _float32_reason(layer: nn.Module, is_left_out: bool, share: float | None) -> str:
+def _float32_reason(layer: nn.Module, share: float | None) -> str:
     precision = precision_of(layer)
     if precision is None:
-        return float32_reason(layer, is_left_out)
+        return float32_reason(layer)
     return "" if precision.listed or share else "no matmul or convolution has run in it"
 
 

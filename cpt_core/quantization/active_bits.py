@@ -1,7 +1,7 @@
 """The active bits of a quantised layer, and what follows from them: cached, and shared by all layers alike.
 
-``AffineGrids`` says what a level of a schedule is: on the paper's grids, level q is the uniform grid of q bits. Number
-formats come in here: an object with the same methods takes its place, see ``QuantConfig(ladder=...)``.
+``AffineGrids`` says what a level of a schedule is; number formats put a subclass in its place, see
+``QuantConfig(ladder=...)``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ class ActiveBits:
     Attributes:
         levels: of every role, as they were set; None before any was.
         formats: what every role is rounded to: the bits of a uniform grid, or a number format; None for float32.
-        activation: whether activations are quantised; ``weight`` likewise.
         gradient: whether the output's gradient is quantised, for one of its two uses at least.
         splits_gradient: whether both uses of the gradient are quantised by themselves.
-        active: whether anything is quantised.
         steps: n = 2**q - 1 of the grid of every role; None where nothing reads them.
-        quantizers: of the layer's roles.
     """
 
     def __init__(self, levels: Levels | None, formats: Levels, quantizers: Mapping[str, Quantizer]) -> None:
@@ -46,7 +43,8 @@ class ActiveBits:
         self.splits_gradient = formats.error != formats.weight_gradient
         self.active = self.activation or self.weight or self.gradient
         pairs = zip(levels or ALL_FLOAT32, formats, strict=True)
-        self.steps = [_num_steps_of(level, format) for level, format in pairs]
+        grids = [level if format is None else format for level, format in pairs]
+        self.steps = [num_steps(bits) if isinstance(bits, int) else None for bits in grids]
 
     def __deepcopy__(self, memo: Any) -> ActiveBits:
         """Return itself: copies share it."""
@@ -56,8 +54,7 @@ class ActiveBits:
 class AffineGrids:
     """The paper's grids: level q is the uniform grid of q bits, 24 and more is float32.
 
-    What a subclass may change: what a level is (``resolve``), which levels a layer can take (``check``), and how an
-    operand is arranged or transformed before it is rounded (``apply``).
+    A subclass may change what a level is, which levels a layer can take, and what precedes the rounding of an operand.
     """
 
     def resolve(self, levels: Levels | None, roles: Roles) -> ActiveBits:
@@ -88,12 +85,6 @@ class AffineGrids:
 
 
 AFFINE_GRIDS = AffineGrids()
-
-
-def _num_steps_of(level: int | None, format: Any) -> float | None:
-    """Return the number of steps of a role's grid; None where it has another format, or no level."""
-    bits = level if format is None else format
-    return num_steps(bits) if isinstance(bits, int) else None
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -28,7 +28,6 @@ from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quanti
 from cpt_core.validation import check_unsharded, choose, declared, whole
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
-FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
 
 
@@ -97,7 +96,7 @@ PRESETS: dict[str, QuantConfig] = {
 
 
 def quantize_(
-    model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
+    model: nn.Module, config: QuantConfig | str | None = None, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
     """Make every matmul and convolution of ``model`` trainable at low precision, in place.
 
@@ -129,10 +128,12 @@ def quantize_(
         raise ValueError("the model is converted already; call restore_(model) first")
     hosts = extensions.services("hosts")
     hosts.load_libraries(model)
-    _load_extensions(model, config)
-    excluded = _excluded(model, config.float32)
+    parts = parts_of_layers(model)
+    excluded = _excluded(model, config.float32, parts)
     chosen = {}
-    for name, module in convertible(model):
+    for name, module in model.named_modules():
+        if name in parts or not is_convertible(module):
+            continue
         if name not in excluded and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
         else:
@@ -165,9 +166,13 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
     seeds = torch.randint(0, 2**31, (len(order),), generator=generator, device="cpu").tolist()
     keys = dict(zip(order, seeds, strict=True))
     mode = ModelMode()
+    if config.execution != "simulated":
+        extensions.load("int8")
     for name, module in list(model.named_modules()):
         precision = None
         kind = _kind(module)
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and kind != "lstm":
+            extensions.load("operations")
         if name in chosen:
             extensions.load_optional(kind)
             if kind == "graph":
@@ -187,15 +192,6 @@ def add_hooks(module: nn.Module) -> None:
     module.register_forward_hook(leave_module, prepend=True, always_call=True)
 
 
-def _load_extensions(model: nn.Module, config: QuantConfig) -> None:
-    """Load the optional parts that the layers of a model, or a configuration, ask for."""
-    recurrent = [module for module in model.modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))]
-    if any(op_handlers.module_kind(module) != "lstm" for module in recurrent):
-        extensions.load("operations")
-    if config.execution != "simulated":
-        extensions.load("int8")
-
-
 def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
     """Return how a graph convolution is converted; None for others, and if it must be for one that cannot be."""
     if not sys.modules.keys() & GRAPH_LIBRARIES:  # nobody has made one
@@ -211,15 +207,13 @@ def _kind(module: nn.Module) -> str:
 
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
-    """Return the new precision of a module: a child of it where the module holds weights."""
     roles = _roles(kind, config)
     if kind == "lstm":
         from cpt_core.quantization import lstm  # its handler; few models have one
 
         roles = lstm.lstm_roles(module, roles)
     precision = LayerPrecision(roles, key, config.running_start, kind)
-    device = next((p.device for p in module.parameters()), None)
-    precision.to(device)
+    precision.to(next((p.device for p in module.parameters()), None))
     precision.execution = config.execution
     if config.ladder is not None:
         precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
@@ -284,7 +278,7 @@ def _may_multiply(module: nn.Module) -> bool:
 
 
 def is_convertible(module: nn.Module) -> bool:
-    """Return whether a module can be given a precision."""
+    """Return whether a module can be given a precision; ``quantize_`` does so where it is no part of a layer."""
     if not _may_multiply(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
         return False
     if _graph_layer(module, is_convertible=False) is not None:
@@ -295,14 +289,6 @@ def is_convertible(module: nn.Module) -> bool:
 def _has_own_forward(module: nn.Module) -> bool:
     """Return whether a module does more than to run its children one after the other."""
     return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
-
-
-def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that ``quantize_`` can convert, by name."""
-    parts = parts_of_layers(model)
-    for name, module in model.named_modules():
-        if name not in parts and is_convertible(module):
-            yield name, module
 
 
 def parts_of_layers(model: nn.Module) -> dict[str, str]:
@@ -323,28 +309,24 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
 
 def holds_weights(module: nn.Module) -> bool:
     """Return whether a module holds matrices that it, or its parent, multiplies by."""
-    if _graph_layer(module) is not None:
+    if isinstance(module, LAYERS_OF_TORCH) or _graph_layer(module) is not None:  # also where the weight is computed
         return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
-    if isinstance(module, LAYERS_OF_TORCH):  # also where the weight is computed
-        return True
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 
 def _key_group(module: nn.Module) -> int:
     """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    if type(module) in layers or _kind(module) in ("lstm", "graph"):
-        return 0
-    if op_handlers.has_keys_per_feature(module):
+    if type(module) in layers or _kind(module) in ("lstm", "graph") or op_handlers.has_keys_per_feature(module):
         return 0
     return 1 if holds_weights(module) else 2
 
 
-def float32_reason(module: nn.Module, is_left_out: bool) -> str:
-    """Return why a module with parameters is not quantised; ``is_left_out``: it could have been converted."""
-    if is_left_out:
+def float32_reason(module: nn.Module) -> str:
+    """Return why a module with parameters, which has no precision, is not quantised."""
+    if is_convertible(module):
         return "left out"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run the model once before it is converted"
@@ -352,9 +334,9 @@ def float32_reason(module: nn.Module, is_left_out: bool) -> str:
     return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"
 
 
-def _excluded(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
+def _excluded(model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, str]) -> set[str]:
     """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
-    names, parts = [name for name, _ in model.named_modules() if name], parts_of_layers(model)
+    names = [name for name, _ in model.named_modules() if name]
     excluded: set[str] = set()
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
@@ -382,20 +364,16 @@ def restore_(model: nn.Module) -> nn.Module:
 def _undo(model: nn.Module) -> None:
     extensions.services("hosts").before_restoration(model)
     for module in list(model.modules()):
-        _remove_hooks(module)
+        vars(module).pop(HOOK, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
+                hooks.pop(key)
+                module._forward_hooks_always_called.pop(key, None)
         graph_layer = _graph_layer(module)
         if graph_layer is not None:
             graph_layer.restore_forward(module)
         if precision_of(module) is not None:
             del module.precision
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    vars(module).pop(HOOK, None)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
-            hooks.pop(key)
-            module._forward_hooks_always_called.pop(key, None)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.quantization.convert import float32_reason, is_convertible, parts_of_layers, precision_of
+from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
 
 MIN_NOTABLE_SHARE = 0.1  # of a model's weights: less stays in float32 without a warning
 
@@ -36,7 +36,7 @@ def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float,
         if precision_of(layer) is not None:
             quantized += size
         elif size:
-            kinds[f"{type(module).__name__} ({float32_reason(layer, is_convertible(layer))})"] += 1
+            kinds[f"{type(module).__name__} ({float32_reason(layer)})"] += 1
     return (1 - quantized / total if total else 0.0), kinds
 
 

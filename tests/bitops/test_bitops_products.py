@@ -17,7 +17,7 @@ from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.counting import tensors_in
 from cpt_core.bitops.plan import count_bitops, count_step
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_core.quantization.convert import convertible, quantize_
+from cpt_core.quantization.convert import is_convertible, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_extras.diagnostics.check import check
@@ -132,7 +132,7 @@ def test_no_product_is_lost(name):
     expected = flops.get_total_flops() / 2 if name in ZOO else entry[2]
     assert sum(c.macs for c in count_step(model, inputs) if c.part not in ELEMENTWISE) == expected
 
-    quantised = any(True for _ in convertible(model))
+    quantised = any(map(is_convertible, model.modules()))
     schedule, scheduler = FunctionSchedule(lambda u: 3 + 5 * u if quantised else 32, total_steps=2), None
     if quantised:
         scheduler = PrecisionScheduler(quantize_(model), schedule)
