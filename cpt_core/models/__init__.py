@@ -3,9 +3,6 @@
 ResNets and MobileNetV2 for CIFAR (resnet.py, mobilenet.py), GCN and GraphSAGE (gnn.py), the LSTM language model
 (lstm_lm.py) and small MLPs (mlp.py). ImageNet's ResNets come from torchvision, BERT from transformers, and RetinaNet is
 put together from torchvision's parts in ``tasks.retinanet`` of the laboratory.
-
->>> print(", ".join(MODELS))  # doctest: +ELLIPSIS
-mlp4, mlp6, resnet8_w8, ...
 """
 
 from collections.abc import Callable

@@ -1,9 +1,4 @@
-"""Graph networks: GCN and GraphSAGE with ReLU, normalisation and dropout between their layers.  Paper: section 4.3.
-
->>> model = GraphNet("gcn", inputs=128, classes=40)
->>> sum(p.numel() for p in model.parameters())
-349224
-"""
+"""Graph networks: GCN and GraphSAGE with ReLU, normalisation and dropout between their layers.  Paper: section 4.3."""
 
 import itertools
 from collections.abc import Callable, Sequence

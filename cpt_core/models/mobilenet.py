@@ -1,8 +1,4 @@
-"""MobileNet-V2 for CIFAR: strides adapted to 32 x 32 pixels.  Paper: section 4.2.
-
->>> sum(p.numel() for p in CifarMobileNetV2(classes=10).parameters())
-2296922
-"""
+"""MobileNet-V2 for CIFAR: strides adapted to 32 x 32 pixels.  Paper: section 4.2."""
 
 from torch import Tensor, nn
 
@@ -40,7 +36,6 @@ class CifarMobileNetV2(nn.Module):
     """MobileNet-V2 with ReLU and torch's default initialisation, as the authors ran it."""
 
     def __init__(self, classes: int, channels: int = 3) -> None:
-        """Make the layers; ``channels`` are those of the images."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 32, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(32)

@@ -1,9 +1,6 @@
 """Residual networks: the CIFAR ResNet-(6m+2), and torchvision's ImageNet ResNets with the paper's initialisation.
 
 Shapes: N batch, C channels, H x W pixels.  Paper: section 4.2 (image classification).
-
->>> sum(p.numel() for p in CifarResNet(blocks=12, classes=10).parameters())
-1147418
 """
 
 import math
@@ -18,7 +15,6 @@ class BasicBlock(nn.Module):
     def __init__(
         self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d
     ) -> None:
-        """Make the layers; ``stride`` is that of the first convolution and of the shortcut."""
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.bn1 = norm(outputs)
@@ -86,9 +82,6 @@ def initialize(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.BatchNorm2d):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, 0.0, math.sqrt(2.0 / (module.in_features * module.out_features)))
             nn.init.zeros_(module.bias)
