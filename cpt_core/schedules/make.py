@@ -7,12 +7,7 @@ from typing import Any
 from cpt_core import extensions
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
-from cpt_core.schedules.schedule import (
-    CyclicSchedule,
-    Schedule,
-    ShortCycleWarning,
-    StaticSchedule,
-)
+from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
 from cpt_core.validation import choose, declared, shown
 
 

@@ -1,7 +1,4 @@
-"""Profiles, the growth curves of a cycle, and the suite of the paper's ten schedules.  Paper: sections 3.1, 3.2.
-
-Add a schedule here: a profile, if it needs a new one, with its line of ``PROFILES``, and a line of ``SCHEDULES``.
-"""
+"""Profiles, the growth curves of a cycle, and the suite of the paper's ten schedules.  Paper: sections 3.1, 3.2."""
 
 import math
 from dataclasses import dataclass
@@ -83,7 +80,6 @@ class Rex(Profile):
     d: float = 0.9
 
     def __post_init__(self) -> None:
-        """Check the constant: the curve has a pole at d = 1."""
         declared(type(self), vars(self))
         if not 0 <= self.d < 1:
             raise ValueError(f"d must satisfy 0 <= d < 1, got {self.d}")
@@ -131,8 +127,8 @@ SUITE: dict[str, SuiteEntry] = {
     "ETH": SuiteEntry("exponential", True, "horizontal", "small"),
 }
 
-# Every name that ``make_schedule`` takes; add yours, such as ``"PR": SuiteEntry("parabola")``.  The paper's grids,
-# claims and figure 2 keep to ``SUITE``.
+# Every name that ``make_schedule`` takes; add yours, such as ``"PR": SuiteEntry("parabola")``, and a new profile to
+# ``PROFILES``.  The paper's grids, claims and figure 2 keep to ``SUITE``.
 SCHEDULES: dict[str, SuiteEntry] = {**SUITE}
 
 STATIC = "STATIC"
