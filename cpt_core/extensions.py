@@ -8,7 +8,6 @@ users of other libraries, such as warnings, is called through ``services``.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,7 @@ EXTENSIONS = {
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
     "hosts": "cpt_extras.integrations.hosts",  # what the models of other libraries need when they are converted
     "wrappers": "cpt_extras.integrations.wrapped_names",  # names of layers in a model that another module wraps
-    "processes": "cpt_extras.integrations.processes",  # noise of its own for every process of a group
+    "processes": "cpt_extras.integrations.processes",  # noise of its own for every process, sharded weights
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
@@ -84,7 +83,6 @@ class NotInstalled:
     """An optional part that is not there: its functions take anything, and return None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that does nothing."""
         return lambda *args: None
 
 

@@ -1,8 +1,4 @@
-"""Checks of arguments: errors that name the value and what is allowed.
-
->>> choose("profile", "cosine", ("linear", "cosine"))
-'cosine'
-"""
+"""Checks of arguments: errors that name the value and what is allowed."""
 
 import inspect
 import operator
@@ -26,17 +22,6 @@ def check_inputs(inputs: Any) -> None:
         )
 
 
-def check_unsharded(model: Any, first: str) -> None:
-    """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # a DTensor, asked without importing torch.distributed
-            raise ValueError(
-                f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism; {first} before "
-                "fully_shard(model). Quantised layers need whole weights when they run: fully_shard gathers them, "
-                "tensor parallelism (parallelize_module) does not and cannot be used with them"
-            )
-
-
 def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
     wanted = "an integer" if least is None else f"a whole number of at least {least}"
@@ -48,14 +33,6 @@ def whole(what: str, value: Any, least: int | None = None, most: int | None = No
     if isinstance(value, bool) or (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{what} must be {wanted}, got {shown(value)}")
     return number
-
-
-def number(what: str, value: Any) -> float:
-    """Return a number, or an array or tensor of one, as a float; ValueError for others."""
-    try:
-        return float(value.detach() if hasattr(value, "detach") else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{what}, one number; got {shown(value)}") from None
 
 
 def check_bits(what: str, bits: Any) -> int:

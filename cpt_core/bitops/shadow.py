@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cpt_core import extensions
 from cpt_core.bitops.counting import tensors_in, without_history
 from cpt_core.quantization.convert import precision_of
-from cpt_core.validation import check_unsharded
 
 
 def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
@@ -24,7 +24,7 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
     Raises:
         ValueError: when the model holds something that cannot be copied, or is sharded.
     """
-    check_unsharded(model, "count and check")
+    extensions.services("processes").check_unsharded(model, "count and check")
     # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
     cached = [t for m in model.modules() for value in vars(m).values() for t in tensors_in(value) if t.grad_fn]
     memo: dict[int, Any] = {id(t): without_history(t, on_meta) for t in cached}

@@ -25,7 +25,7 @@ from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.op_interception import HOOK, Interception, enter_module, leave_module, mode_class
 from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
-from cpt_core.validation import check_unsharded, choose, declared, whole
+from cpt_core.validation import choose, declared, whole
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 AGGREGATIONS = ("fp", "quantized")
@@ -123,7 +123,7 @@ def quantize_(
     declared(quantize_, locals())
     if not isinstance(config, QuantConfig):
         config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
-    check_unsharded(model, "call quantize_(model)")
+    extensions.services("processes").check_unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
     hosts = extensions.services("hosts")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
@@ -29,7 +30,7 @@ from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs, check_unsharded
+from cpt_core.validation import check_inputs
 from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 
 BITS = 8  # any number would do
@@ -128,7 +129,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """
     check_inputs(inputs)
     layer_precisions(model)
-    check_unsharded(model, "check it")
+    extensions.services("processes").check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
     def report(operation: Operation) -> Callable[[], None] | None:

@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpt_core.bitops.tally import Tally
 from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
-from cpt_core.validation import check_bits, number
+from cpt_core.validation import check_bits
 from cpt_extras.formats.costs import COSTS, Operands, cost_named
 from cpt_extras.formats.format import Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
 from cpt_extras.optional_libraries import library
+from cpt_extras.validation import number
 
 if TYPE_CHECKING:
     import pandas as pd

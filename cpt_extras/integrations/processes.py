@@ -1,6 +1,8 @@
-"""Rounding noise of several processes that train one model: every one has its own."""
+"""Several processes that train one model: every one has rounding noise of its own, and whole weights."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import distributed
 
@@ -14,3 +16,14 @@ def key_offset() -> int:
     ``quantize_`` makes keys below 2**51, so that those of two processes never meet; there is room for 4,096.
     """
     return distributed.get_rank() % MAX_PROCESSES << KEY_BITS
+
+
+def check_unsharded(model: Any, first: str) -> None:
+    """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, asked without importing torch.distributed
+            raise ValueError(
+                f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism; {first} before "
+                "fully_shard(model). Quantised layers need whole weights when they run: fully_shard gathers them, "
+                "tensor parallelism (parallelize_module) does not and cannot be used with them"
+            )

@@ -17,7 +17,8 @@ import numpy as np
 from cpt_core.schedules.make import KINDS
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, check_pairs, set_range
-from cpt_core.validation import MOST_BITS, declared, number, shown, whole
+from cpt_core.validation import MOST_BITS, declared, shown, whole
+from cpt_extras.validation import number
 
 
 @dataclass(frozen=True)

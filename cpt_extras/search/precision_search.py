@@ -32,11 +32,12 @@ from torch import nn
 from cpt_core.quantization.convert import QuantConfig, is_converted
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS
-from cpt_core.validation import number, whole
+from cpt_core.validation import whole
 from cpt_extras.files import nan_to_none
 from cpt_extras.progress import waiting
 from cpt_extras.search.restartable import TrainStep, of_model
 from cpt_extras.search.search_result import WIDTHS, Arm, Result, Tried, tried
+from cpt_extras.validation import number
 
 
 def try_precision(

@@ -13,7 +13,7 @@ from torch import nn
 from cpt_core.quantization.convert import QuantConfig, all_precisions, is_converted, quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import Levels, StaticSchedule
-from cpt_core.validation import number
+from cpt_extras.validation import number
 
 TrainStep = Callable[[int], Any]
 Bits = int | Mapping[str, int] | Levels  # of all layers, by patterns of their names, or of all layers by role

@@ -18,10 +18,11 @@ import numpy as np
 from scipy import stats
 
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, ShortCycleWarning, StaticSchedule
-from cpt_core.validation import declared, number, whole
+from cpt_core.validation import declared, whole
 from cpt_extras.optional_libraries import library
 from cpt_extras.progress import waiting
 from cpt_extras.search.solver import solve_schedule
+from cpt_extras.validation import number
 
 FULL, FLOAT32 = "float32", 32  # bits at which rounding is the identity
 WIDTHS = (8, 6, 5, 4, 3, 2)  # static precisions

@@ -35,11 +35,12 @@ from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS, Levels
-from cpt_core.validation import check_bits, declared, number, whole
+from cpt_core.validation import check_bits, declared, whole
 from cpt_extras.progress import waiting
 from cpt_extras.search.restartable import Bits, Judge, TrainStep, Trial, of_model
 from cpt_extras.search.sensitivity_estimate import gradients_recorded
 from cpt_extras.search.sensitivity_result import Sensitivity
+from cpt_extras.validation import number
 
 RECORDED = 5  # steps of every window from which the estimate is made
 LOSS = Judge("loss", -1, lambda: math.nan)  # what trials without a judge are measured by
