@@ -1,9 +1,11 @@
-"""Conventions of pricing: which operations of a training step are priced, and which of their passes.
+"""Conventions of pricing: which operations of a training step are priced, which of their passes, at which bits.
 
-- "per_op" prices what runs: only gradients that are computed;
-- "paper" is the paper's: three passes of every layer that the authors' counters know, BatchNorm, LayerNorm, the gates
-  of LSTMs and the upsampling of feature pyramids among them. They do not see matmuls outside of layers, such as both of
-  attention, nor sums over neighbours, nor what is computed again in the backward pass.
+- "per_op" prices what runs. What is quantised costs its bits, the rest 32, and only gradients that are computed cost
+  anything (the first layer, for example, needs no input gradient);
+- "paper" is the authors': three passes of every layer that their counters know, BatchNorm, LayerNorm, the gates of
+  LSTMs and the upsampling of feature pyramids among them, at the bits of the step, also of layers that run in float32.
+  They do not see matmuls outside of layers, such as both of attention, nor sums over neighbours, nor what is computed
+  again in the backward pass.
 """
 
 from __future__ import annotations

@@ -42,11 +42,8 @@ def counting(
 ) -> Iterator[None]:
     """Report every operation that runs in a model inside the block.
 
-    Args:
-        model: converted or not.
-        report: what to call.
-        skipped: names of modules that get no hooks, as those that are compiled.
-        unconverted_mode: of a model that is not converted; ``CountingMode`` when None.
+    Modules named in ``skipped``, such as compiled ones, get no hooks. A model that is not converted runs in the
+    ``unconverted_mode``, which is ``CountingMode`` when None.
     """
     modules = dict(model.named_modules())
     mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None)

@@ -1,11 +1,7 @@
 """The plan: BitOps of a model, and its other costs, counted before it trains.  Paper: section 4.1.
 
 A copy of the model runs once, and reports the multiply-accumulates (MACs) of every operation; a pass costs
-MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``:
-
-- ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only gradients that are computed cost
-  anything (the first layer, for example, needs no input gradient);
-- ``"paper"``: all counted work at the bits of the step, also of layers that run in float32, as the authors price it.
+MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``.
 
 >>> import torch
 >>> from cpt_core.quantization.convert import quantize_
@@ -155,7 +151,7 @@ def count_bitops(
         model: any module; converted by ``quantize_`` or not.
         inputs: the arguments of its forward for ONE optimizer step (the whole batch); only shapes matter.
         schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
-        convention: "paper" or "per_op", see the module.
+        convention: "paper" or "per_op", see ``bitops.conventions``.
         q_grad: gradient bits; None takes the schedule's ``q_max``. All bits are levels where a layer has ladders.
 
     A part of the model that is in eval mode is priced by the schedule, too, whatever ``eval_bits`` is.
@@ -245,7 +241,7 @@ def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer]
         bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
         float32=tallies["per_op"].float32(),
         by_convention={name: tally.total() for name, tally in tallies.items()},
-        at_32_bits=chosen.at_32_bits(),
+        at_32_bits=float(chosen.macs.total()),
         unpriced=dict(unpriced),
         tally=chosen,
     )

@@ -55,10 +55,6 @@ class Tally:
         """Return the BitOps of all passes."""
         return sum(macs * counted.squared_bits for counted, macs in self.macs.items()) / FULL_PRECISION**2
 
-    def at_32_bits(self) -> float:
-        """Return the BitOps of the same passes in float32."""
-        return float(self.macs.total())
-
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs."""
         by_layer: dict[str, Counter[str]] = {}

@@ -1,9 +1,8 @@
 """Cost of training in bit operations (BitOps): the price of a step and of a whole run.  Paper: section 4.1.
 
 One multiply-accumulate (MAC) of a ``b_a``-bit with a ``b_b``-bit operand costs ``b_a * b_b / 32**2`` full-precision
-MACs.  A training step of a layer does three products of (nearly) the same size: the forward product (q x q), the
-error product and the weight-gradient product (both q x q_grad).  Nothing here needs torch.
-Other costs, and formats other than the paper's, have their prices from the extension "prices".
+MACs.  A training step of a layer does three matmuls of (nearly) the same size: the forward pass (q x q), the input
+gradient and the weight gradient (both q x q_grad).  Nothing here needs torch; the extension "prices" has other costs.
 
 >>> int(step_cost(8, 8)) == 3 * 64
 True
