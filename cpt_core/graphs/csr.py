@@ -1,10 +1,6 @@
 """The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a product with a sparse matrix of ones.
 
 One operator, so that compilers, which know no sparse tensors, and recordings of a step take it as it is.
-
->>> indptr, indices = torch.tensor([0, 0, 2]), torch.tensor([0, 1])
->>> torch.ops.cpt_graphs.sum(torch.tensor([[1.0], [2.0]]), indptr, indices, None, None).tolist()
-[[0.0], [3.0]]
 """
 
 from __future__ import annotations

@@ -6,12 +6,6 @@ A function mode sees every function here, as it sees those of torch: that is how
 operands, see ``quantization.graph_handlers``. The narrower side of the weight is summed over neighbours: the product
 comes first where a layer has fewer outputs than inputs.
 
->>> graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([2, 2]), num_nodes=3)
->>> graph_conv(graph, torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[10.0]]), norm="none").tolist()
-[[0.0], [0.0], [30.0]]
-
-Paper: section 4.3, equation 1.
-
 Shapes: S source and D destination nodes of a graph, I inputs, O outputs, F features.
 """
 
@@ -59,7 +53,7 @@ def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, 
         out_exponent: of the out-degrees; 0 scales nothing.
         is_transposed: whether the weight is (O, I), as that of a linear layer.
     """
-    scaled = scale_rows(x, out_degree_scale(graph, out_exponent, x))
+    scaled = scale_rows(x, degree_scale(graph, "out", out_exponent, x))
     return torch.nn.functional.linear(scaled, weight) if is_transposed else torch.matmul(scaled, weight)
 
 
@@ -68,7 +62,7 @@ def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: st
     """Return the "sum" or "mean" of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F)."""
 
     def compute() -> Tensor:
-        return graph.aggregate(scale_rows(x, out_degree_scale(graph, out_exponent, x)), reduce)
+        return graph.aggregate(scale_rows(x, degree_scale(graph, "out", out_exponent, x)), reduce)
 
     return graph.keep(x, (out_exponent, reduce), compute) if is_constant(graph, x) else compute()
 
@@ -76,22 +70,15 @@ def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: st
 @overridable
 def scale_and_add_bias(graph: Graph, h: Tensor, in_exponent: float = 0.0, bias: Tensor | None = None) -> Tensor:
     """Return ``h * in_degrees ** in_exponent + bias``, (D, O): h (D, O), bias (O,)."""
-    h = scale_rows(h, in_degree_scale(graph, in_exponent, h))
+    h = scale_rows(h, degree_scale(graph, "in", in_exponent, h))
     return h if bias is None else h + bias
 
 
-def out_degree_scale(graph: Graph, exponent: float, like: Tensor) -> Tensor | None:
-    """Return a power of the out-degrees, (S, 1) of the type of ``like``; None for the exponent 0."""
-    return _power(graph.out_degrees, exponent, like) if exponent else None
-
-
-def in_degree_scale(graph: Graph, exponent: float, like: Tensor) -> Tensor | None:
-    """Return a power of the in-degrees, (D, 1) of the type of ``like``; None for the exponent 0."""
-    return _power(graph.in_degrees, exponent, like) if exponent else None
-
-
-def _power(degrees: Tensor, exponent: float, like: Tensor) -> Tensor:
-    """Return powers of degrees as a column; degree 0 counts as 1."""
+def degree_scale(graph: Graph, direction: str, exponent: float, like: Tensor) -> Tensor | None:
+    """Return a power of the "in" (D, 1) or "out" (S, 1) degrees, where 0 counts as 1; None for the exponent 0."""
+    if not exponent:
+        return None
+    degrees = graph.in_degrees if direction == "in" else graph.out_degrees
     return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
 
 
@@ -142,10 +129,8 @@ def sage_conv(
 
 def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
     """Return the features of both ends of the edges; in a block the destinations are the first of the sources."""
-    source: Any = features
-    destination: Any = features
-    if isinstance(features, tuple) and len(features) == 2:
-        source, destination = features
+    pair: Any = features if isinstance(features, tuple) and len(features) == 2 else (features, features)
+    source, destination = pair
     check_features(source, graph.num_src)
     if isinstance(destination, Tensor) and len(destination) != graph.num_dst:
         destination = destination[: graph.num_dst]

@@ -27,10 +27,7 @@ class GraphConv(nn.Module):
     """A graph convolution (GCN layer): Xavier uniform weight (I, O), zero bias (O,).
 
     Args:
-        in_feats: I.
-        out_feats: O.
         norm: "both" (symmetric, the paper's), "left", "right" or "none".
-        bias: add one.
         allow_zero_in_degree: nodes without in-edges are given the bias alone instead of being refused.
 
     Paper: equation 1.
@@ -63,11 +60,6 @@ class GraphConv(nn.Module):
 
 class SAGEConv(nn.Module):
     """A GraphSAGE layer with mean aggregation: linear maps of the node itself (with bias) and of its neighbours' mean.
-
-    Args:
-        in_feats: I.
-        out_feats: O.
-        bias: add one.
 
     Initialised as the authors do: ``fc_neigh`` Xavier uniform with ReLU's gain, ``fc_self`` torch's default, zero bias.
     """

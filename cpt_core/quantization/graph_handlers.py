@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from cpt_core.graphs import functional
-from cpt_core.graphs.functional import in_degree_scale, is_constant, out_degree_scale, scale_rows
+from cpt_core.graphs.functional import degree_scale, is_constant, scale_rows
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize, op_handlers
@@ -51,12 +51,7 @@ GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {GraphConv: GraphLayer(), SAGE
 
 
 def graph_layer_of(module: nn.Module, is_convertible: bool = True) -> GraphLayer | None:
-    """Return how a graph convolution is converted; None for modules with another forward.
-
-    Args:
-        module: any module.
-        is_convertible: None also for a graph convolution that cannot be converted.
-    """
+    """Return how a graph convolution is converted; None for others and, where it must be, for one that cannot be."""
     kinds = [kind for kind in type(module).__mro__ if kind in GRAPH_LAYERS and type(module).forward is kind.forward]
     layer = GRAPH_LAYERS[kinds[0]] if kinds else None
     replaced = vars(module).get("forward")
@@ -98,7 +93,7 @@ class GraphHandlers:
     ) -> Tensor:
         """Quantise a projection: a range per node, and one per row of the weight."""
         layer = mode.running.stack[-1].interception
-        scale = out_degree_scale(graph, out_exponent, x)
+        scale = degree_scale(graph, "out", out_exponent, x)
         if layer.kind != "graph":
             multiply: Any = op_handlers.linear if is_transposed else op_handlers.matmul
             return multiply(mode, function, scale_rows(x, scale), weight)
@@ -144,7 +139,7 @@ class GraphHandlers:
             return self.run(mode, layer, "aggregation", compute, operands, roles, macs, "graph_grad", options=options)
 
         def run_quantized() -> Tensor:
-            scale = out_degree_scale(graph, out_exponent, x)
+            scale = degree_scale(graph, "out", out_exponent, x)
             return run(*self.scaled_operand(precision, "graph_aggregation", x, scale))
 
         if precision is None:
@@ -168,7 +163,7 @@ class GraphHandlers:
         precision = layer.precision
         if precision is None or layer.kind != "graph" or bias is None:
             return function(graph, h, in_exponent, bias)
-        scaled = scale_rows(h, in_degree_scale(graph, in_exponent, h))
+        scaled = scale_rows(h, degree_scale(graph, "in", in_exponent, h))
         total = precision.operand("input", scaled) + precision.operand("bias", bias)
         return precision.gradient("grad", total)
 
@@ -180,9 +175,8 @@ class GraphHandlers:
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight."""
-        if is_transposed:
-            return fake_quantize.operators.linear(x, weight)
-        return fake_quantize.operators.matmul(x, weight)
+        operators = fake_quantize.operators
+        return operators.linear(x, weight) if is_transposed else operators.matmul(x, weight)
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation by ``mode.run``, with its arguments."""
@@ -201,12 +195,11 @@ def _in_float32(function: Any) -> Callable[..., Tensor]:
     def layer(mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any) -> Tensor:
         precision = mode.running.stack[-1].interception.precision
         x = features[0] if isinstance(features, tuple) else features
-        return in_float32(precision, x, lambda *inputs: function(*inputs, **more), graph, features, *rest)
+        return in_float32(precision, x, lambda *inputs: function.__wrapped__(*inputs, **more), graph, features, *rest)
 
     return layer
 
 
 GraphHandlers().register()
-_layers: tuple[Any, ...] = functional.graph_conv, functional.sage_conv
-for _layer in _layers:
-    COMPOSITE_OPS[_layer] = _in_float32(_layer.__wrapped__)
+COMPOSITE_OPS[functional.graph_conv] = _in_float32(functional.graph_conv)
+COMPOSITE_OPS[functional.sage_conv] = _in_float32(functional.sage_conv)

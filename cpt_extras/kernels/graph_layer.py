@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import cpt_extras.kernels.graph  # noqa: F401 - defines the operators
-from cpt_core.graphs.functional import in_degree_scale
+from cpt_core.graphs.functional import degree_scale
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.graph_handlers import GraphHandlers
 from cpt_core.quantization.op_interception import QuantizedOpsMode
@@ -102,7 +102,7 @@ class FusedGraphHandlers(GraphHandlers):
         quantizer = precision.quantizers["grad"]
         if quantizer.grid not in ONE_RANGE:
             return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
-        scale, rounded_bias = in_degree_scale(graph, in_exponent, h), precision.operand("bias", bias)
+        scale, rounded_bias = degree_scale(graph, "in", in_exponent, h), precision.operand("bias", bias)
         granularity = precision.quantizers["input"].grid
         product = getattr(h, UNROUNDED, None)
         if product is None or not precision.now.gradient or not product.requires_grad:
