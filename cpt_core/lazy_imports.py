@@ -1,9 +1,6 @@
 """Public names of a package, resolved on first use: what it imports for type checkers is the only list of them.
 
 Those of ``cpt_extras`` are collected in ``extensions``, so that ``cpt_core`` names what stands beside it in one file.
-
->>> homes("cpt_core")["quantize_"], homes("cpt_core")["search"]
-('cpt_core.quantization.convert', 'cpt_extras')
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
 Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
 
 
@@ -65,7 +64,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
-LIBRARY.define(f"sum{SCHEMA}")
+LIBRARY.define("sum(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
 torch.library.register_fake("cpt_graphs::sum", lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]), lib=LIBRARY)
 torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)

@@ -39,9 +39,6 @@ def overridable(function: Function) -> Function:
     return visible  # type: ignore[return-value]
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
-
-
 @overridable
 def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, is_transposed: bool = False) -> Tensor:
     """Return ``(x * out_degrees ** out_exponent) @ weight``, (S, O).
@@ -90,9 +87,6 @@ def scale_rows(x: Tensor, scale: Tensor | None) -> Tensor:
 def is_constant(graph: Graph, x: Tensor) -> bool:
     """Return whether what is computed of x is cached; compiled code would be compiled anew for every bit width."""
     return x is graph.constant and not torch.compiler.is_compiling()
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 @overridable

@@ -142,14 +142,9 @@ class Graph:
         return self._derived[name]
 
     def aggregate(self, h: Tensor, reduce: str = "sum") -> Tensor:
-        """Return the sum or mean of the features of every node's in-neighbours; 0 where there are none.
+        """Return the "sum" or "mean" of the features of every node's in-neighbours; 0 where there are none.
 
-        Args:
-            h: (S, F) floating; half precisions are summed in float32.
-            reduce: "sum" or "mean".
-
-        Returns:
-            (D, F), of the type of ``h``.
+        (S, F) floating -> (D, F) of the same type; half precisions are summed in float32.
         """
         choose("reduce", reduce, REDUCES)
         check_features(h, self.num_src, "h: ")

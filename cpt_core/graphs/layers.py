@@ -1,8 +1,7 @@
 """Graph convolutions: GCN and mean GraphSAGE.  Paper: equation 1.
 
 The layers have the parameters and ``state_dict`` keys of DGL's layers of the same name and run without DGL. They are
-called as ``layer(graph, features)``, with a ``Graph`` or a graph of DGL, and are made of the functions in
-``graphs.functional``, by which ``cpt_core.quantize_`` quantises them.
+called as ``layer(graph, features)``, with a ``Graph`` or a graph of DGL.
 
 Shapes: N nodes, S source and D destination nodes of a block, I inputs, O outputs.
 """

@@ -18,7 +18,6 @@ class GraphNet(nn.Module):
     Args:
         kind: "gcn" or "sage".
         inputs: features of a node.
-        hidden: width of the hidden layers.
         norm: "matrix" (over all nodes and features, no parameters), "node" (each node by itself) or "none".
 
     Differs: the paper does not mention the normalisation layers; the default is the authors' code's.

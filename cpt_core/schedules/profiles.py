@@ -99,7 +99,6 @@ class Rex(Profile):
         return z / ((1.0 - self.d) + self.d * z)
 
 
-# name -> profile
 PROFILES: dict[str, type[Profile]] = {"linear": Linear, "cosine": Cosine, "exponential": Exponential, "rex": Rex}
 
 
