@@ -74,8 +74,7 @@ class QuantConfig:
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
 
-        With it all three products of a linear layer, convolution or graph convolution have an integer form, and so have
-        the sums over neighbours of Q-Agg, see ``execution``.
+        All products of linear layers and (graph) convolutions, and the sums of Q-Agg, then have an integer form.
         """
         return replace(self, quantizers={k: replace(q, granularity="per_tensor") for k, q in self.quantizers.items()})
 
@@ -98,7 +97,7 @@ PRESETS: dict[str, QuantConfig] = {
 def quantize_(
     model: nn.Module, config: QuantConfig | str | None = None, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
-    """Make every matmul and convolution of ``model`` trainable at low precision, in place.
+    """Make every matmul and convolution of ``model`` trainable at low precision, in place; return ``model``.
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
@@ -108,9 +107,6 @@ def quantize_(
         model: any module. Its matmuls and convolutions are intercepted wherever they run, see ``op_interception``.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
-
-    Returns:
-        The model itself.
 
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised,
@@ -170,13 +166,14 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
         extensions.load("int8")
     for name, module in list(model.named_modules()):
         precision = None
-        kind = _kind(module)
+        graph_layer = _graph_layer(module)
+        kind = op_handlers.module_kind(module) if graph_layer is None else "graph"
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and kind != "lstm":
             extensions.load("operations")
         if name in chosen:
             extensions.load_optional(kind)
-            if kind == "graph":
-                _graph_layer(module).replace_forward(module)
+            if graph_layer is not None:
+                graph_layer.replace_forward(module)
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
         if name in chosen or _may_multiply(module):
@@ -199,11 +196,6 @@ def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
     from cpt_core.quantization import graph_handlers  # few models have any
 
     return graph_handlers.graph_layer_of(module, is_convertible)
-
-
-def _kind(module: nn.Module) -> str:
-    """Return the kind of a layer, which is the prefix of its own roles."""
-    return "graph" if _graph_layer(module) is not None else op_handlers.module_kind(module)
 
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
@@ -250,22 +242,13 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
     return roles
 
 
-# --- which modules are converted --------------------------------------------------------------------------------------
-
 # modules of torch.nn whose own operations are elementwise, or none
 ELEMENTWISE_MODULES = frozenset(
     "activation batchnorm channelshuffle container dropout flatten fold instancenorm loss normalization padding "
     "pixelshuffle pooling sparse upsampling".split()
 )
 # modules of torch that surely multiply when they run; of others it is known once they have run
-LAYERS_OF_TORCH = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.MultiheadAttention,
-)
+LAYERS_OF_TORCH = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention
 
 
 def _may_multiply(module: nn.Module) -> bool:
@@ -319,7 +302,8 @@ def holds_weights(module: nn.Module) -> bool:
 def _key_group(module: nn.Module) -> int:
     """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    if type(module) in layers or _kind(module) in ("lstm", "graph") or op_handlers.has_keys_per_feature(module):
+    has_own_handler = _graph_layer(module) is not None or op_handlers.module_kind(module) == "lstm"
+    if type(module) in layers or has_own_handler or op_handlers.has_keys_per_feature(module):
         return 0
     return 1 if holds_weights(module) else 2
 
@@ -347,9 +331,6 @@ def _excluded(model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, s
             raise ValueError(f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it")
         excluded |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
     return excluded
-
-
-# --- and back ---------------------------------------------------------------------------------------------------------
 
 
 def restore_(model: nn.Module) -> nn.Module:
