@@ -1,11 +1,8 @@
 """Drive the precision of a converted model: a scheduler for training, a context for evaluation.
 
->>> import torch
->>> from cpt_core.quantization.convert import quantize_
->>> from cpt_core.schedules.make import make_schedule
->>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 2)))
->>> scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2))
->>> scheduler.get_last_bits()
+>>> from cpt_core import make_schedule, quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 2)))
+>>> PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)).get_last_bits()
 [3]
 """
 
@@ -19,7 +16,6 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -50,9 +46,8 @@ class PrecisionScheduler:
             32; "current" leaves it at the bits of the step.
 
     The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
-    A copy of the model (``deepcopy``, pickle, ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no
-    precision: run it inside ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its
-    scheduler stays driven, but copies of optimizers are not followed: call ``step()`` there.
+    A copy of the model (``deepcopy``, pickle, ``AveragedModel``) is not driven, and has no precision: run it inside
+    ``precision(copy, "q_max")``. What is copied with its scheduler stays driven, but follows no optimizer.
 
     Raises:
         ValueError: for schedules that do not fit the layers, and for levels that a layer cannot take.
@@ -77,7 +72,7 @@ class PrecisionScheduler:
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
         for pattern, (s, _) in self.schedules.items():
-            used = set(zip(*(np.asarray(v).tolist() for v in s.levels(self.q_grad)), strict=True))
+            used = set(zip(*(levels.tolist() for levels in s.levels(self.q_grad)), strict=True))
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         if optimizer is not None:
@@ -184,11 +179,7 @@ class PrecisionScheduler:
 def assign_schedules(
     schedule: Schedules, layers: Mapping[str, LayerPrecision | None]
 ) -> dict[str, tuple[Schedule, list[str]]]:
-    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers.
-
-    Of some it is not yet known whether they multiply (``has_weights``): they may match no pattern, and then have no
-    precision, which is an error where they do.
-    """
+    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
     declared(assign_schedules, {"schedule": schedule}, parts=True)
     schedule = getattr(schedule, "by_pattern", schedule)  # of a LayeredSchedule
     if not schedule:
@@ -199,8 +190,7 @@ def assign_schedules(
     assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
     for name, pattern in _patterns_of(layers, given, "schedule").items():
         assigned[pattern][1].append(name)
-    idle = [p for p, (_, names) in assigned.items() if not names]
-    if idle:
+    if idle := [p for p, (_, names) in assigned.items() if not names]:
         raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
     return assigned
 
@@ -212,7 +202,7 @@ def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collecti
         pattern = next((p for p in patterns if fnmatchcase(layer, p)), None)
         if pattern is not None:
             found[layer] = pattern
-        elif own is None or own.has_weights:
+        elif own is None or own.has_weights:  # others may never multiply, and need no precision then
             raise ValueError(
                 f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
             )
@@ -241,11 +231,11 @@ def precision(
     """
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _patterns_of(layers, by_pattern, "bits")
-    wanted = {name: resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
     before = [(layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()]
     try:
-        for name, values in wanted.items():
+        for name, pattern in patterns.items():
             layer = layers[name]
+            values = resolve("bits", by_pattern[pattern], layer, name)
             if q_grad is None:
                 layer.set_levels(merged(values, layer.in_force or values))
             else:
