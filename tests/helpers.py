@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, HOOK
 from cpt_core.quantization.scheduler import PrecisionScheduler
@@ -57,6 +58,12 @@ EDGES = {
     "tiny": normal(4, 5) * 1e-12,
     "huge": normal(4, 5) * 1e38,
 }
+
+
+def quantize_gradient(y, steps, quantizer, key=None):
+    """Return ``y``, whose gradient is rounded as that of an operation."""
+    key = key if quantizer.rounding == "stochastic" else None
+    return fake_quantize.operators.quantize_gradient(y, steps, quantizer.grid, key)
 
 
 def identical(found, expected):

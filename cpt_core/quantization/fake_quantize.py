@@ -1,7 +1,5 @@
 """Simulated (fake) quantisation: round to the grid, pass the gradient on, quantise gradients.  Paper: figure 1.
 
-    n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
-
 >>> PlainOperators.fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(rounding.num_steps(1)), "per_tensor")[0]
 tensor([0., 0., 1.])
 
@@ -22,7 +20,6 @@ from torch import Tensor
 
 from cpt_core import extensions
 from cpt_core.quantization import rounding
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.validation import shown
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
@@ -35,9 +32,6 @@ def check_floating(x: Tensor) -> None:
         raise ValueError(f"x must be a tensor, got {shown(x)}")
     if not x.is_floating_point():
         raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def counts_in_backward() -> bool:
@@ -62,8 +56,8 @@ def round_gradient(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | Non
 class _QuantizeGradient(torch.autograd.Function):
     """Identity in the forward pass; the backward pass quantises the incoming gradient.
 
-    A Function without ``setup_context``, which would double the time of a small layer: torch then inspects the
-    signature in every call.
+    Weight gradients themselves and the update stay in full precision. There is no ``setup_context``, which would double
+    the time of a small layer: torch then inspects the signature in every call.
     """
 
     @staticmethod
@@ -79,23 +73,6 @@ class _QuantizeGradient(torch.autograd.Function):
                 stacklevel=2,
             )
         return round_gradient(gradient, ctx.steps, ctx.grid, ctx.key), None, None, None
-
-
-def quantize_gradient(y: Tensor, steps: Tensor, quantizer: Quantizer, key: Tensor | None = None) -> Tensor:
-    """Return ``y``; in the backward pass its gradient is quantised before it goes on.
-
-    Args:
-        y: the output of a quantised matmul.
-        steps: n = 2**q_grad - 1, 0-d float32.
-        quantizer: granularity and rounding.
-        key: of the noise of stochastic rounding, 0-d int64; every backward pass adds 1 to it.
-
-    Paper: figure 1. Weight gradients themselves and the update stay in full precision.
-    """
-    return operators.quantize_gradient(y, steps, quantizer.grid, key if quantizer.rounding == "stochastic" else None)
-
-
-# --- rounding functions: plain, or faster ones in their place ---------------------------------------------------------
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -120,6 +97,8 @@ class PlainOperators:
     range = staticmethod(rounding.range_of)
     track_ = staticmethod(rounding.track)
     quantize_gradient = staticmethod(_QuantizeGradient.apply)
+    linear = staticmethod(torch.nn.functional.linear)
+    matmul = staticmethod(torch.matmul)
 
     @staticmethod
     def fake_quantize(x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,16 +113,6 @@ class PlainOperators:
     ) -> Tensor:
         """Round to the grid of a given range."""
         return _StraightThrough.apply(x, low, width, steps, key, clip)
-
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return what ``torch.nn.functional.linear`` does."""
-        return torch.nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
-        """Return what ``torch.matmul`` does."""
-        return torch.matmul(a, b)
 
     @staticmethod
     def name_on(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from cpt_core import extensions
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
-from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward, quantize_gradient
+from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward
 from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import Range
 from cpt_core.schedules.schedule import Levels
@@ -33,8 +33,7 @@ class LayerPrecision(nn.Module):
             recompiles nothing. No buffers: what averages or broadcasts buffers would change the grid behind the bits.
         noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer either: every process
             of a group has its own.
-        running_ROLE: (3,), running minimum, running width, and the weight both have gathered.
-        corrected: whether the first two are divided by the third.
+        running_ROLE: (3,), running minimum, running width, and the weight both have gathered; see ``stored_range``.
         calibrated: whether the running ranges are known to be filled.
 
     Args:
@@ -193,15 +192,7 @@ class LayerPrecision(nn.Module):
         gradient: str,
         along: tuple[int | None, int | None] = (None, None),
     ) -> Tensor:
-        """Return ``compute(first, second, bias)`` of rounded operands, whose gradient is rounded.
-
-        Args:
-            compute: linear in each operand.
-            operands: first operand, second operand, and the bias or None.
-            roles: of the first and second operand, keys of ``QUANTIZERS``; None for one that is not to be rounded.
-            gradient: role of the output's gradient.
-            along: dimension of each operand over which the operation sums; None for that of the role.
-        """
+        """Return ``compute(*operands)``, rounded, whose gradient is rounded; see ``QuantizedOpsMode.run``."""
         first, second, bias = operands
         rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
         if roles[0] is not None:
@@ -211,7 +202,7 @@ class LayerPrecision(nn.Module):
         return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
-        """Return an operand, quantised with the straight-through estimator; ``along``: see ``quantized``."""
+        """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
         self.require_bits()
         check_floating(x)
         return self.round_operand(role, x, along)
@@ -253,7 +244,7 @@ class LayerPrecision(nn.Module):
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
         quantizer = self.now.quantizers[role]
         key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
-        y = quantize_gradient(y, self.grad_levels, quantizer, key)
+        y = fake_quantize.operators.quantize_gradient(y, self.grad_levels, quantizer.grid, key)
         if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
         if not torch.compiler.is_compiling() and self.unseen and self.training and not self.fixed:

@@ -4,11 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import losses_of, make, pictures, refused
+from helpers import losses_of, make, pictures, quantize_gradient, refused
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.roles import Quantizer
 from cpt_extras.kernels.backend import reference
 from cpt_extras.kernels.operators import has_gradient_node

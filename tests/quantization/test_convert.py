@@ -6,13 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEAREST, Does, identical, pictures, reported, small
+from helpers import NEAREST, Does, identical, pictures, quantize_gradient, reported, small
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 import torch
-from helpers import NEAREST, refused, reported
+from helpers import NEAREST, quantize_gradient, refused, reported
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from cpt_core.quantization import fake_quantize, lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import refused
+from helpers import quantize_gradient, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -16,7 +16,6 @@ from torch import nn
 import cpt_core
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
@@ -322,6 +321,14 @@ def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state(
     key.fill_(4)
     assert torch.equal(gradient_of(upstream, 2, STOCHASTIC, key), first)
     assert torch.equal(gradient_of(upstream, 2, STOCHASTIC, key), second)
+
+
+def test_layer_draws_new_noise_for_every_gradient():
+    layer, x = quantize_(nn.Linear(16, 16)), torch.randn(8, 16, requires_grad=True)
+    layer.precision.set_bits(None, q_grad=2)
+    upstream = torch.randn(8, 16)
+    first, second = (torch.autograd.grad(layer(x), x, upstream)[0] for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("bits", [2, 8, 16, 20])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NEAREST, Does, OnRing, identical, pictures, small
+from helpers import NEAREST, Does, OnRing, identical, pictures, quantize_gradient, small
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision

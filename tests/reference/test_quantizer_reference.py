@@ -6,7 +6,7 @@ import dgl.nn
 import numpy as np
 import pytest
 import torch
-from helpers import to_dgl
+from helpers import quantize_gradient, to_dgl
 from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -14,7 +14,6 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
