@@ -20,9 +20,6 @@ RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its mom
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
 
 
-# --- ranges -----------------------------------------------------------------------------------------------------------
-
-
 def per_tensor(x: Tensor) -> Range:
     """Return one range for the whole tensor, 0-d."""
     low, high = torch.aminmax(x)
@@ -67,11 +64,7 @@ def _range_over(x: Tensor, dims: tuple[int, ...]) -> Range:
 
 
 GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
-    "per_tensor": per_tensor,
-    "per_channel": per_channel,
-    "per_row": per_row,
-    "per_position": per_position,
-    "per_sample_mean": per_sample_mean,
+    function.__name__: function for function in (per_tensor, per_channel, per_row, per_position, per_sample_mean)
 }
 
 
@@ -93,9 +86,6 @@ def track(running: Tensor, low: Tensor, width: Tensor) -> None:
     current = torch.stack([low, width, torch.ones_like(width)])
     updated = running * RUNNING_DECAY + current * (1 - RUNNING_DECAY)
     running.copy_(torch.where(current.isfinite().all(), updated, running))
-
-
-# --- the grid ---------------------------------------------------------------------------------------------------------
 
 
 def num_steps(bits: int) -> float:
@@ -125,9 +115,6 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Ten
     return (k.round() * scale + low).to(x.dtype)
 
 
-# --- the noise of stochastic rounding ---------------------------------------------------------------------------------
-
-
 def noise(key: Tensor, x: Tensor) -> Tensor:
     """Return the noise of all elements of a tensor, in its shape, see ``hash_noise``."""
     return hash_noise(key, x.numel()).view(x.shape)
@@ -137,13 +124,9 @@ def hash_noise(key: Tensor, count: int) -> Tensor:
     """Return the noise of ``count`` elements, row by row, in (-0.5, 0.5), float32.
 
     A pure function of key and place: the same in every implementation, for any number of threads and layout in memory.
-    ``key`` is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place at two
-    points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u takes
-    2**16 values, symmetric about 0.
-
-    Args:
-        key: 0-d int64, different in every call.
-        count: number of elements.
+    ``key`` (0-d int64) is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place
+    at two points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u
+    takes 2**16 values, symmetric about 0.
     """
     first, second = key_halves(key)
     pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
