@@ -10,13 +10,6 @@ Packed sequences and two directions are computed by ``cpt_extras.operations.recu
 subclasses of ``nn.LSTM`` are left alone. Without quantisation ("float", or 24 bits and more) torch's own LSTM runs.
 
 Shapes: T steps, B sequences, I inputs, H hidden.
-
->>> from torch import nn
->>> from cpt_core.quantization.convert import quantize_
->>> lstm = quantize_(nn.LSTM(4, 3))
->>> lstm.precision.set_bits(5, q_grad=8)
->>> lstm(torch.ones(7, 2, 4))[0].shape
-torch.Size([7, 2, 3])
 """
 
 from __future__ import annotations
@@ -137,15 +130,9 @@ def run_layers(precision: LayerPrecision, call: RecurrentCall) -> tuple[Tensor, 
 def run_layer(
     precision: LayerPrecision, name: str, weights: Sequence[Any], x: Tensor, h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one layer, one time step after the other.
+    """Run one layer, such as "l0", one time step after the other: x (T, B, I), h and c (B, H) before the first step.
 
-    Args:
-        precision: of the LSTM.
-        name: of the layer, such as "l0"; its operands have the roles "input_l0" and "hidden_l0".
-        weights: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
-        x: (T, B, I).
-        h: (B, H), before the first step.
-        c: (B, H).
+    ``weights``: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
     """
     multiply = partial(precision.multiplied, fake_quantize.operators.linear)
     input_weight, hidden_weight = (precision.operand("weight", weight) for weight in weights[:2])

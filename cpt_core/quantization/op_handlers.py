@@ -47,23 +47,19 @@ def has_keys_per_feature(module: nn.Module) -> bool:
     return type(module).__name__ in PER_FEATURE_KEYS and not is_causal
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
 def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     layer = mode.layer_of(weight)
     roles = input_role(layer, "linear"), "linear_weight"
 
+    def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
+        return x.numel() * w.shape[0]
+
     def run(*operands: Any) -> Tensor:
         compute = fake_quantize.operators.linear
-        return mode.run(layer, "linear", compute, operands, roles, _linear_macs, "linear_grad")
+        return mode.run(layer, "linear", compute, operands, roles, macs, "linear_grad")
 
     return in_float32(layer.precision, input, run, input, weight, bias)
-
-
-def _linear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
-    return input.numel() * weight.shape[0]
 
 
 def input_role(layer: Interception, kind: str) -> str:
@@ -103,9 +99,6 @@ def convolution(
     is_unbatched = input.dim() < weight.dim()
     y = in_float32(layer.precision, input, run, input.unsqueeze(0) if is_unbatched else input, weight, bias)
     return y.squeeze(0) if is_unbatched else y
-
-
-# --- matmuls ----------------------------------------------------------------------------------------------------------
 
 
 def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
@@ -197,9 +190,6 @@ def _run_matmul(
     return mode.run(layer, "matmul", compute_arranged, arranged, roles, macs, gradient, along=along, options=options)
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 def attention(
     mode: QuantizedOpsMode,
     function: Any,
@@ -240,9 +230,6 @@ def attention(
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 def functions_named(*names: str) -> list[Any]:
     """Return the functions of torch with these names, wherever it has them."""
     places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch._C._sparse, torch.ops.aten)  # type: ignore[attr-defined]
@@ -252,25 +239,19 @@ def functions_named(*names: str) -> list[Any]:
 
 
 def register_handler(functions: list[Any], handler: Callable[..., Any], names: str) -> None:
-    """Let a handler run instead of functions.
+    """Let a handler run instead of functions of torch, or of other callables that a function mode sees.
 
-    Args:
-        functions: of torch, or other callables that a function mode sees.
-        handler: ``handler(mode, function, *args, **kwargs)``.
-        names: of the operands in their order, separated by spaces: operands may be given by name.
+    ``names``: of the operands in their order, separated by spaces: operands may be given by name.
     """
-    bound = _with_positional_operands(handler, names.split())
-    OP_HANDLERS.update(dict.fromkeys(functions, bound))
+    operands = names.split()
 
-
-def _with_positional_operands(handler: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     @wraps(handler)
     def bound(mode: QuantizedOpsMode, function: Any, *args: Any, **kwargs: Any) -> Any:
-        while kwargs and len(args) < len(names) and names[len(args)] in kwargs:
-            args = (*args, kwargs.pop(names[len(args)]))
+        while kwargs and len(args) < len(operands) and operands[len(args)] in kwargs:
+            args = (*args, kwargs.pop(operands[len(args)]))
         return handler(mode, function, *args, **kwargs)
 
-    return bound
+    OP_HANDLERS.update(dict.fromkeys(functions, bound))
 
 
 HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands

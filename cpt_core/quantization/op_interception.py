@@ -1,10 +1,6 @@
 """Interception of matmuls and convolutions: one function mode per converted model.
 
-The problem: a model computes matmuls in many places: in layers of torch, in the forward of its own classes, in
-functions of torch that compute several of them, such as attention. All of them are to be quantised, in a model that
-knows nothing of it.
-
-The design: hooks on the modules of a model switch a ``TorchFunctionMode`` on while the model runs, and keep the stack
+Hooks on the modules of a model switch a ``TorchFunctionMode`` on while the model runs, and keep the stack
 of running modules. The mode sees every function of torch that is called; ``OP_HANDLERS`` maps those that multiply to
 handlers, and a handler hands its operands to ``QuantizedOpsMode.run``, the one place where operands are rounded,
 work is counted and the gradient is rounded:
@@ -251,7 +247,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             layer: whose precision applies.
             name: of the operation, for reports.
             compute: ``compute(first, second, bias)``, linear in each operand.
-            operands: first operand, second operand, and the bias or None.
+            operands: see ``Operands``.
             roles: of the first and second operand, keys of ``QUANTIZERS``; None for one that is not to be rounded.
             macs: first, second, output -> multiply-accumulates of the forward pass.
             gradient: role of the output's gradient.
