@@ -9,6 +9,7 @@ users of other libraries, such as warnings, is called through ``services``.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,11 @@ def load_optional(name: str) -> Any:
 
 
 def services(name: str) -> Any:
-    """Return the module of an optional part; where it is not installed, what does nothing in its place."""
-    return load_optional(name) or NotInstalled()
+    """Return the module of an optional part; where it is not installed, what warns and does nothing in its place."""
+    module = load_optional(name)
+    if module is None:
+        warnings.warn(f"{EXTENSIONS[name]} is not installed; what it does is left out", stacklevel=2)
+    return module or NotInstalled()
 
 
 class NotInstalled:

@@ -1,0 +1,20 @@
+"""The optional parts of ``cpt_core.extensions``, where they are not installed."""
+
+import pytest
+
+from cpt_core import extensions
+
+
+@pytest.fixture
+def core_alone(monkeypatch):
+    monkeypatch.setattr(extensions, "is_installed", lambda name: False)
+
+
+def test_services_that_are_not_installed_are_named(core_alone):
+    with pytest.warns(UserWarning, match=r"cpt_extras\.integrations\.processes is not installed"):
+        assert extensions.services("processes").key_offset() is None
+
+
+def test_load_names_the_missing_package(core_alone):
+    with pytest.raises(RuntimeError, match="'int8' needs the package cpt_extras, which is not installed"):
+        extensions.load("int8")
