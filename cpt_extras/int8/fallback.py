@@ -19,6 +19,7 @@ from cpt_extras.int8.lstm import int8_reason
 
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 ONE_RANGE = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
+ONE_RANGE_OF_MATRIX = (*ONE_RANGE, "per_position")  # for a matrix (N, F)
 SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 # kind or class of a layer -> role with several ranges -> matmuls that are simulated then
 SEVERAL_RANGES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
@@ -83,7 +84,7 @@ def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, 
     kind = _kind(layer)
     if reason := unsupported_reason(layer, precision):
         return dict.fromkeys(products_of(layer), reason)
-    one_range = (*ONE_RANGE, "per_position") if kind == "graph" else ONE_RANGE  # the same as per_tensor for (N, F)
+    one_range = ONE_RANGE_OF_MATRIX if kind == "graph" else ONE_RANGE
     several = {role for role, quantizer in precision.quantizers.items() if quantizer.grid not in one_range}
     kinds = [kind, *(base.__name__ for base in type(layer).__mro__)]
     reasons: dict[str, str] = {}

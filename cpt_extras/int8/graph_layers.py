@@ -28,13 +28,13 @@ from cpt_core.quantization.graph_handlers import GraphOperand
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.fallback import ONE_RANGE_OF_MATRIX
 from cpt_extras.int8.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, values
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
 PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
-ONE_RANGE = ("per_tensor", "per_position", "per_sample_mean")  # granularities with one range for a matrix (N, F)
 
 
 @torch.compiler.disable
@@ -109,7 +109,7 @@ class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision) -> Tensor:
         ctx.graph, ctx.is_mean, ctx.rounding = graph, is_mean, GradientRounding(precision)
-        if precision.quantizers["aggregation"].grid in ONE_RANGE:
+        if precision.quantizers["aggregation"].grid in ONE_RANGE_OF_MATRIX:
             h = total(graph, encoded(precision, "aggregation", x))
         else:
             h = graph.aggregate(precision.operand("aggregation", x))

@@ -20,7 +20,7 @@ from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_extras.kernels import gemm_backend, operators
 
-ONE_RANGE = ("per_tensor", "per_position")  # granularities with one range for a matrix (N, F)
+FUSIBLE_GRANULARITIES = ("per_tensor", "per_position")  # granularities with one range for a matrix (N, F)
 UNROUNDED = "_before_gradient_rounding"  # name of the attribute of an output: the same, its gradient not rounded
 
 
@@ -100,7 +100,7 @@ class FusedGraphHandlers(GraphHandlers):
         if precision is None or layer.kind != "graph" or bias is None or not _is_fusible(precision, "input", h):
             return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
         quantizer = precision.quantizers["grad"]
-        if quantizer.grid not in ONE_RANGE:
+        if quantizer.grid not in FUSIBLE_GRANULARITIES:
             return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
         scale, rounded_bias = degree_scale(graph, "in", in_exponent, h), precision.operand("bias", bias)
         granularity = precision.quantizers["input"].grid
@@ -122,7 +122,7 @@ def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
         return False
     precision.follow(x)
     quantizer = precision.quantizers[role]
-    return quantizer.grid in ("per_row", *ONE_RANGE) and not quantizer.running
+    return quantizer.grid in ("per_row", *FUSIBLE_GRANULARITIES) and not quantizer.running
 
 
 FusedGraphHandlers().register()
