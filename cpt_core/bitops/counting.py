@@ -6,7 +6,7 @@ The mode of a converted model reports its operations. A model that is not conver
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from cpt_core.quantization.precision import LayerPrecision
 # layer, but what runs in it
 KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
 
+MAX_DEPTH = 6  # of objects in an argument of a forward pass that are looked into for tensors
 # called with every operation; returns what to call when its gradient arrives
 Report = Callable[[Operation], Callable[[], None] | None]
 
@@ -164,21 +165,65 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Tensor]) -> Any:
-    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
+def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
+    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for.
+
+    No gradient passes from a copied tensor to the graph of the given one. Other objects are copied as far as they hold
+    tensors, such as the cache of a language model. ``memo``: id of a tensor or object -> what stands for it.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
     if isinstance(value, Tensor):
-        return memo.setdefault(id(value), without_history(value, on_meta).requires_grad_(value.requires_grad))
+        memo[id(value)] = without_history(value, on_meta).requires_grad_(value.requires_grad)
+        return memo[id(value)]
+    copied = partial(copy_of_inputs, on_meta=on_meta, memo=memo)
+    if isinstance(value, (tuple, list, dict)):
+        return _copy_of_container(value, copied)
     if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
         shadow, constant = copy.copy(value), value.constant
-        return shadow.set_constant(None if constant is None else copy_of_inputs(constant, on_meta, memo))
+        return shadow.set_constant(None if constant is None else copied(constant))
+    memo[id(value)] = value  # an attribute may lead back
+    if hasattr(value, "local_var"):  # a graph of DGL, whose structure is no Python object
+        memo[id(value)] = value if on_meta else _copy_of_dgl_graph(value, copied)
+    elif _holds_tensors(value, depth=MAX_DEPTH):
+        memo[id(value)] = shallow = copy.copy(value)
+        vars(shallow).update({name: copied(part) for name, part in vars(value).items()})
+    return memo[id(value)]
+
+
+def _copy_of_container(value: Any, copied: Callable[[Any], Any]) -> Any:
     if isinstance(value, PackedSequence):  # its sizes stay on the CPU
         data, sizes, *order = value
-        return PackedSequence(copy_of_inputs(data, on_meta, memo), sizes, *copy_of_inputs(order, on_meta, memo))
+        return PackedSequence(copied(data), sizes, *copied(order))
+    if not isinstance(value, dict):
+        return getattr(value, "_make", type(value))(copied(v) for v in value)
+    shallow = {} if type(value) is dict else copy.copy(value)
+    shallow.update({k: copied(v) for k, v in value.items()})
+    return shallow
+
+
+def _copy_of_dgl_graph(graph: Any, copied: Callable[[Any], Any]) -> Any:
+    shallow = graph.local_var()
+    frames = [shallow.nodes[kind].data for kind in graph.ntypes]
+    frames += [shallow.edges[kind].data for kind in graph.canonical_etypes]
+    for frame in frames:
+        frame.update({name: copied(features) for name, features in frame.items()})
+    return shallow
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (type, nn.Module, Graph)):
+        return False
+    parts: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
-        return getattr(value, "_make", type(value))(copy_of_inputs(v, on_meta, memo) for v in value)
-    if isinstance(value, dict):
-        return {k: copy_of_inputs(v, on_meta, memo) for k, v in value.items()}
-    return value
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
 def without_history(tensor: Tensor, on_meta: bool) -> Tensor:

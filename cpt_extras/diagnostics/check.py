@@ -24,7 +24,7 @@ from torch import nn
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
-from cpt_core.bitops.counting import counting, tensors_in
+from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
@@ -129,6 +129,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """
     check_inputs(inputs)
     layer_precisions(model)
+    inputs = _copy(inputs)
     extensions.services("processes").check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
@@ -160,6 +161,13 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     needs_gradient = any(p.requires_grad for p in model.parameters())
     no_gradient = needs_gradient and not trained and not any(e.backward for e in operations)
     return Check(operations, bypassed, unused, no_gradient)
+
+
+def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return inputs without the graphs that they hang on; parameters stay parameters."""
+    parameters: dict[int, Any] = {id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)}
+    copied: tuple[Any, ...] = copy_of_inputs(inputs, False, parameters)
+    return copied
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cpt_core.bitops.counting import counting, tensors_in
+from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
 from cpt_core.validation import check_inputs, declared
@@ -36,7 +36,7 @@ def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, 
     check_inputs(inputs)
     shadow, functions = shadow_of(model, on_meta=False), _UncountedFunctions()
     with as_it_was(model, inputs), counting(shadow, lambda operation: None), functions:
-        shadow(*inputs)
+        shadow(*copy_of_inputs(inputs, False, {}))
     return dict(functions.elements)
 
 
