@@ -10,14 +10,16 @@ from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
 from cpt_core.validation import choose, declared, shown
 
+ORDER = "name, q_min, q_max, total_steps, n_cycles"
+
 
 def make_schedule(
     name: str,
-    *,
-    q_max: int,
-    total_steps: int,
     q_min: int | None = None,
+    q_max: int | None = None,
+    total_steps: int | None = None,
     n_cycles: int = 8,
+    *,
     cycle_rule: str = "exact",
     profile: Profile | None = None,
 ) -> Schedule:
@@ -25,22 +27,30 @@ def make_schedule(
 
     Args:
         name: LR LT CR CT RR RTV RTH ER ETV ETH, or STATIC.
-        q_max: highest bits, reached at the last of ``total_steps`` optimizer steps.
         q_min: lowest bits; needed by all but STATIC, which has none (give ``q_max`` or nothing).
+        q_max: highest bits, reached at the last step.
+        total_steps: optimizer steps of the training.
         n_cycles, cycle_rule: see ``CyclicSchedule``.
         profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
 
     Raises:
         ValueError: for an unknown name or values that make no schedule.
+        TypeError: without ``q_max`` or ``total_steps``.
 
     Paper: sections 3.1, 3.2.
+
+    >>> make_schedule("CR", 3, 8, 100) == make_schedule("CR", q_min=3, q_max=8, total_steps=100, n_cycles=8)
+    True
     """
     choose("schedule", name, (*SCHEDULES, STATIC))
+    if q_max is None or total_steps is None:
+        missing = [what for what, value in (("q_max", q_max), ("total_steps", total_steps)) if value is None]
+        raise TypeError(f"make_schedule needs {' and '.join(missing)}; the order is {ORDER}")
     if name == STATIC:
         if q_min not in (None, q_max) or profile is not None:
             raise ValueError(
                 f"STATIC has one precision and no profile: q_min is q_max = {q_max} or left out; "
-                f"got {q_min=}, {profile=}"
+                f"got {q_min=}, {profile=}; in order: make_schedule('STATIC', None, q_max, total_steps)"
             )
         return StaticSchedule(q_max, total_steps)
     if q_min is None:

@@ -156,6 +156,8 @@ class CyclicSchedule(Schedule):
     """``n_cycles`` cycles of a profile, its growth curve, between ``q_min`` and ``q_max`` bits.  Paper: section 3.1.
 
     Args:
+        profile: one of ``PROFILES``, or your own: its ``growth(x)`` is given places x in a cycle, from 0 to 1, as an
+            array, and returns values that lie in 0..1, too.
         n_cycles: even for a triangular schedule, which otherwise would end at ``q_min``.
         triangular: run the 1st, 3rd, ... cycle downwards.
         mirror: how a cycle is turned round, "horizontal" f(1 - x) or "vertical" 1 - f(x).
@@ -185,6 +187,7 @@ class CyclicSchedule(Schedule):
             raise ValueError(f"n_cycles must lie in 1..total_steps = 1..{self.total_steps}, got {self.n_cycles}")
         if self.triangular and self.n_cycles % 2:
             raise ValueError(f"a triangular schedule needs an even n_cycles, or it ends at q_min; got {self.n_cycles}")
+        _check_growth(self.profile)
         choose("mirror", self.mirror, MIRRORS)
         choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
         last = int(np.rint(self._values_at(np.array([self.total_steps - 1]))[0]))
@@ -215,6 +218,20 @@ class CyclicSchedule(Schedule):
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
         return self._values_at(np.arange(self.total_steps))
+
+
+def _check_growth(profile: Profile) -> None:
+    """Raise ValueError for a curve that is no growth from 0 to 1, as one that takes steps."""
+    if type(profile) in PROFILES.values():
+        return
+    values = np.asarray(profile.growth(np.linspace(0.0, 1.0, 65)), dtype=np.float64)
+    low, high = values.min(), values.max()
+    if not (low >= -1e-9 and high <= 1 + 1e-9 and low < high):
+        raise ValueError(
+            f"profile: growth(x) of {type(profile).__name__} must rise within 0..1 for places x in a cycle, which go "
+            f"from 0 to 1 and are no steps; got values from {low:g} to {high:g}. For a function that returns bits use "
+            "FunctionSchedule"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -4,10 +4,15 @@ They load when ``schedule_from_dict`` reads a table.
 
 >>> FunctionSchedule(lambda u: 3 + 5 * u**2, total_steps=5).bits().tolist()
 [3, 3, 4, 6, 8]
+>>> FunctionSchedule(lambda step: 8 - step // 2, total_steps=5, argument="step").bits().tolist()
+[8, 8, 7, 7, 6]
 """
 
+import inspect
 import itertools
 import math
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +22,11 @@ import numpy as np
 from cpt_core.schedules.make import KINDS
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, check_pairs, set_range
-from cpt_core.validation import MOST_BITS, declared, shown, whole
+from cpt_core.validation import MOST_BITS, choose, declared, shown, whole
 from cpt_extras.validation import number
+
+ARGUMENTS = ("progress", "step")  # of the function of a FunctionSchedule
+STEP_WORDS = frozenset("batch batches epoch epochs iter iteration iterations iters step steps update updates".split())
 
 
 @dataclass(frozen=True)
@@ -48,19 +56,63 @@ class FunctionSchedule(TableSchedule):
     """Your own curve: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
 
     The function is read once, when the schedule is made; what stays is the table of its bits.
+
+    Args:
+        function: takes one number, and returns bits.
+        total_steps: optimizer steps of the training.
+        argument: "progress" gives the function u, from 0 to 1; "step" the 0-based optimizer step, an integer. None is
+            "progress".
+
+    Raises:
+        ValueError: for bits outside 1..32; without ``argument``, for a function whose parameter is named like a step
+            or an epoch.
+
+    Warns:
+        UserWarning: without ``argument``, for a function that gives the same bits at every step.
     """
 
-    def __init__(self, function: Callable[[float], float], total_steps: int) -> None:
+    def __init__(self, function: Callable[[float], float], total_steps: int, argument: str | None = None) -> None:
         declared(FunctionSchedule.__init__, locals())
         total_steps = whole("total_steps", total_steps, 1, MOST_STEPS)
+        if argument is None:
+            _check_parameter_name(function)
+        else:
+            choose("argument", argument, ARGUMENTS)
         last = max(total_steps - 1, 1)
         bits = []
         for step in range(total_steps):
-            value = number("function must return bits", function(step / last))
+            value = number("function must return bits", function(step if argument == "step" else step / last))
             if not (math.isfinite(value) and 1 <= round(value) <= MOST_BITS):
                 raise ValueError(f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}")
             bits.append(round(value))
+        if argument is None and total_steps > 1 and len(set(bits)) == 1:
+            warnings.warn(
+                f"function gives {bits[0]} bits at every step. It is given u, from 0 at the first to 1 at the last "
+                'step; argument="step" of FunctionSchedule gives it the 0-based step instead. For constant bits use '
+                f"StaticSchedule({bits[0]}, total_steps={total_steps})",
+                stacklevel=2,
+            )
         super().__init__(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
+
+
+def _check_parameter_name(function: Callable[[float], float]) -> None:
+    """Raise ValueError for a function of the step or the epoch."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C
+        return
+    name = names[0] if names else ""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")
+    if STEP_WORDS.isdisjoint(words):
+        return
+    if {"epoch", "epochs"} & set(words):
+        remedy = f'argument="step", with lambda step: function(step // steps_per_epoch), if {name!r} is an epoch'
+    else:
+        remedy = f'argument="step" if {name!r} is the 0-based optimizer step'
+    raise ValueError(
+        f"function takes {name!r}, but FunctionSchedule gives it u, from 0 at the first to 1 at the last step: give "
+        f'{remedy}, or argument="progress" if it is u'
+    )
 
 
 KINDS["table"] = TableSchedule

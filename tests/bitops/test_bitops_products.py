@@ -133,7 +133,7 @@ def test_no_product_is_lost(name):
     assert sum(c.macs for c in count_step(model, inputs) if c.part not in ELEMENTWISE) == expected
 
     quantised = any(map(is_convertible, model.modules()))
-    schedule, scheduler = FunctionSchedule(lambda u: 3 + 5 * u if quantised else 32, total_steps=2), None
+    schedule, scheduler = FunctionSchedule(lambda u: 3 + 5 * u if quantised else 32, 2, "progress"), None
     if quantised:
         scheduler = PrecisionScheduler(quantize_(model), schedule)
     with BitOpsLedger(model) as ledger:

@@ -174,7 +174,7 @@ def test_a_curve_of_ones_own_in_a_spec():
     assert RunSpec.from_dict(spec.to_dict()) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
     with pytest.raises(ValueError, match="the schedule has 3 steps, the recipe 600"):
-        RunSpec(r, FunctionSchedule(lambda u: 3, total_steps=3), q_max=8, q_grad=8, seed=0, arm="x", scale="demo")
+        RunSpec(r, FunctionSchedule(lambda u: 3 + u, total_steps=3), q_max=8, q_grad=8, seed=0, arm="x", scale="demo")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 # Further answers that are right, and ones that are wrong, by exercise.
 RIGHT = {
     "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
-    "00.2": ["cpt.FunctionSchedule(lambda u: 5, total_steps=64_000)"],
+    "00.2": ['cpt.FunctionSchedule(lambda u: 5, total_steps=64_000, argument="progress")'],
     "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"', '"20.5 %"', '"20,5%"'],
     "00.4": ["own_layer()", "own_layer(lambda x, q, role: x - (x - cpt.quantize(x, q, role)).detach())"],
     "01.1": ["cpt.FunctionSchedule(lambda u: 4 if u < 0.8 else 8, total_steps=1000)"],

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -252,6 +253,104 @@ def test_function_is_read_from_zero_to_one():
     assert schedule.values().tolist() == pytest.approx([3, 4, 5, 6, 7, 8])
     assert (schedule.q_min, schedule.q_max, schedule(5)) == (3, 8, 8)
     assert FunctionSchedule(lambda u: 4 + u, total_steps=1).bits().tolist() == [4]
+
+
+def moq(step):
+    """Return 16 bits, and one less after 20, 60, 140, ... steps, but not below 8."""
+    bits, period = 16, 20
+    while bits > 8 and step >= period:
+        step, bits, period = step - period, bits - 1, 2 * period
+    return bits
+
+
+class Halving:
+    """A callable object, with an older name for what it is given."""
+
+    def __call__(self, iteration):
+        return moq(iteration)
+
+
+STEP_FUNCTIONS = {
+    "step": moq,
+    "iteration": Halving(),
+    "global_step": lambda global_step, period=20: 8 - global_step // period,
+    "lastEpoch": lambda lastEpoch: 8 - lastEpoch,  # noqa: N803
+    "num_updates": partial(lambda scale, num_updates: scale * num_updates, 2),
+}
+
+
+@pytest.mark.parametrize("name", list(STEP_FUNCTIONS))
+def test_function_of_steps_is_refused_without_argument(name):
+    refused(f"function takes '{name}', .* argument=\"step\"", FunctionSchedule, STEP_FUNCTIONS[name], 6000)
+
+
+def test_function_of_steps_gets_steps():
+    schedule = FunctionSchedule(moq, total_steps=6000, argument="step")
+    assert [schedule(t) for t in range(0, 6000, 7)] == [moq(t) for t in range(0, 6000, 7)]
+    assert (schedule.q_min, schedule.q_max) == (8, 16)
+    refused("unknown argument 'steps'; choose from progress, step", FunctionSchedule, moq, 10, argument="steps")
+
+
+def test_function_of_progress_may_be_named_like_a_step():
+    schedule = FunctionSchedule(lambda epoch_share: 3 + 5 * epoch_share, 6, argument="progress")
+    assert schedule.bits().tolist() == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("function", [lambda t: moq(t), lambda u: 5, lambda x: 4.2 + 0.2 * x, lambda *n: moq(*n)])
+def test_constant_function_is_warned_of(function):
+    with pytest.warns(UserWarning, match=r'every step.*argument="step".*StaticSchedule\(\d+, total_steps=60\)'):
+        FunctionSchedule(function, total_steps=60)
+    for argument in ("progress", "step"):
+        FunctionSchedule(lambda u: 5, total_steps=60, argument=argument)  # as it is asked for
+
+
+@dataclass(frozen=True)
+class StepCurve(Profile):
+    """Mistakes a place in a cycle for a step."""
+
+    curve: object
+
+    def growth(self, x):
+        return self.curve(x)
+
+
+@pytest.mark.parametrize(
+    ("curve", "values"),
+    [
+        (lambda x: np.minimum(x // 100, 1), "0 to 0"),
+        (lambda x: np.where(x < 500, 1.0, 0.0), "1 to 1"),
+        (lambda x: 8 - 5 * x, "3 to 8"),
+        (lambda x: x - 0.5, "-0.5 to 0.5"),
+        (lambda x: x / 0.0, "nan to nan"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value|divide by zero")
+def test_profile_that_is_no_growth_is_refused(curve, values):
+    refused(
+        rf"growth\(x\) of StepCurve must rise within 0..1.*from {values}", CyclicSchedule, StepCurve(curve), 3, 8, 1600
+    )
+
+
+@pytest.mark.parametrize("name", ["CR", "LR", "LT"])
+def test_make_schedule_takes_positions(name):
+    expected = make_schedule(name, q_min=3, q_max=8, total_steps=100, n_cycles=4)
+    assert make_schedule(name, 3, 8, 100, 4) == make_schedule(name, 3, 8, 100, n_cycles=4) == expected
+    assert make_schedule("STATIC", None, 8, 100) == StaticSchedule(8, 100)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("CR", 8, 3, 100), "got q_min=8, q_max=3"),
+        (("CR", 100, 3, 8), "got q_min=100, q_max=3"),
+        (("CR", 3, 8), "needs total_steps; the order is name, q_min, q_max, total_steps, n_cycles"),
+        (("STATIC", 8, 100), "needs total_steps"),
+        (("CR",), "needs q_max and total_steps"),
+        (("CR", 3, 8, 4, 100), "n_cycles must lie in 1..total_steps = 1..4, got 100"),
+    ],
+)
+def test_make_schedule_names_wrong_positions(values, message):
+    refused(message, make_schedule, *values, error=(ValueError, TypeError))
 
 
 def test_function_comes_back_as_a_table_of_the_same_bits():
