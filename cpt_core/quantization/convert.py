@@ -110,8 +110,9 @@ def quantize_(
 
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised,
-            parameters that are sharded already, or when nothing would be converted. After any error the model is what
-            it was, also where a warning is made an error.
+            lazy modules that have not run, modules and parameters that quantise by themselves, parameters that are
+            sharded already, or when nothing would be converted. After any error the model is what it was, also where a
+            warning is made an error.
 
     Warns:
         QuantizationWarning: when more than a tenth of the weights stay in float32 unasked.
@@ -128,7 +129,7 @@ def quantize_(
     excluded = _excluded(model, config.float32, parts)
     chosen = {}
     for name, module in model.named_modules():
-        if name in parts or not is_convertible(module):
+        if name in parts or not (is_convertible(module) or is_uninitialized(module)):
             continue
         if name not in excluded and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
@@ -262,11 +263,16 @@ def _may_multiply(module: nn.Module) -> bool:
 
 def is_convertible(module: nn.Module) -> bool:
     """Return whether a module can be given a precision; ``quantize_`` does so where it is no part of a layer."""
-    if not _may_multiply(module) or isinstance(module, (LazyModuleMixin, ParametrizationList)):
+    if not _may_multiply(module) or is_uninitialized(module) or isinstance(module, ParametrizationList):
         return False
     if _graph_layer(module, is_convertible=False) is not None:
         return _graph_layer(module) is not None
     return holds_weights(module) or _has_own_forward(module)
+
+
+def is_uninitialized(module: nn.Module) -> bool:
+    """Return whether a module that may multiply is lazy, and has not run yet."""
+    return isinstance(module, LazyModuleMixin) and _may_multiply(module) and module.has_uninitialized_params()
 
 
 def _has_own_forward(module: nn.Module) -> bool:
@@ -312,7 +318,7 @@ def float32_reason(module: nn.Module) -> str:
     """Return why a module with parameters, which has no precision, is not quantised."""
     if is_convertible(module):
         return "left out"
-    if isinstance(module, LazyModuleMixin):
+    if is_uninitialized(module):
         return "lazy: run the model once before it is converted"
     layer = _graph_layer(module, is_convertible=False)
     return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"

@@ -150,11 +150,14 @@ class QuantizedOpsMode(TorchFunctionMode):
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
-        if handler is not None and is_quantizable(args, kwargs) and self.is_inside():
-            with without_modes():
-                output = self.call_handler(handler, function, args, kwargs)
-            if output is not None:
-                return output
+        if handler is not None and self.is_inside():
+            if is_quantizable(args, kwargs):
+                with without_modes():
+                    output = self.call_handler(handler, function, args, kwargs)
+                if output is not None:
+                    return output
+            else:
+                self.check_not_nested(args, kwargs)
         if function in COMPOSITE_OPS and self.is_inside():
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
@@ -163,6 +166,19 @@ class QuantizedOpsMode(TorchFunctionMode):
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Let a handler compute a function."""
         return handler(self, function, *args, **kwargs)
+
+    def check_not_nested(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for nested operands of a layer that quantises: they would be multiplied in float32."""
+        operands = tensors_of(args, kwargs)
+        if not any(x.is_nested for x in operands):
+            return
+        top = self.running.stack[-1].interception
+        for layer in (self.find_owner(x) or top for x in operands):
+            if layer.precision is not None and self.is_active(layer.precision):
+                raise ValueError(
+                    f"layer {layer.name!r} is given a nested tensor, which cannot be quantised: give it a padded one, "
+                    "x.to_padded_tensor(0.0) or torch.nested.to_padded_tensor(x, 0.0)"
+                )
 
     def _count_whole(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
@@ -275,16 +291,22 @@ class QuantizedOpsMode(TorchFunctionMode):
 
 def is_quantizable(args: Any, kwargs: Any) -> bool:
     """Return whether all operands are dense real tensors, and the first one floating."""
+    tensors = tensors_of(args, kwargs)
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_complex() or x.is_nested:
+            return False
+    return bool(tensors) and tensors[0].is_floating_point()
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among arguments, and in lists and tuples of them."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += [x for x in value if isinstance(x, Tensor)]
-    for x in tensors:
-        if x.layout is not torch.strided or x.is_complex():
-            return False
-    return bool(tensors) and tensors[0].is_floating_point()
+    return tensors
 
 
 def mode_class() -> type[QuantizedOpsMode]:

@@ -364,6 +364,13 @@ class LayerPrecision(nn.Module):
         if self.now.is_set:
             fake_quantize.load_kernels()
 
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script``, which asks every module of a model."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile a model that quantize_ converted: use torch.compile, torch.export or "
+            "cpt.export, or call restore_(model) first"
+        )
+
     def extra_repr(self) -> str:
         """Show the active bits, how operations are executed, and what rounds."""
         if not self.now.is_set:

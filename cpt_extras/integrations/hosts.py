@@ -6,12 +6,24 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpt_core import extensions
-from cpt_core.quantization.convert import precision_of
+from cpt_core.quantization.convert import is_uninitialized, precision_of
 from cpt_core.quantization.op_interception import HOOK
 from cpt_extras import operations
 from cpt_extras.diagnostics.float32_weights import float32_weights, warn_of_float32
+
+# packages whose modules round their own weights, or hold integers
+QUANTIZING_MODULES = (
+    "torch.ao.nn.qat",
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.qat",
+    "torch.ao.nn.intrinsic.quantized",
+    "torchao.",
+    "brevitas.",
+    "bitsandbytes.",
+)
 
 
 def load_libraries(model: nn.Module) -> None:
@@ -28,6 +40,24 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_module(name: str, module: Any) -> None:
+    if is_uninitialized(module):
+        raise ValueError(
+            f"module {name!r} is a lazy {type(module).__name__} without weights: run the model once, as model(x), "
+            f"before quantize_(model); or leave the module out: QuantConfig(float32=({name!r},))"
+        )
+    if _quantizes_by_itself(module):
+        raise ValueError(
+            f"module {name!r}, a {type(module).__name__} of {type(module).__module__}, quantises by itself: call "
+            "quantize_ on the model as it was before that library prepared or converted it, or leave the module out: "
+            f"QuantConfig(float32=({name!r},))"
+        )
+    for parameter_name, parameter in module._parameters.items():
+        if is_traceable_wrapper_subclass(parameter):
+            raise ValueError(
+                f"weight {parameter_name!r} of module {name!r} is a {type(parameter).__name__}, which is no plain "
+                "tensor: it may be quantised already, and cannot be rounded. Call quantize_ on the model with its "
+                f"floating-point weights, or leave the module out: QuantConfig(float32=({name!r},))"
+            )
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if "Attention" in type(module).__name__ and attention not in (None, "eager", "sdpa"):
         raise ValueError(
@@ -39,6 +69,12 @@ def _check_module(name: str, module: Any) -> None:
             f"{type(module).__name__}.precision has a name that a quantised layer has for itself; rename it, or leave "
             f"the module out: QuantConfig(float32=({name!r},))"
         )
+
+
+def _quantizes_by_itself(module: nn.Module) -> bool:
+    """Return whether a module, of torch or another library, rounds its own operands, or holds integers."""
+    kinds = type(module).__mro__
+    return any(k.__name__ == "FakeQuantizeBase" or k.__module__.startswith(QUANTIZING_MODULES) for k in kinds)
 
 
 def list_float32_modules(model: nn.Module, excluded: Collection[str]) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from cpt_core.quantization.op_interception import HOOK
 
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
 MAX_PROCESSES = 2 ** (63 - KEY_BITS)  # with noise of their own
@@ -16,6 +19,19 @@ def key_offset() -> int:
     ``quantize_`` makes keys below 2**51, so that those of two processes never meet; there is room for 4,096.
     """
     return distributed.get_rank() % MAX_PROCESSES << KEY_BITS
+
+
+def _refuse_sharded_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+    """Raise ValueError where tensor parallelism replaces a parameter of a quantised layer; a hook of torch."""
+    if hasattr(parameter, "device_mesh") and hasattr(module, HOOK):
+        raise ValueError(
+            f"parameter {name!r} of layer {getattr(module, HOOK).name!r} is to be sharded by tensor parallelism "
+            "(parallelize_module), which cannot be used with quantised layers: use fully_shard or "
+            "DistributedDataParallel, or call restore_(model) first"
+        )
+
+
+register_module_parameter_registration_hook(_refuse_sharded_parameter)
 
 
 def check_unsharded(model: Any, first: str) -> None:

@@ -32,6 +32,7 @@ from cpt_core.quantization.op_interception import (
     enter_module,
     held_tensors,
     leave_module,
+    tensors_of,
 )
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.recomputation import intercept_recomputation
@@ -128,6 +129,31 @@ class GuardedMode(QuantizedOpsMode):
             return bool(stack)
         return _runs_in(stack[-1].frame, sys._getframe(2))
 
+    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Let a handler compute a function; TypeError for tensors of another class that cannot be rounded.
+
+        Layers that quantise nothing leave such tensors to torch.
+        """
+        try:
+            return super().call_handler(handler, function, args, kwargs)
+        except Exception as error:
+            for x in tensors_of(args, kwargs):
+                if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_of_torch(type(x)):
+                    self._refuse(x, error)
+                    return None
+            raise
+
+    def _refuse(self, x: Tensor, error: Exception) -> None:
+        """Raise TypeError for a tensor of another class, with which an operation failed in a layer that quantises."""
+        layer = self.find_owner(x) or self.running.stack[-1].interception
+        if layer.precision is None or not layer.precision.now.active:
+            return
+        raise TypeError(
+            f"layer {layer.name!r} multiplies a {type(x).__module__}.{type(x).__name__}, which is no plain tensor and "
+            "cannot be quantised here. Give quantised layers plain floating-point weights and inputs: a weight that is "
+            "quantised, or spread over processes by tensor parallelism (parallelize_module), cannot be used with them"
+        ) from error
+
     def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
@@ -169,6 +195,11 @@ class GuardedMode(QuantizedOpsMode):
             if state != entry.autograd_state:
                 intercept_recomputation(self, entry, state[0])
         return True
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Return whether a kind of tensor is one of those with which torch traces code."""
+    return kind.__module__.startswith("torch._subclasses")
 
 
 def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:

@@ -206,7 +206,8 @@ def test_packed_sequences_of_any_recurrent_layer(both):
 
 
 def test_what_is_not_converted_is_listed_with_its_reason():
-    model = quantize_(nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)}))
+    model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)})
+    quantize_(model, QuantConfig(float32=("b",)))
     table = summary(model)
     assert quantized_names(model) == ["linear"]
     assert [row.reason for row in table.float32] == [
@@ -221,7 +222,7 @@ def test_what_is_not_converted_is_listed_with_its_reason():
     [
         (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
         (Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])), None, ""),
-        (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), None, ""),
+        (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), QuantConfig(float32=("1",)), ""),
         (nn.Sequential(nn.Linear(4, 4), nn.PReLU(9)), None, ""),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), QuantConfig(float32=("1",)), ""),  # as asked for
         (nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4), nn.LayerNorm(4)), None, ""),
