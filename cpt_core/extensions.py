@@ -55,6 +55,7 @@ EXTENSIONS = {
     "wrappers": "cpt_extras.integrations.wrapped_names",  # names of layers in a model that another module wraps
     "processes": "cpt_extras.integrations.processes",  # noise of its own for every process, sharded weights
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
+    "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # a warning of pruned weights
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer

@@ -29,6 +29,8 @@ from cpt_core.validation import choose, declared, whole
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 AGGREGATIONS = ("fp", "quantized")
+ATTENTIONS = ("per_token", "paper")
+PAPER_LAYERS = ("linear", "conv", "lstm", "graph")  # kinds of layers that keep the authors' grids
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class QuantConfig:
             integers where the processor gains by them. See ``cpt_extras.int8.register``.
         ladder: what the levels of schedules are: a ``FormatLadder``, level -> format, or role -> ladder, see
             ``cpt_extras.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
+        attention: of an encoder such as BERT. "per_token": every operand has a range per token, with a zero point, so
+            that padding, masks and caches change no other token. "paper": the authors' grids, whose keys have a range
+            per feature over all tokens.
     """
 
     float32: tuple[str, ...] = ()
@@ -55,10 +60,12 @@ class QuantConfig:
     aggregation: str = "fp"
     execution: str = "simulated"
     ladder: Any = field(default=None, hash=False)
+    attention: str = "per_token"
 
     def __post_init__(self) -> None:
         declared(type(self), {**vars(self), "ladder": None}, parts=True)
         choose("aggregation", self.aggregation, AGGREGATIONS)
+        choose("attention", self.attention, ATTENTIONS)
         choose("running_start", self.running_start, RUNNING_STARTS)
         whole("seed", self.seed, *INT64)
         choose("execution", self.execution, EXECUTIONS)
@@ -78,6 +85,10 @@ class QuantConfig:
         """
         return replace(self, quantizers={k: replace(q, granularity="per_tensor") for k, q in self.quantizers.items()})
 
+    def with_zero_points(self) -> QuantConfig:
+        """Return a copy in which 0 is on every grid, also in the paper's layers, as pruned weights need."""
+        return replace(self, quantizers={k: replace(q, zero_point=True) for k, q in self.quantizers.items()})
+
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
         choose("rounding", rounding, ROUNDINGS)
@@ -91,6 +102,7 @@ PRESETS: dict[str, QuantConfig] = {
     "all": QuantConfig(),
     "cifar": QuantConfig(float32=("fc",)),
     "imagenet": QuantConfig(float32=("conv1", "*.downsample.0", "fc")),
+    "bert": QuantConfig(attention="paper"),
 }
 
 
@@ -105,7 +117,7 @@ def quantize_(
 
     Args:
         model: any module. Its matmuls and convolutions are intercepted wherever they run, see ``op_interception``.
-        config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
+        config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet", "bert"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
     Raises:
@@ -178,8 +190,8 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
         if name in chosen or _may_multiply(module):
-            per_feature = op_handlers.has_keys_per_feature(module)
-            vars(module)[HOOK] = Interception(mode, name, precision, kind, per_feature)
+            is_paper_attention = config.attention == "paper" and op_handlers.is_paper_attention(module)
+            vars(module)[HOOK] = Interception(mode, name, precision, kind, is_paper_attention)
         if hasattr(module, HOOK) and _has_own_forward(module):
             add_hooks(module)
 
@@ -200,7 +212,8 @@ def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
 
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
-    roles = _roles(kind, config)
+    is_paper_layer = kind in PAPER_LAYERS or (config.attention == "paper" and op_handlers.is_paper_attention(module))
+    roles = _roles(kind, config, is_paper_layer)
     if kind == "lstm":
         from cpt_core.quantization import lstm  # its handler; few models have one
 
@@ -224,8 +237,11 @@ def attach(module: nn.Module, precision: LayerPrecision) -> None:
         vars(module)["precision"] = precision
 
 
-def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
-    """Return the quantisers of a layer: those of its kind without prefix; of other operations without running range."""
+def _roles(kind: str, config: QuantConfig, is_paper_layer: bool) -> dict[str, Quantizer]:
+    """Return the quantisers of a layer: those of its kind without prefix; of other operations with a zero point.
+
+    Other operations have no running ranges, but one per vector: of a convolution, per position.
+    """
     own = f"{kind}_"
     roles = {role.removeprefix(own): q for role, q in config.quantizers.items() if role.startswith(own)}
     roles["bias"] = config.quantizers["bias"]
@@ -233,13 +249,14 @@ def _roles(kind: str, config: QuantConfig) -> dict[str, Quantizer]:
         if config.aggregation != "quantized":
             del roles["aggregation"]
         return roles
-    granularity = {"linear_input": "per_row", "conv_input": "per_channel"}
+    if not is_paper_layer:
+        roles = {role: replace(quantizer, zero_point=True) for role, quantizer in roles.items()}
+    if kind in ("linear", "conv"):  # as a masked weight
+        roles["computed_weight"] = replace(roles["weight"], zero_point=True)
     for role, quantizer in config.quantizers.items():
         if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
-            roles[role] = quantizer
-            if quantizer.running:
-                grid = granularity.get(role, quantizer.granularity)
-                roles[role] = replace(quantizer, granularity=grid, running=False)
+            granularity = "per_row" if quantizer.running else quantizer.granularity
+            roles[role] = replace(quantizer, granularity=granularity, running=False, zero_point=True)
     return roles
 
 
@@ -309,7 +326,7 @@ def _key_group(module: nn.Module) -> int:
     """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
     has_own_handler = _graph_layer(module) is not None or op_handlers.module_kind(module) == "lstm"
-    if type(module) in layers or has_own_handler or op_handlers.has_keys_per_feature(module):
+    if type(module) in layers or has_own_handler or op_handlers.is_paper_attention(module):
         return 0
     return 1 if holds_weights(module) else 2
 

@@ -13,6 +13,7 @@ gradients of gradients (``create_graph=True``) do likewise.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ class _StraightThrough(torch.autograd.Function):
     """Rounding to the grid of a range, whose gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *grid: Any) -> Tensor:
-        ctx.others = len(grid)
-        return rounding.round_to_grid(x, *grid)
+    def forward(ctx: Any, x: Tensor, round_: Callable[..., Tensor], *grid: Any) -> Tensor:
+        ctx.others = 1 + len(grid)
+        return round_(x, *grid)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +92,7 @@ class _StraightThrough(torch.autograd.Function):
 class PlainOperators:
     """The rounding functions in plain torch; what takes their place has functions of the same names.
 
-    Their arguments are those of ``rounding.round_to_grid``; ``grid`` is the granularity, see ``Quantizer.grid``.
+    Their arguments are those of ``rounding.round_to_grid``; ``grid`` names the ranges, see ``Quantizer.grid``.
     """
 
     range = staticmethod(rounding.range_of)
@@ -105,14 +106,16 @@ class PlainOperators:
         """Round a tensor that is not empty on its own range; return it, and the range."""
         low, width = rounding.range_of(x.detach(), grid)
         clip = rounding.clips(grid, key is not None)
-        return _StraightThrough.apply(x, low, width, steps, key, clip), low, width
+        return PlainOperators.round_in_range(x, low, width, steps, grid, key, clip), low, width
 
     @staticmethod
     def round_in_range(
         x: Tensor, low: Tensor, width: Tensor, steps: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
     ) -> Tensor:
         """Round to the grid of a given range."""
-        return _StraightThrough.apply(x, low, width, steps, key, clip)
+        if rounding.has_zero_point(grid):
+            return _StraightThrough.apply(x, rounding.round_with_zero_point, low, width, steps, key)
+        return _StraightThrough.apply(x, rounding.round_to_grid, low, width, steps, key, clip)
 
     @staticmethod
     def name_on(device: torch.device) -> str:

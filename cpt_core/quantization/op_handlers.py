@@ -5,14 +5,18 @@ its operations to ``mode.run``. What an operand is decides its role:
 
 - a weight is a parameter, a view of one, or what stands where a function of torch has its weight: a range per output;
 - what meets the weight of an ``nn.Linear`` or a convolution is that layer's input: one range, kept as a running range;
-- what meets any other weight is an input with a range per vector;
-- two operands neither of which is a weight are those of attention: each has a range per vector as it lies in memory.
+- what meets any other weight is an input with a range per vector, or per position of a convolution;
+- two operands neither of which is a weight are those of attention: each has a range per token, see ``run_matmul``.
+
+So no range spans samples, tokens or nodes but a running range, which evaluation does not change; and how a tensor lies
+in memory plays no part. Outside of the paper's layers every grid has a zero point (``round_with_zero_point``), as has
+the grid of a weight that is computed, such as a masked one.
 
 Add a function here: a handler, and a line of ``HANDLERS``.
 
-In float32, by name: a sum over one element of two operands that are no weights (the angles of rotary positions are such
-products, and no sums); operands that are sparse, complex or no floating numbers; and what is told where to write
-(``out=``).
+In float32, by name: a sum over one element (the angles of rotary positions are such products, and no sums; its operands
+would have ranges of one number, which are exact); operands that are sparse, complex or no floating numbers; and what is
+told where to write (``out=``).
 
 Differs: the paper and its code quantise the layers of their own models; nothing there says what other operations do.
 """
@@ -34,23 +38,26 @@ from cpt_core.quantization.op_interception import OP_HANDLERS, Interception, Ope
 from cpt_core.quantization.precision import in_float32
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # first operand, second operand, bias
+Macs = Callable[[Tensor, Tensor, Tensor], int]  # first operand, second operand, output
 ATTENTION_SCORES = ("attention_query", "attention_key")
 ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
 
-# Self-attention of transformers whose keys have a range per head and feature, over all tokens, as in the paper's BERT.
-PER_FEATURE_KEYS = {"BertSelfAttention"}
+# Self-attention of transformers as in the paper's BERT, see ``QuantConfig.attention``.
+PAPER_ATTENTION = {"BertSelfAttention"}
 
 
-def has_keys_per_feature(module: nn.Module) -> bool:
-    """Return whether the keys of a module have a range per feature: an encoder's attention, as the paper's BERT has."""
+def is_paper_attention(module: nn.Module) -> bool:
+    """Return whether a module is the self-attention of an encoder, as in the paper's BERT."""
     is_causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    return type(module).__name__ in PER_FEATURE_KEYS and not is_causal
+    return type(module).__name__ in PAPER_ATTENTION and not is_causal
 
 
 def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     layer = mode.layer_of(weight)
-    roles = input_role(layer, "linear"), "linear_weight"
+    if input.shape[-1] == 1 and layer.kind != "linear":
+        layer = in_full_precision(layer)
+    roles = input_role(layer, "linear"), weight_role(mode, layer, "linear", weight)
 
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return x.numel() * w.shape[0]
@@ -69,6 +76,17 @@ def input_role(layer: Interception, kind: str) -> str:
     return "conv_input" if kind == "conv" else "attention_query"
 
 
+def weight_role(mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor) -> str:
+    """Return the role of a weight; of one that a layer computes it is another than that of its parameter."""
+    has_other_role = layer.kind == kind and not mode.is_weight(weight)
+    return "computed_weight" if has_other_role else f"{kind}_weight"
+
+
+def in_full_precision(layer: Interception) -> Interception:
+    """Return a layer whose operations run in float32."""
+    return layer._replace(precision=None)
+
+
 def convolution(
     mode: QuantizedOpsMode,
     function: Any,
@@ -83,7 +101,6 @@ def convolution(
     Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
     biases at all.
     """
-    layer = mode.layer_of(weight)
 
     def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return function(x, w, b, *rest, **more)
@@ -91,13 +108,47 @@ def convolution(
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return y.numel() * w[0].numel()
 
-    def run(*operands: Any) -> Tensor:
-        roles = input_role(layer, "conv"), "conv_weight"
-        name = function.__name__.partition(".")[0]
-        return mode.run(layer, name, compute, operands, roles, macs, "conv_grad", options=(rest, more))
+    return run_convolution(mode, function, compute, (input, weight, bias), macs, options=(rest, more))
 
+
+def run_convolution(
+    mode: QuantizedOpsMode,
+    function: Any,
+    compute: Compute,
+    operands: Operands,
+    macs: Macs,
+    options: Any = None,
+    is_transposed: bool = False,
+) -> Tensor:
+    """Return ``compute(input, weight, bias)`` with quantised operands: input (N, C, ...) or (C, ...).
+
+    The weight (O, C, ...) has a range per output channel; where ``is_transposed`` it is (C, O, ...), and ``compute``
+    takes (O, C, ...). ``options``: what executors have to know.
+
+    The input of a convolution layer has one running range; that of a convolution in the forward of another module has
+    one per position, over the channels. A single channel would have ranges of one number: it runs in float32.
+    """
+    input, weight, bias = operands
+    layer = mode.layer_of(weight)
+    is_layer = layer.kind == "conv"
     is_unbatched = input.dim() < weight.dim()
-    y = in_float32(layer.precision, input, run, input.unsqueeze(0) if is_unbatched else input, weight, bias)
+    batch = input.unsqueeze(0) if is_unbatched else input
+    if batch.shape[1] == 1 and not is_layer:
+        layer = in_full_precision(layer)
+    roles = input_role(layer, "conv"), weight_role(mode, layer, "conv", weight)
+    name = function.__name__.partition(".")[0]
+
+    def compute_channels_last(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return compute(x.movedim(-1, 1), w, b)
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        w = w.transpose(0, 1) if is_transposed else w
+        if is_layer or layer.precision is None:
+            return mode.run(layer, name, compute, (x, w, b), roles, macs, "conv_grad", options=options)
+        by_position = x.movedim(1, -1), w, b
+        return mode.run(layer, name, compute_channels_last, by_position, roles, macs, "conv_grad", along=(-1, None))
+
+    y = in_float32(layer.precision, input, run, batch, weight, bias)
     return y.squeeze(0) if is_unbatched else y
 
 
@@ -112,15 +163,20 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands."""
+    """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands.
+
+    Both operands have ranges along the sum, over K, with one exception: where K counts positions and neither is a
+    weight, as in ``probabilities @ values``, the values have a range per position, over N. A range over the positions
+    would let masked ones, which are multiplied by 0, change the others.
+    """
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
     layer = mode.running.stack[-1].interception
     if is_second_weight:
         layer = mode.layer_of(b)
     elif is_first_weight:
         layer = mode.layer_of(a)
-    elif a.shape[-1:] == (1,):  # a scaling
-        layer = layer._replace(precision=None)
+    if a.shape[-1:] == (1,) and layer.kind != "linear":
+        layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,28 +184,68 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
         if is_second_weight and b.dim() > 1:
             return _run_matmul(mode, layer, compute, operands, weight_roles, transposed=(False, True))
         if is_first_weight and a.dim() > 1:
-            return _run_matmul(mode, layer, compute, operands, weight_roles, is_swapped=True)
-        is_transposed = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
-        roles = ATTENTION_SCORES if is_transposed else ATTENTION_CONTEXT
-        return _multiply_activations(mode, layer, compute, operands, roles)
+            is_matrix = b.dim() > 1
+            return _run_matmul(
+                mode, layer, compute, operands, weight_roles, transposed=(False, is_matrix), is_swapped=True
+            )
+        return _multiply_activations(mode, layer, compute, operands)
 
     return in_float32(layer.precision, a, run, a, b, bias)
 
 
-def _multiply_activations(
-    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands, roles: tuple[str, str]
-) -> Tensor:
-    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight.
-
-    Keys have a range per token, values one per row as they lie; with keys per feature, as in the paper's BERT, keys
-    have one per row of the transposed matrix.
-    """
+def _multiply_activations(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:
+    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight."""
     a, b, _ = operands
-    if a.dim() > 1 < b.dim() and a.shape[-1] == 1:  # an outer product: vectors lie across the sum
-        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT, transposed=(True, False))
-    if roles == ATTENTION_SCORES and not layer.keys_per_feature:
-        return _run_matmul(mode, layer, compute, operands, roles, transposed=(False, True), along=(None, -1))
-    return _run_matmul(mode, layer, compute, operands, roles)
+    if a.dim() == 1 or b.dim() == 1:
+        transposed = False, b.dim() > 1
+        along = None, -1
+        return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=transposed, along=along)
+    (rows, summed), columns = a.shape[-2:], b.shape[-1]
+    mixing = find_mixing(mode, rows, summed, columns)
+    mode.running.stack[-1].scores.append((rows, columns))
+    if mixing == "first":
+        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT)
+    if mixing == "second":  # values, transposed, times probabilities, transposed
+        transposed = True, True
+        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT, transposed=transposed, is_swapped=True)
+    return _run_scores(mode, layer, compute, operands)
+
+
+def _run_scores(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:
+    """Multiply queries (..., M, K) and keys, transposed, (..., K, N), each with a range per token.
+
+    In the paper's attention keys have one per feature, over all tokens.
+    """
+    if layer.is_paper_attention:
+        return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES)
+    return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=(False, True), along=(None, -1))
+
+
+def find_mixing(mode: QuantizedOpsMode, rows: int, summed: int, columns: int) -> str:
+    """Return which operand of a (M, K) @ b (K, N) weights positions, as probabilities do: "first", "second" or "".
+
+    It does if it has the shape of scores that the running module has computed, or of the result of a softmax; and if it
+    is square and the result is not: a graph's adjacency, or a matrix that mixes tokens.
+    """
+    scores = mode.running.stack[-1].scores
+    if (rows, summed) in scores:
+        return "first"
+    if (columns, summed) in scores:
+        return "second"
+    return "first" if rows == summed != columns else ""
+
+
+def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = None, *rest: Any, **more: Any) -> None:
+    """Note the shape of probabilities for ``find_mixing``, and leave the softmax to torch."""
+    if not isinstance(dim, int) or input.dim() < 2:
+        return
+    dim = dim % input.dim()
+    summed = input.shape[dim]
+    if dim == input.dim() - 1:
+        others = [input.shape[-2]]
+    else:
+        others = [size for i, size in enumerate(input.shape) if i != dim]
+    mode.running.stack[-1].scores.extend((size, summed) for size in others)
 
 
 def _run_matmul(
@@ -170,23 +266,19 @@ def _run_matmul(
     """
     a, b, bias = operands
 
-    def arrange(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Transpose or swap a and b; the same undoes it."""
-        if transposed[0]:
-            x = x.mT
-        if transposed[1]:
-            y = y.mT
-        return (y, x) if is_swapped else (x, y)
+    def turn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.mT if transposed[0] else x, y.mT if transposed[1] else y
 
     def compute_arranged(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-        return compute(*arrange(first, second), bias)
+        return compute(*turn(*((second, first) if is_swapped else (first, second))), bias)
 
     def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
         return output.numel() * a.shape[-1]
 
     gradient = "linear_grad" if "linear_weight" in roles else "attention_grad"
     options = compute_arranged  # for executors that only round
-    arranged = *arrange(a, b), bias
+    x, y = turn(a, b)
+    arranged = (y, x, bias) if is_swapped else (x, y, bias)
     return mode.run(layer, "matmul", compute_arranged, arranged, roles, macs, gradient, along=along, options=options)
 
 
@@ -215,8 +307,7 @@ def attention(
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        operands = query, key.transpose(-2, -1), None
-        scores = _multiply_activations(mode, layer, multiply, operands, ATTENTION_SCORES)
+        scores = _run_scores(mode, layer, multiply, (query, key.transpose(-2, -1), None))
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -225,7 +316,7 @@ def attention(
         elif mask is not None:
             scores = scores + mask
         probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
-        return _multiply_activations(mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT)
+        return _run_matmul(mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT)
 
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
@@ -260,6 +351,7 @@ HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, 
     **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
     **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
     "scaled_dot_product_attention": (attention, "query key value attn_mask"),
+    "softmax": (softmax, "input dim"),
 }
 for _name, (_handler, _operands) in HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)

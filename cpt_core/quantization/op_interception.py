@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ class Interception(NamedTuple):
     name: str
     precision: LayerPrecision | None
     kind: str  # "linear", "conv", "lstm", "graph", or "attention" for modules of any other class
-    keys_per_feature: bool  # whether keys have a range per feature, over all tokens, and not one per token
+    is_paper_attention: bool  # whether it runs the paper's attention, see ``QuantConfig.attention``
 
 
 def operation_of(
@@ -104,10 +104,17 @@ def operation_of(
 
 @dataclass(slots=True, eq=False)
 class RunningModule:
-    """An entry of the stack of running modules."""
+    """An entry of the stack of running modules.
+
+    Attributes:
+        module: that runs.
+        interception: what it knows.
+        scores: (rows, columns) of scores and probabilities that it has computed, see ``op_handlers.find_mixing``.
+    """
 
     module: nn.Module
     interception: Interception
+    scores: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
 
 
 class _RunningModules(threading.local):
@@ -205,9 +212,11 @@ class QuantizedOpsMode(TorchFunctionMode):
         stack = self.running.stack
         if not stack or stack[-1].module is not module:
             return  # a hook failed before the module was entered
-        stack.pop()
+        left = stack.pop()
         if not stack:
             self.__exit__(None, None, None)
+        elif left.scores:  # a module may compute the scores of another
+            stack[-1].scores.extend(left.scores)
 
     def is_inside(self) -> bool:
         """Return whether code of a running module calls."""
@@ -274,6 +283,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         if precision is None or not self.is_active(precision):
             output = compute(*operands)
         else:
+            if precision.zeros_unknown:
+                precision.look_for_zeros(roles[1], operands[1])
             executor = EXECUTORS.get((precision.execution, name))
             found = None if executor is None else executor(precision, operands, roles, along, options)
             output = precision.quantized(compute, operands, roles, gradient, along) if found is None else found

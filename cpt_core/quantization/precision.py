@@ -57,6 +57,7 @@ class LayerPrecision(nn.Module):
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
     called = False  # whether the layer has multiplied
+    zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
     int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``int8.execution``
@@ -132,6 +133,7 @@ class LayerPrecision(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Change the mode as every module does; the scheduler may have other bits for evaluation."""
         super().train(mode)
+        self.zeros_unknown = True
         if not mode and self.corrected:
             self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.buffers())
         if self.driver is not None:
@@ -205,7 +207,16 @@ class LayerPrecision(nn.Module):
         """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
         self.require_bits()
         check_floating(x)
+        if self.zeros_unknown:
+            self.look_for_zeros(role, x)
         return self.round_operand(role, x, along)
+
+    def look_for_zeros(self, role: str | None, x: Tensor) -> None:
+        """Warn once of a weight with exact zeros that its grid does not have."""
+        if role is not None and self.own_role(role) == "weight" and not torch.compiler.is_compiling():
+            self.zeros_unknown = False
+            if not self.quantizers["weight"].zero_point:
+                extensions.services("exact_zeros").warn_of_exact_zeros(self, x)
 
     def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
         """Return an operand, rounded; of a layer that has bits."""

@@ -1,6 +1,7 @@
 """The quantiser of every role: which elements share a range, and how they are rounded.  Paper: figure 1.
 
-A tensor is rounded to a uniform grid of ``2**q`` values between the minimum and the maximum of its range. Add a
+A tensor is rounded to a uniform grid of ``2**q`` values between the minimum and the maximum of its range. Roles with a
+prefix are those of operations outside of the paper's layers, too; there every grid has a zero point. Add a
 quantiser here: a role, and in ``rounding.py`` a granularity if it needs a new one.
 
 >>> QUANTIZERS["linear_grad"].granularity, QUANTIZERS["linear_grad"].rounding
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cpt_core.quantization.rounding import ZERO_POINT
 from cpt_core.validation import choose, declared
 
 GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
@@ -26,12 +28,16 @@ class Quantizer:
             of the tensor at hand in evaluation, too.
         rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range).
         running: keep a running range during training and use it in evaluation.
-        grid: what rounding functions are told: the granularity; number formats add their name.
+        zero_point: shift the grid by at most half a step so that 0 is on it, see ``rounding.round_with_zero_point``:
+            masked and pruned values stay 0.
+        grid: what rounding functions are told: the granularity, "+zero" for a zero point; number formats add their
+            name.
     """
 
     granularity: str
     rounding: str = "nearest"
     running: bool = False
+    zero_point: bool = field(default=False, kw_only=True)
     grid: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +47,7 @@ class Quantizer:
         choose("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
             raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
-        object.__setattr__(self, "grid", self.granularity)
+        object.__setattr__(self, "grid", self.granularity + (ZERO_POINT if self.zero_point else ""))
 
 
 # The roles of the authors' layers.

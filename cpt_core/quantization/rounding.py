@@ -2,6 +2,8 @@
 
     n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
 
+A grid with a zero point is shifted by at most half a step so that 0 is on it, see ``round_with_zero_point``.
+
 This file is the reference: faster implementations, see ``cpt_core.extensions``, give the same bits. Nothing in it knows
 autograd; ``fake_quantize`` adds the straight-through estimator.
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
+ZERO_POINT = "+zero"  # behind a granularity: 0 is on the grid
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
 
 
@@ -68,14 +71,36 @@ GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
 }
 
 
-def range_of(x: Tensor, granularity: str) -> Range:
-    """Return the ranges of a tensor that is not empty, see ``GRANULARITIES``."""
-    return GRANULARITIES[granularity](x)
+def range_of(x: Tensor, grid: str) -> Range:
+    """Return the ranges of a tensor that is not empty; ``grid``: a name of ``GRANULARITIES``, or with a zero point."""
+    return GRANULARITIES[grid.removesuffix(ZERO_POINT)](x)
 
 
-def clips(granularity: str, is_stochastic: bool) -> bool:
-    """Return whether values of the tensor itself can lie outside its range."""
-    return is_stochastic or granularity == "per_sample_mean"
+def has_zero_point(grid: str) -> bool:
+    """Return whether 0 is on a grid exactly, see ``Quantizer.grid``."""
+    return ZERO_POINT in grid
+
+
+def clips(grid: str, is_stochastic: bool) -> bool:
+    """Return whether values of the tensor itself can lie outside its grid."""
+    return is_stochastic or has_zero_point(grid) or grid.startswith("per_sample_mean")
+
+
+def shift_to_zero(low: Tensor, width: Tensor, steps: Tensor) -> Range:
+    """Return the range of a grid with a zero point, extended to 0 and shifted by at most half a step.
+
+    Its points low + k * width / steps, k = 0..steps, are those of ``round_with_zero_point``, up to the last digit.
+    """
+    zero, scale, width = _zero_point(low, width, steps)
+    return -(zero * scale), width
+
+
+def _zero_point(low: Tensor, width: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which point of a grid is 0, the step, and the width of the range with 0 in it."""
+    low, high = low.clamp_max(0.0), (low + width).clamp_min(0.0)
+    width = high - low
+    scale = (width / steps).clamp_min(MIN_SCALE)
+    return (-low / scale).round(), scale, width
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
@@ -113,6 +138,19 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Ten
     if clip:
         k = torch.clamp(k, torch.zeros_like(steps), steps)
     return (k.round() * scale + low).to(x.dtype)
+
+
+def round_with_zero_point(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None) -> Tensor:
+    """Round ``x`` to a grid with a zero point: k * scale, k = -zero..steps - zero; arguments as ``round_to_grid``.
+
+    The range is extended to 0 where it lies on one side of it, then shifted by at most half a step. So 0 stays exactly
+    0, and zeros that join a tensor change nothing else: padding, masked positions, pruned weights.
+    """
+    zero, scale, _ = _zero_point(low, width, steps)
+    k = x.float() / scale
+    if key is not None:
+        k = k + noise(key, k)
+    return (torch.clamp(k, -zero, steps - zero).round() * scale).to(x.dtype)
 
 
 def noise(key: Tensor, x: Tensor) -> Tensor:

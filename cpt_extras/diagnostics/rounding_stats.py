@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_role
-from cpt_core.quantization.rounding import clips
+from cpt_core.quantization.rounding import clips, has_zero_point, shift_to_zero
 from cpt_extras.formats.format import Format
 from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.kernels import operators
@@ -67,7 +67,10 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high = low + width
     if parts_of(grid)[1] is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
-        codes = operators.active.encode(x, low, width, levels, key, clips(grid.partition("|")[0], key is not None))
+        if has_zero_point(grid):  # what is on the grid has its code
+            codes = operators.active.encode(rounded, *shift_to_zero(low, width, levels), levels, None, True)
+        else:
+            codes = operators.active.encode(x, low, width, levels, key, clips(grid, key is not None))
         used = _distinct(codes, low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block

@@ -221,7 +221,8 @@ def on_level(quantizer: Quantizer, level: FormatQuantizer | None) -> Quantizer:
     granularity = level.granularity or ("per_tensor" if level.format.scale == "e4m3" else quantizer.granularity)
     is_running = quantizer.running and granularity == "per_tensor"  # others have as many ranges as the tensor at hand
     rounding = level.rounding or quantizer.rounding
-    return replace(level, granularity=granularity, rounding=rounding, running=is_running)
+    zero_point = quantizer.zero_point and level.format.plain_affine  # every other format has 0
+    return replace(level, granularity=granularity, rounding=rounding, running=is_running, zero_point=zero_point)
 
 
 def ladders_of(given: Any) -> Levels:

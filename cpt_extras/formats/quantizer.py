@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, Quantizer
+from cpt_core.quantization.rounding import ZERO_POINT
 from cpt_core.validation import choose, declared, shown, whole
 from cpt_extras.formats.format import OPTIONS, Format
 
@@ -29,7 +30,7 @@ class FormatQuantizer(Quantizer):
         rounding: "nearest" or "stochastic"; None takes that of the role.
         format: which numbers there are.
         hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
-        grid: the granularity, "|", and the name of the format.
+        grid: the granularity, "+zero" for a zero point, "|", and the name of the format.
     """
 
     granularity: str | None = None  # type: ignore[assignment]
@@ -50,7 +51,8 @@ class FormatQuantizer(Quantizer):
         if size & (size - 1):
             raise ValueError(f"a Hadamard rotation has a power of two as its size, got {size}")
         object.__setattr__(self, "hadamard", size)
-        object.__setattr__(self, "grid", grid_of(self.granularity or "", self.format))
+        granularity = (self.granularity or "") + (ZERO_POINT if self.zero_point else "")
+        object.__setattr__(self, "grid", grid_of(granularity, self.format))
 
     @property
     def plain(self) -> bool:

@@ -54,10 +54,10 @@ def quantize(
         raise ValueError(
             f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for a grid of bits"
         )
-    granularity = quantizer_of("conv_input" if quantizer is None else quantizer).granularity
+    grid = quantizer_of("conv_input" if quantizer is None else quantizer).grid
     bits = check_bits("bits", bits)
     if bits > MAX_GRID_BITS or x.numel() == 0:
         return x
     fake_quantize.load_kernels()
     steps = torch.tensor(num_steps(bits), dtype=torch.float32, device=x.device)
-    return fake_quantize.operators.fake_quantize(x, steps, granularity)[0]
+    return fake_quantize.operators.fake_quantize(x, steps, grid)[0]

@@ -13,6 +13,8 @@ from torch import nn
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import HOOK
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.roles import Quantizer
+from cpt_core.quantization.rounding import ZERO_POINT
 from cpt_extras.cpu_info import multiplies_codes
 from cpt_extras.formats.ladder_rounding import ladders_of_layer
 from cpt_extras.int8.lstm import int8_reason
@@ -85,7 +87,9 @@ def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, 
     if reason := unsupported_reason(layer, precision):
         return dict.fromkeys(products_of(layer), reason)
     one_range = ONE_RANGE_OF_MATRIX if kind == "graph" else ONE_RANGE
-    several = {role for role, quantizer in precision.quantizers.items() if quantizer.grid not in one_range}
+    several = {
+        role for role, quantizer in precision.quantizers.items() if grid_without_zero_point(quantizer) not in one_range
+    }
     kinds = [kind, *(base.__name__ for base in type(layer).__mro__)]
     reasons: dict[str, str] = {}
     for name in kinds:
@@ -110,20 +114,27 @@ def _convolution_reason(layer: Any, precision: LayerPrecision) -> str:
         return f"it has {layer.groups} groups"
     if isinstance(layer.padding, str) and layer.padding_mode == "zeros":
         return f"its padding is {layer.padding!r}"
-    return "" if precision.quantizers["input"].grid in ONE_RANGE else "its inputs have several ranges"
+    has_one_range = grid_without_zero_point(precision.quantizers["input"]) in ONE_RANGE
+    return "" if has_one_range else "its inputs have several ranges"
+
+
+def grid_without_zero_point(quantizer: Quantizer) -> str:
+    """Return the grid of a quantiser; integers serve those with and without a zero point."""
+    return quantizer.grid.removesuffix(ZERO_POINT)
 
 
 def _reasons_of_attention(layer: nn.Module, precision: LayerPrecision) -> dict[str, str]:
     """Return the reasons for matmuls of two activations; "weight" are the gradients of keys and values."""
     if precision.execution == "auto":
         return dict.fromkeys(PASSES, "many small products are no faster on codes")
-    if not getattr(layer, HOOK).keys_per_feature:
+    if not getattr(layer, HOOK).is_paper_attention:
         return dict.fromkeys(PASSES, "only attention with keys by feature has products on codes")
     by_role = {
         "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
         "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
     }
-    per_row = {role for role, q in precision.quantizers.items() if q.grid in ("per_row", "per_position")}
+    several = "per_row", "per_position"
+    per_row = {role for role, q in precision.quantizers.items() if grid_without_zero_point(q) in several}
     reasons: dict[str, str] = {}
     for product, of_roles in by_role.items():
         parts = dict.fromkeys(reason for role, reason in of_roles.items() if role in per_row)

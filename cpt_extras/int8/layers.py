@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from cpt_core.quantization import rounding
 from cpt_core.quantization.fake_quantize import check_floating
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import clips
@@ -49,26 +50,27 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 @torch.compiler.disable
 def linear_on_codes(
     precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None,
-    codes: QuantizedTensor | None = None, parts: Sequence[int] = (),
+    codes: QuantizedTensor | None = None, parts: Sequence[int] = (), weight_role: str = "weight",
 ) -> Tensor:  # fmt: skip
     """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
 
     Args:
         codes: those of ``x`` where a layer finds the ranges itself.
         parts: rows of the parts of the output whose gradients are quantised by themselves; empty for one part.
+        weight_role: of the weight, in the layer.
     """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Linear.apply(x, weight, quantized_bias, precision, codes, parts)
+    return _Linear.apply(x, weight, quantized_bias, precision, codes, parts, weight_role)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision,
-        codes: QuantizedTensor | None, parts: Sequence[int],
+        codes: QuantizedTensor | None, parts: Sequence[int], weight_role: str,
     ) -> Tensor:  # fmt: skip
         a = (encoded(precision, "input", x) if codes is None else codes).matrix()
-        w = encoded(precision, "weight", weight)
+        w = encoded(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
         ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
         y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
@@ -84,27 +86,29 @@ class _Linear(torch.autograd.Function):
         dx = product(g, w).view(ctx.shape) if of_x else None
         if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
             g = g.dequantize()  # once
-        return dx, product(g.t(), a) if of_w else None, sums(g) if of_b else None, *[None] * 3
+        return dx, product(g.t(), a) if of_w else None, sums(g) if of_b else None, *[None] * 4
 
 
 @torch.compiler.disable
 def conv2d_on_codes(
-    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
-) -> Tensor:
+    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any,
+    weight_role: str = "weight",
+) -> Tensor:  # fmt: skip
     """Return the convolution (N, O, P, Q) of x (N, C, H, W) by weight (O, C, I, J) and bias (O,), all quantised.
 
     ``geometry``: stride, padding and dilation, each (rows, columns).
     """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Conv2d.apply(x, weight, quantized_bias, precision, Geometry(*geometry))
+    return _Conv2d.apply(x, weight, quantized_bias, precision, Geometry(*geometry), weight_role)
 
 
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry
-    ) -> Tensor:
-        a, w = encoded(precision, "input", x, channels_last=True), encoded(precision, "weight", weight)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry,
+        weight_role: str,
+    ) -> Tensor:  # fmt: skip
+        a, w = encoded(precision, "input", x, channels_last=True), encoded(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision, channels_last=True)
         # as a convolution of torch: what follows may rely on the layout, as view does
@@ -132,7 +136,7 @@ class _Conv2d(torch.autograd.Function):
             db = sums(g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1])))
         elif ctx.needs_input_grad[2]:
             db = sums(g.transpose(1, -1).flatten(0, -2))
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 @torch.compiler.disable
@@ -191,6 +195,9 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
     else:
         low, width = p.evaluated(role, x)
         low = marked(p, role, x, low)
+    if quantizer.zero_point:
+        x = rounding.round_with_zero_point(x, low, width, p.levels_for(role), None)
+        low, width = rounding.shift_to_zero(low, width, p.levels_for(role))
     return QuantizedTensor.on(x, low, width, p.levels_for(role), None, clips_operand(p, role), channels_last)
 
 
@@ -245,7 +252,11 @@ class GradientRounding:
         grid, key = quantizer.grid, p.noise_key if quantizer.rounding == "stochastic" else None
         clip = clips(grid, key is not None)
         ranges = range_of(gradient, grid)
-        codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, key, clip, self.channels_last)
+        if quantizer.zero_point:  # its points have their codes, whatever the noise
+            gradient = rounding.round_with_zero_point(gradient, *ranges, p.grad_levels, key)
+            ranges = rounding.shift_to_zero(*ranges, p.grad_levels)
+        noise_key = None if quantizer.zero_point else key
+        codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, noise_key, clip, self.channels_last)
         if key is not None:
             key.add_(1)
         return codes

@@ -26,14 +26,21 @@ from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.execution import describe_execution as describe_execution
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.execution import note_active_bits as note_active_bits
-from cpt_extras.int8.fallback import ONE_RANGE
+from cpt_extras.int8.fallback import ONE_RANGE, grid_without_zero_point
 from cpt_extras.int8.fallback import described as described
 from cpt_extras.int8.layers import conv2d_on_codes, linear_on_codes, product_on_codes
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 Roles = tuple[str, str]
 Along = tuple[int | None, int | None]
-OWN_WEIGHT = ("input", "weight")  # roles of an operation of a layer by its own weight
+OWN_WEIGHTS = ("weight", "computed_weight")  # roles of a weight of the layer itself
+
+
+def _own_weight_role(precision: LayerPrecision, roles: Roles, kind: str) -> str:
+    """Return the role of the weight of an operation of a layer of a kind by its own weight; "" for any other."""
+    input_role, weight_role = _own_roles(precision, roles)
+    is_own = precision.kind == kind and input_role == "input" and weight_role in OWN_WEIGHTS
+    return weight_role if is_own else ""
 
 
 def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
@@ -42,23 +49,24 @@ def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
 
 def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
     """Compute ``F.linear`` of a linear layer on 8-bit integers."""
-    is_own = precision.kind == "linear" and _own_roles(precision, roles) == OWN_WEIGHT
-    if not is_own or not multiplies_integers(precision, operands[0]):
+    weight_role = _own_weight_role(precision, roles, "linear")
+    if not weight_role or not multiplies_integers(precision, operands[0]):
         return None
-    return linear_on_codes(precision, *operands)
+    return linear_on_codes(precision, *operands, weight_role=weight_role)
 
 
 def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
     """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
     x, weight, _ = operands
-    is_own = precision.kind == "conv" and _own_roles(precision, roles) == OWN_WEIGHT
-    if not is_own or not multiplies_integers(precision, x):
+    weight_role = _own_weight_role(precision, roles, "conv")
+    if not weight_role or not multiplies_integers(precision, x):
         return None
     rest, more = options
     geometry = convolution_geometry(*rest, **more)
-    if geometry is None or not _has_windows(x, weight, geometry) or precision.quantizers["input"].grid not in ONE_RANGE:
+    has_one_range = grid_without_zero_point(precision.quantizers["input"]) in ONE_RANGE
+    if geometry is None or not _has_windows(x, weight, geometry) or not has_one_range:
         return None
-    return conv2d_on_codes(precision, *operands, *geometry)
+    return conv2d_on_codes(precision, *operands, *geometry, weight_role=weight_role)
 
 
 def convolution_geometry(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Geometry | None:

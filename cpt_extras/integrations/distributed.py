@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from cpt_core.quantization.rounding import Range, clips
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend
+from cpt_extras.kernels.grids import parts_of
 
 OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
 
@@ -66,7 +67,7 @@ class _Agreed:
         if torch.compiler.is_compiling():
             raise RuntimeError("inside agreed_ranges layers run uncompiled")
         low, width = self.ops.range(x, granularity)
-        kind = granularity.partition("|")[0]
+        kind = parts_of(granularity)[0]
         if kind == OF_EXAMPLES:
             return low, width
         high = -self.ops.range(-x, granularity)[0]  # exactly: low + width is rounded
@@ -87,14 +88,14 @@ class _Agreed:
         is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)  # the same in all processes
         find_range = self.ops.range if is_weight else self.range
         low, width = find_range(x.detach(), granularity)
-        clip = clips(granularity.partition("|")[0], key is not None)
+        clip = clips(granularity, key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return any other operator, which finds no range of several examples inside."""
 
         def local(*given: Any) -> Any:
-            grids = [g for g in given if isinstance(g, str) and g.partition("|")[0] != OF_EXAMPLES]
+            grids = [g for g in given if isinstance(g, str) and parts_of(g)[0] != OF_EXAMPLES]
             if name.startswith("round_scale") or (grids and name != "round_in_range"):
                 raise RuntimeError(
                     f"{name} finds the ranges of several examples inside, on which processes cannot agree; give the "

@@ -1,7 +1,7 @@
 """Grids: what kernels are told to round to.
 
-What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
-else granularity, "|" and the format's name; see ``FormatQuantizer.grid``.
+A grid is a granularity, "+zero" where 0 is to be on it, and for a number format "|" and its name; see
+``FormatQuantizer.grid``. What kernels call granularity may be such a grid.
 
 >>> import torch
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
@@ -25,7 +25,7 @@ def parts_of(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity, _format_named(name) if name else None
+        _parts[grid] = granularity.removesuffix(rounding.ZERO_POINT), _format_named(name) if name else None
     return _parts[grid]
 
 
@@ -43,9 +43,8 @@ def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> t
 
     Arguments as those of ``round_in_range``.
     """
-    granularity = grid.partition("|")[0]
-    low, width = rounding.range_of(x, granularity)
-    clip = rounding.clips(granularity, key is not None)
+    low, width = rounding.range_of(x, grid.partition("|")[0])
+    clip = rounding.clips(grid, key is not None)
     return round_in_range(x, low, width, levels, grid, key, clip), low, width
 
 
@@ -61,6 +60,8 @@ def round_in_range(
         ValueError: for a row that blocks do not divide.
     """
     granularity, format = parts_of(grid)
+    if rounding.has_zero_point(grid):  # number formats have 0 anyway
+        return rounding.round_with_zero_point(x, low, width, levels, key)
     if format is None:
         return rounding.round_to_grid(x, low, width, levels, key, clip)
     from cpt_extras.formats.format_rounding import round_to_format

@@ -72,7 +72,7 @@ def or_stored(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) 
 def clips_operand(precision: LayerPrecision, role: str) -> bool:
     """Return whether values can lie outside the range of their role."""
     quantizer = precision.quantizers[role]
-    return clips(quantizer.granularity, quantizer.rounding == "stochastic") or uses_stored(precision, role)
+    return clips(quantizer.grid, quantizer.rounding == "stochastic") or uses_stored(precision, role)
 
 
 def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> None:

@@ -40,7 +40,9 @@ def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: A
 
 
 def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
-    """Compute ``F.conv2d`` likewise; ``options``: its arguments behind the bias."""
+    """Compute ``F.conv2d`` likewise; ``options``: its arguments behind the bias, None where x is arranged otherwise."""
+    if options is None:
+        return None
     geometry, named = options
     if named or len(geometry) != 4 or isinstance(geometry[1], str):
         return None

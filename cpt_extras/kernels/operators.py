@@ -76,7 +76,7 @@ def round_in_range(
     x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
 ) -> Tensor:
     """Round to any grid of a given range; arguments as those of ``grids.round_in_range``."""
-    if "|" not in grid:
+    if "|" not in grid and not rounding.has_zero_point(grid):
         return active.round_to_grid(x, low, width, levels, key, clip)
     return active.round_in_range(x, low, width, levels, grid, key, clip)
 

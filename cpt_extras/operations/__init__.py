@@ -14,7 +14,7 @@ from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMod
 from cpt_core.quantization.precision import in_float32
 from cpt_extras.operations.contractions import register_library_operators as register_library_operators
 
-op_handlers.PER_FEATURE_KEYS |= set(  # encoders like the paper's BERT
+op_handlers.PAPER_ATTENTION |= set(  # encoders like the paper's BERT
     "RobertaSelfAttention XLMRobertaSelfAttention CamembertSelfAttention ElectraSelfAttention DistilBertSelfAttention "
     "AlbertAttention ViTAttention".split()
 )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from string import ascii_letters
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,19 @@ from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.op_handlers import (
+    ATTENTION_CONTEXT,
+    ATTENTION_SCORES,
+    find_mixing,
     functions_named,
+    in_full_precision,
     input_role,
     matmul,
     multiply,
     register_handler,
+    run_convolution,
     run_matmul,
 )
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, QuantizedOpsMode
+from cpt_core.quantization.op_interception import COMPOSITE_OPS, Interception, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 from cpt_extras.operations.autocast_matmul import einsum as torch_einsum
 
@@ -66,7 +71,6 @@ def transposed_convolution(
     **more: Any,
 ) -> Tensor:
     """Quantise a transposed convolution, with a range per output channel of the weight."""
-    layer = mode.layer_of(weight)
 
     def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return function(x, w.transpose(0, 1), b, *rest, **more)
@@ -74,15 +78,8 @@ def transposed_convolution(
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return x.numel() * weight[0].numel()
 
-    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        roles = input_role(layer, "conv"), "conv_weight"
-        name = function.__name__.partition(".")[0]
-        operands = x, w.transpose(0, 1), b
-        return mode.run(layer, name, compute, operands, roles, macs, "conv_grad", options=(rest, more))
-
-    is_unbatched = input.dim() < weight.dim()
-    y = in_float32(layer.precision, input, run, input.unsqueeze(0) if is_unbatched else input, weight, bias)
-    return y.squeeze(0) if is_unbatched else y
+    operands = input, weight, bias
+    return run_convolution(mode, function, compute, operands, macs, options=(rest, more), is_transposed=True)
 
 
 # --- bilinear maps, experts, chains -----------------------------------------------------------------------------------
@@ -185,70 +182,112 @@ def einsum(mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any)
 def _contract(
     mode: QuantizedOpsMode, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor
 ) -> Tensor:
-    """Compute an einsum of two operands with quantised operands."""
+    """Compute an einsum of two operands with quantised operands, as the matmul that it is, see ``run_matmul``."""
     equation = f"{terms[0]},{terms[1]}->{result}"
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
-    weights = mode.is_weight(a), mode.is_weight(b)
-    sizes = [x.shape[i] for term, x in zip(terms, (a, b), strict=True) for i in _dims(term, x, summed)]
-    if not summed or (all(size == 1 for size in sizes) and not any(weights)):  # element by element, as a * b
+    if not any(x in terms[0] and x in terms[1] for x in summed):  # element by element, as a * b
         return function(equation, a, b)
-    if weights[1]:
-        layer = mode.layer_of(b)
-    elif weights[0]:
-        layer = mode.layer_of(a)
-    else:
-        layer = mode.running.stack[-1].interception
+    weights = mode.is_weight(a), mode.is_weight(b)
+    sizes = _sizes(terms[0], a)
+    for letter, size in _sizes(terms[1], b).items():
+        sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
+    layer = _layer_of_contraction(mode, weights, a, b)
+    if all(sizes[letter] == 1 for letter in summed) and layer.kind != "linear":
+        layer = in_full_precision(layer)
+    plan = _plan_contraction(mode, layer, terms, summed, sizes, weights)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        first, second = (_summed_last(x, term, summed, any(weights)) for x, term in ((a, terms[0]), (b, terms[1])))
-        is_weight_first = weights == (True, False)
-        if any(weights):
-            roles = tuple("linear_weight" if weight else input_role(layer, "linear") for weight in weights)
-            gradient = "linear_grad"
-        else:
-            roles, gradient = ("attention_query", "attention_value"), "attention_grad"
+        tensors = {0: a, 1: b}
+        first, second = (_RangesLast(tensors[i], _dims(terms[i], tensors[i], plan.ranged[i])) for i in plan.order)
 
         def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-            x, y = (y, x) if is_weight_first else (x, y)
-            return torch_einsum(equation, first.restore(x), second.restore(y))
+            restored = dict(zip(plan.order, (first.restore(x), second.restore(y)), strict=True))
+            return torch_einsum(equation, restored[0], restored[1])
 
         def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
-            letters = {**_sizes(terms[0], a), **_sizes(terms[1], b)}
-            return math.prod(letters.values())
+            return math.prod(sizes.values())
 
-        operands = (second.tensor, first.tensor) if is_weight_first else (first.tensor, second.tensor)
-        ordered = roles[::-1] if is_weight_first else roles
-        along = (second.along, first.along) if is_weight_first else (first.along, second.along)
-        return mode.run(layer, "einsum", compute, (*operands, None), ordered, macs, gradient, along=along)  # type: ignore[arg-type]
+        along = tuple(
+            operand.position(_dims(terms[i], tensors[i], summed))
+            for i, operand in zip(plan.order, (first, second), strict=True)
+        )
+        operands = first.tensor, second.tensor, None
+        return mode.run(layer, "einsum", compute, operands, plan.roles, macs, plan.gradient, along=along)  # type: ignore[arg-type]
 
     return in_float32(layer.precision, a, run, a, b)
 
 
-class _SummedLast:
-    """An operand of an einsum, arranged as it is rounded: with what is summed over as its last dimension.
+def _layer_of_contraction(mode: QuantizedOpsMode, weights: tuple[bool, bool], a: Tensor, b: Tensor) -> Interception:
+    """Return the layer that holds the weight of a contraction; the running module where neither operand is one."""
+    if weights[1]:
+        return mode.layer_of(b)
+    return mode.layer_of(a) if weights[0] else mode.running.stack[-1].interception
 
-    Where a weight takes part there is one range over all that is summed, as in a linear layer.
+
+class _Contraction(NamedTuple):
+    """How the operands of an einsum are rounded.
+
+    Attributes:
+        order: indices of the operands, the one whose gradient is the input gradient first.
+        ranged: letters of either operand over which it has a range.
+        roles: of the operands, in their order.
+        gradient: role of the output's gradient.
     """
 
-    def __init__(self, x: Tensor, dims: list[int], has_weight: bool) -> None:
-        self.order: list[int] | None = None
-        self.along = dims[-1] - x.dim() if dims else -1
-        self.tensor = x
-        if has_weight and dims:
-            self.order = [i for i in range(x.dim()) if i not in dims] + dims
-            self.shape = x.permute(self.order).shape
-            self.tensor = x.permute(self.order).flatten(x.dim() - len(dims))
-            self.along = -1
+    order: tuple[int, int]
+    ranged: tuple[list[str], list[str]]
+    roles: tuple[str, str]
+    gradient: str
+
+
+def _plan_contraction(
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    terms: tuple[str, str],
+    summed: list[str],
+    sizes: dict[Any, int],
+    weights: tuple[bool, bool],
+) -> _Contraction:
+    """Return the roles of both operands and their ranges: over the sum, but of values over their features."""
+    if any(weights):
+        order = (1, 0) if weights == (True, False) else (0, 1)
+        roles = ("linear_weight", "linear_weight") if all(weights) else (input_role(layer, "linear"), "linear_weight")
+        return _Contraction(order, (summed, summed), roles, "linear_grad")
+    rows = [x for x in terms[0] if x.isalpha() and x not in terms[1] and x not in summed]
+    columns = [x for x in terms[1] if x.isalpha() and x not in terms[0] and x not in summed]
+    size_rows, size_summed, size_columns = (math.prod(sizes[x] for x in part) for part in (rows, summed, columns))
+    mixing = find_mixing(mode, size_rows, size_summed, size_columns)
+    mode.running.stack[-1].scores.append((size_rows, size_columns))
+    if mixing == "first" and columns:
+        return _Contraction((0, 1), (summed, columns), ATTENTION_CONTEXT, "attention_grad")
+    if mixing == "second" and rows:
+        return _Contraction((1, 0), (rows, summed), ATTENTION_CONTEXT, "attention_grad")
+    return _Contraction((0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad")
+
+
+class _RangesLast:
+    """An operand of an einsum, arranged as it is rounded: with what a range spans as its last dimension."""
+
+    def __init__(self, x: Tensor, dims: list[int]) -> None:
+        others = [i for i in range(x.dim()) if i not in dims]
+        self.order = others + dims
+        self.others = len(others)
+        self.shape = x.permute(self.order).shape
+        self.tensor = x.permute(self.order)
+        if dims:
+            self.tensor = self.tensor.flatten(self.others)
+        else:
+            self.tensor = self.tensor.unsqueeze(-1)
 
     def restore(self, x: Tensor) -> Tensor:
         """Return the rounded operand in the shape of the equation."""
-        if self.order is None:
-            return x
-        return x.view(self.shape).permute(sorted(range(len(self.shape)), key=self.order.__getitem__))
+        inverse = sorted(range(len(self.shape)), key=self.order.__getitem__)
+        return x.reshape(self.shape).permute(inverse)
 
-
-def _summed_last(x: Tensor, term: str, summed: list[str], has_weight: bool) -> _SummedLast:
-    return _SummedLast(x, _dims(term, x, summed), has_weight)
+    def position(self, dims: list[int]) -> int:
+        """Return where the dimensions of the sum are, counted from the end of the arranged operand."""
+        places = [self.order.index(dim) for dim in dims]
+        return min(places[-1], self.others) - self.tensor.dim() if places else -1
 
 
 def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:

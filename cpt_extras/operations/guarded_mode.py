@@ -26,6 +26,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from cpt_core.quantization.op_interception import (
+    HOOK,
     Interception,
     QuantizedOpsMode,
     RunningModule,
@@ -99,6 +100,8 @@ class GuardedMode(QuantizedOpsMode):
     def _drop(self) -> None:
         """Take the uppermost module off the stack."""
         entry: Any = self.running.stack.pop()
+        if entry.scores and self.running.stack:
+            self.running.stack[-1].scores.extend(entry.scores)
         if entry.switched_on:
             self._switch_off()
 
@@ -178,11 +181,12 @@ class GuardedMode(QuantizedOpsMode):
         return next((layer for tensor, layer in self._stand_ins() if tensor is held or tensor is weight), None)
 
     def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
-        """Return tensors in the place of parameters, as ``functional_call`` puts them, below the running module."""
+        """Return tensors in the place of parameters, as ``functional_call`` and replicas have them, of the module."""
         entry: Any = self.running.stack[-1]
         if entry.stand_ins is None:
             held = held_tensors(entry.module)
             entry.stand_ins = [(tensor, layer) for tensor, layer in held if not isinstance(tensor, nn.Parameter)]
+            entry.stand_ins += _replicated_tensors(entry.module)
         return entry.stand_ins
 
     def is_active(self, precision: LayerPrecision) -> bool:
@@ -208,6 +212,18 @@ def _with_own_precision(replica: nn.Module, interception: Interception) -> Inter
     if precision is interception.precision is not None:
         precision = interception.precision._replicate_for_data_parallel()
     return interception._replace(precision=precision)
+
+
+def _replicated_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
+    """Return the tensors that a replica of ``DataParallel`` has as parameters, each with its layer."""
+    found: list[tuple[Tensor, Interception]] = []
+    for module in root.modules():
+        interception = getattr(module, HOOK, None)
+        tensors = vars(module).get("_former_parameters")
+        if interception is not None and tensors:
+            own = _with_own_precision(module, interception)
+            found += [(tensor, own) for tensor in tensors.values()]
+    return found
 
 
 def _autograd_state() -> tuple[Any, bool]:

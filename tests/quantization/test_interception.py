@@ -393,6 +393,7 @@ def test_replicas_of_data_parallel_have_states_of_their_own():
     with precision(model, 3):
         replica = model._replicate_for_data_parallel()
         replica.weight, replica.bias = model.weight.detach().clone(), model.bias.detach().clone()
+        replica._former_parameters = {"weight": replica.weight, "bias": replica.bias}  # as ``DataParallel`` does
         replica._modules["precision"] = model.precision._replicate_for_data_parallel()
         replica._modules["precision"]._buffers = {k: b.clone() for k, b in model.precision._buffers.items()}
         assert torch.equal(replica(x), model(x))

@@ -77,7 +77,7 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
     Extremes e = all;
     if (!whole) extend(e, in, n);
     finish(e, low, width);
-    round_near(in, out, n, low, scale_of(width, levels), Grid{levels, false, std::nullopt});
+    round_near(in, out, n, steps_of(low, width, Grid{levels, false, std::nullopt}), levels);
     if (add)
       for (int64_t i = 0; i < n; ++i) out[i] += add[i];
   });
@@ -93,18 +93,18 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
   const float *from = x.const_data_ptr<float>(), *by = numbers(scale);
   float *to = y.mutable_data_ptr<float>(), low, width;
   ranges(Layout::whole(x.numel()), from, &low, &width);
-  float step = scale_of(width, first.levels);
+  Steps steps = steps_of(low, width, first);
   const Extremes again = over_rows(rows, [&](int64_t row, auto& place, Extremes& e) {
     float* out = to + row * n;
-    round_line(from + row * n, out, n, low, step, first, row * n);
+    round_line(from + row * n, out, n, steps, first, row * n);
     extend(e, scaled(out, by ? by + row : nullptr, place), n);
   });
   const Tensor sums = y.sum(0);
   finish(again, low, width);
-  step = scale_of(width, second.levels);
+  steps = steps_of(low, width, second);
   over_rows(rows, [&](int64_t row, auto& place, Extremes&) {
     float* out = to + row * n;
-    round_line(scaled(out, by ? by + row : nullptr, place), out, n, low, step, second, row * n);
+    round_line(scaled(out, by ? by + row : nullptr, place), out, n, steps, second, row * n);
   });
   return {y, sums};
 }

@@ -17,6 +17,8 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "transpose.h"
@@ -110,7 +112,34 @@ struct Grid {
   float levels;
   bool clip;
   optional<Key> key;
+  bool zero = false;  // whether it has a zero point
 };
+
+// A grid as layers name it: which elements share a range, and "+zero" where 0 is to be on it.
+struct GridName {
+  std::string granularity;
+  bool zero;
+
+  explicit GridName(std::string_view name) : zero(name.ends_with("+zero")) {
+    granularity = name.substr(0, name.size() - (zero ? 5 : 0));
+  }
+};
+
+// How the elements of a range are rounded: k = rint((x - low) / scale), clipped to [least, most].
+struct Steps {
+  float low, scale, least, most;
+};
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+inline Steps steps_of(float low, float width, const Grid& g) {
+  if (!g.zero) return {low, scale_of(width, g.levels), g.clip ? 0.f : -INF, g.clip ? g.levels : INF};
+  // as rounding.round_with_zero_point
+  const float high = low + width;
+  const float top = high < 0.f ? 0.f : high, bottom = low > 0.f ? 0.f : low;  // NaN stays NaN
+  const float scale = scale_of(top - bottom, g.levels), zero = std::rint(-bottom / scale);
+  return {0.f, scale, -zero, g.levels - zero};
+}
 
 // What is written of a grid point k, a whole number: its value, or its code, centred so that 8 bits fit.
 inline void put(float& y, float k, float low, float scale, float) { y = k * scale + low; }
@@ -125,13 +154,18 @@ inline float clipped(float v, float least, float levels) {
   return v > levels ? levels : v;  // NaN stays NaN
 }
 
-constexpr float INF = std::numeric_limits<float>::infinity();
-
 template <typename T>
-inline void round_near(const float* x, T* y, int64_t n, float low, float scale, const Grid& g) {
-  const float least = g.clip ? 0.f : -INF, most = g.clip ? g.levels : INF, levels = g.levels;
+inline void round_near(const float* x, T* y, int64_t n, const Steps& s, float levels) {
+  const auto [low, scale, least, most] = s;
   for (int64_t i = 0; i < n; ++i) put(y[i], std::rint(clipped((x[i] - low) / scale, least, most)), low, scale, levels);
 }
+
+// The steps of many ranges, each number in an array of its own.
+struct Columns {
+  const float *low, *scale, *least, *most;
+
+  Columns from(int64_t i) const { return {low + i, scale + i, least + i, most + i}; }
+};
 
 constexpr int64_t CHUNK = 512;  // elements whose noise is drawn at once
 
@@ -170,8 +204,8 @@ inline void draw(uint16_t* bits, int64_t n, int64_t place, int64_t step, const K
 }
 
 template <typename T>
-inline void round_drawn(const float* x, T* y, const uint16_t* bits, int64_t n, float low, float scale, const Grid& g) {
-  const float least = g.clip ? 0.f : -INF, most = g.clip ? g.levels : INF, levels = g.levels;
+inline void round_drawn(const float* x, T* y, const uint16_t* bits, int64_t n, const Steps& s, float levels) {
+  const auto [low, scale, least, most] = s;
   for (int64_t i = 0; i < n; ++i) {
     const float v = (x[i] - low) / scale + noise(bits[i]);
     put(y[i], std::rint(clipped(v, least, most)), low, scale, levels);
@@ -180,27 +214,28 @@ inline void round_drawn(const float* x, T* y, const uint16_t* bits, int64_t n, f
 
 // `place` is that of the first element, `step` how far apart the places are
 template <typename T>
-inline void round_noisy(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
-                        int64_t step) {
+inline void round_noisy(const float* x, T* y, int64_t n, const Steps& s, const Grid& g, int64_t place, int64_t step) {
   uint16_t bits[CHUNK];
   for (int64_t at = 0; at < n; at += CHUNK) {
     const int64_t count = std::min(n - at, CHUNK);
     draw(bits, count, place + at * step, step, *g.key);
-    round_drawn(x + at, y + at, bits, count, low, scale, g);
+    round_drawn(x + at, y + at, bits, count, s, g.levels);
   }
 }
 
 // a stretch with one range for every element
 template <typename T>
-inline void round_columns(const float* x, T* y, int64_t n, const float* low, const float* scale, const Grid& g,
-                          int64_t place, int64_t step) {
+inline void round_columns(const float* x, T* y, int64_t n, const Columns& c, const Grid& g, int64_t place,
+                          int64_t step) {
+  const float *low = c.low, *scale = c.scale, *least = c.least, *most = c.most;
   if (g.key) {
-    for (int64_t i = 0; i < n; ++i) round_noisy(x + i, y + i, 1, low[i], scale[i], g, place + i * step, step);
+    for (int64_t i = 0; i < n; ++i) {
+      round_noisy(x + i, y + i, 1, {low[i], scale[i], least[i], most[i]}, g, place + i * step, step);
+    }
     return;
   }
-  const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
   for (int64_t i = 0; i < n; ++i) {
-    put(y[i], std::rint(clipped((x[i] - low[i]) / scale[i], least, levels)), low[i], scale[i], g.levels);
+    put(y[i], std::rint(clipped((x[i] - low[i]) / scale[i], least[i], most[i])), low[i], scale[i], g.levels);
   }
 }
 
@@ -323,17 +358,16 @@ void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {
 
 // elements that follow each other in memory and when read row by row
 template <typename T>
-void round_line(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
+void round_line(const float* x, T* y, int64_t n, const Steps& s, const Grid& g, int64_t place) {
   if (g.key) {
-    round_noisy(x, y, n, low, scale, g, place, 1);
+    round_noisy(x, y, n, s, g, place, 1);
   } else {
-    round_near(x, y, n, low, scale, g);
+    round_near(x, y, n, s, g.levels);
   }
 }
 
 template <typename T>
-void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t end, float low, float scale,
-                   const Grid& g) {
+void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t end, const Steps& s, const Grid& g) {
   if (g.key) {
     uint16_t bits[CHUNK];  // of elements that follow each other in memory, whatever their places: stretches are short
     int64_t drawn = 0;
@@ -345,14 +379,14 @@ void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t
         n -= count;
         drawn += count;
         if (drawn < CHUNK) break;
-        round_drawn(x + begin, y + begin, bits, drawn, low, scale, g);
+        round_drawn(x + begin, y + begin, bits, drawn, s, g.levels);
         begin += drawn;
         drawn = 0;
       }
     });
-    round_drawn(x + begin, y + begin, bits, drawn, low, scale, g);
+    round_drawn(x + begin, y + begin, bits, drawn, s, g.levels);
   } else {
-    round_line(x + begin, y + begin, end - begin, low, scale, g, begin);
+    round_line(x + begin, y + begin, end - begin, s, g, begin);
   }
 }
 
@@ -406,15 +440,16 @@ void rounded(const Layout& l, const float* x, T* y, float* low, float* width, co
   const int64_t count = l.k1 * l.k2, inner = l.r2 * l.k2, n = l.r1 * l.k1 * inner;
   if (count == 1) {
     if (find) ranges(l, x, low, width);
-    const float a = *low, s = scale_of(*width, g.levels);
-    at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) { round_stretch(l, x, y, begin, end, a, s, g); });
+    const Steps s = steps_of(*low, *width, g);
+    at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) { round_stretch(l, x, y, begin, end, s, g); });
     return;
   }
   const bool at_once = find && l.r1 == 1 && l.k2 == 1;
   if (find && !at_once) ranges(l, x, low, width);
   const int64_t rows = l.r1 * l.k1, grain = std::max<int64_t>(1, GRAIN / inner);
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> scales(l.k2);
+    std::vector<float> numbers(4 * l.k2);
+    float *lows = numbers.data(), *scales = lows + l.k2, *least = scales + l.k2, *most = least + l.k2;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t k = row % l.k1, from = row * inner;
       if (l.k2 == 1) {
@@ -423,15 +458,20 @@ void rounded(const Layout& l, const float* x, T* y, float* low, float* width, co
           extend(e, x + from, inner);
           finish(e, low[k], width[k]);
         }
-        round_stretch(l, x, y, from, from + inner, low[k], scale_of(width[k], g.levels), g);
+        round_stretch(l, x, y, from, from + inner, steps_of(low[k], width[k], g), g);
         continue;
       }
-      for (int64_t j = 0; j < l.k2; ++j) scales[j] = scale_of(width[k * l.k2 + j], g.levels);
+      for (int64_t j = 0; j < l.k2; ++j) {
+        const Steps s = steps_of(low[k * l.k2 + j], width[k * l.k2 + j], g);
+        lows[j] = s.low;
+        scales[j] = s.scale;
+        least[j] = s.least;
+        most[j] = s.most;
+      }
       for (int64_t s = 0; s < l.r2; ++s) {
         const int64_t at = from + s * l.k2;
         stretches(l, at, at + l.k2, [&](int64_t begin, int64_t n, int64_t place, int64_t step) {
-          round_columns(x + begin, y + begin, n, low + k * l.k2 + (begin - at), scales.data() + (begin - at), g, place,
-                        step);
+          round_columns(x + begin, y + begin, n, Columns{lows, scales, least, most}.from(begin - at), g, place, step);
         });
       }
     }
@@ -443,7 +483,8 @@ Tensor encode_channels_last(const Tensor& x, float low, float width, const Grid&
   constexpr int64_t FEW = 256;  // pixels whose codes are turned over at once
   const int64_t C = x.size(1), pixels = x.size(2) * x.size(3), blocks = (pixels + FEW - 1) / FEW;
   const Tensor codes = at::empty({x.size(0), x.size(2), x.size(3), C}, x.options().dtype(at::kChar));
-  const float *from = x.const_data_ptr<float>(), scale = scale_of(width, g.levels);
+  const float* from = x.const_data_ptr<float>();
+  const Steps steps = steps_of(low, width, g);
   int8_t* to = codes.mutable_data_ptr<int8_t>();
   const int64_t grain = std::max<int64_t>(1, GRAIN / (FEW * C));
   at::parallel_for(0, x.size(0) * blocks, grain, [&](int64_t begin, int64_t end) {
@@ -452,7 +493,7 @@ Tensor encode_channels_last(const Tensor& x, float low, float width, const Grid&
       const int64_t image = block / blocks, first = block % blocks * FEW, count = std::min(FEW, pixels - first);
       for (int64_t c = 0; c < C; ++c) {
         const int64_t at = (image * C + c) * pixels + first;
-        round_line(from + at, place.data() + c * FEW, count, low, scale, g, at);
+        round_line(from + at, place.data() + c * FEW, count, steps, g, at);
       }
       turn(place.data(), FEW, to + (image * pixels + first) * C, C, C, count);
     }

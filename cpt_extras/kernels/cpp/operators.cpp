@@ -94,8 +94,7 @@ auto reference(const std::string& name, Args&&... args) {
 }
 
 std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) {
-  const std::string name(granularity);
-  const auto kept = kept_of(x, name);
+  const auto kept = kept_of(x, GridName(granularity).granularity);
   const Tensor held = dense(x);
   const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
   if (!l || x.numel() == 0) {
@@ -108,16 +107,24 @@ std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) 
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
+// A grid of ranges of its own.
+Grid own_grid(const Tensor& levels, const optional<Tensor>& key, const GridName& name) {
+  Grid g = grid_of(levels, key, key.has_value() || name.zero);
+  g.zero = name.zero;
+  return g;
+}
+
 // `out` may be `held` itself
 optional<Three> quantized(const Tensor& held, Tensor out, const Tensor& levels, const std::string& granularity,
                           const optional<Tensor>& key) {
-  const auto kept = kept_of(held, granularity);
+  const GridName name(granularity);
+  const auto kept = kept_of(held, name.granularity);
   const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
   if (!l) return std::nullopt;
   Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
   if (!out.defined()) out = at::empty_like(held);
   rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), low.mutable_data_ptr<float>(),
-          width.mutable_data_ptr<float>(), grid_of(levels, key, key.has_value()), true);
+          width.mutable_data_ptr<float>(), own_grid(levels, key, name), true);
   return Three{out, low, width};
 }
 
@@ -130,7 +137,8 @@ struct OnGrid {
 // x rounded on its own ranges, to `out` if that is defined, which may be x itself.
 optional<OnGrid> round_dense(const Tensor& x, Tensor out, const Tensor& levels, const std::string& granularity,
                              const optional<Tensor>& key) {
-  const auto l = x.is_contiguous() ? row_by_row(x, granularity) : std::nullopt;
+  const GridName name(granularity);
+  const auto l = x.is_contiguous() ? row_by_row(x, name.granularity) : std::nullopt;
   if (!l) {
     auto found = quantized(x, out, levels, granularity, key);
     if (!found) return std::nullopt;
@@ -140,7 +148,7 @@ optional<OnGrid> round_dense(const Tensor& x, Tensor out, const Tensor& levels, 
   std::vector<float> ranges(2 * l->k1);
   if (!out.defined()) out = at::empty_like(x);
   rounded(*l, x.const_data_ptr<float>(), out.mutable_data_ptr<float>(), ranges.data(), ranges.data() + l->k1,
-          grid_of(levels, key, key.has_value()), true);
+          own_grid(levels, key, name), true);
   return OnGrid{out, ranges[0], ranges[l->k1]};
 }
 

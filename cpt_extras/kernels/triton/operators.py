@@ -91,16 +91,24 @@ def _uniform(key, index, WIDE: tl.constexpr):
 @triton.jit
 def _on_grid(
     v, low, width, levels, key, index,
-    NOISE: tl.constexpr, CLIP: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr,
+    NOISE: tl.constexpr, CLIP: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """Round values to the grid, in the order of the plain path; or return their codes."""
     n = tl.load(levels)
-    scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=ALL)
+    if ZERO:  # as ``rounding.round_with_zero_point``
+        high = tl.maximum(low + width, 0.0, propagate_nan=ALL)
+        bottom = tl.minimum(low, 0.0, propagate_nan=ALL)
+        scale = tl.maximum(tl.div_rn(high - bottom, n), MIN_SCALE, propagate_nan=ALL)
+        zero = _rint(tl.div_rn(-bottom, scale))
+        low, least, most = bottom * 0.0, -zero, n - zero
+    else:
+        scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=ALL)
+        least, most = 0.0, n
     v = tl.div_rn(v - low, scale)
     if NOISE:
         v = v + _uniform(key, index, WIDE)
     if CLIP:
-        v = tl.minimum(tl.maximum(v, 0.0, propagate_nan=ALL), n, propagate_nan=ALL)
+        v = tl.minimum(tl.maximum(v, least, propagate_nan=ALL), most, propagate_nan=ALL)
     k = _rint(v)
     if CODES:
         return (tl.where(k > 0.0, k, 0.0) - (n + 1.0) * 0.5).to(tl.int8)  # NaN is in the range
@@ -160,6 +168,7 @@ def _round(
     x, y, low, width, least, most, levels, key, rows, columns, parts, splits,
     row_sizes, row_x, row_y, row_logical, row_range, column_sizes, column_x, column_y, column_logical,
     SPLITS: tl.constexpr, ONE: tl.constexpr, NOISE: tl.constexpr, CLIP: tl.constexpr, CODES: tl.constexpr,
+    ZERO: tl.constexpr,
     LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Round a part of R rows; with SPLITS > 1 join the parts of their range first, and store it."""
@@ -187,7 +196,7 @@ def _round(
         inside = (row < rows) & (c < columns)
         v = tl.load(x + _offset(c, column_sizes, column_x), mask=inside, other=0.0)
         index = logical + _offset(c, column_sizes, column_logical)
-        v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, CODES)
+        v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, CODES, ZERO)
         tl.store(y + _offset(c, column_sizes, column_y), v, mask=inside)
 
 
@@ -195,7 +204,8 @@ def _round(
 def _whole_rows(
     x, y, low, width, levels, key, rows, columns,
     row_sizes, row_x, row_y, row_logical, row_range, column_sizes, column_x, column_y, column_logical,
-    NOISE: tl.constexpr, CLIP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    NOISE: tl.constexpr, CLIP: tl.constexpr, ZERO: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Range and rounding of R rows that fit in the block."""
     row, c = _indices(tl.program_id(0), tl.program_id(0) * 0, 1, R, C, WIDE)
@@ -208,7 +218,7 @@ def _whole_rows(
     tl.store(low + at, minimum, mask=row < rows)
     tl.store(width + at, wide, mask=row < rows)
     index = _offset(row, row_sizes, row_logical) + _offset(c, column_sizes, column_logical)
-    v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, False)
+    v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, False, ZERO)
     tl.store(y + _offset(row, row_sizes, row_y) + _offset(c, column_sizes, column_y), v, mask=inside)
 
 
@@ -251,8 +261,9 @@ def _track(running, low, width):
 
 def range_of(x: Tensor, granularity: str) -> rounding.Range:
     """Return the ranges of a tensor that is not empty, as ``rounding.range_of``."""
+    granularity = grids.parts_of(granularity)[0]
     if granularity not in KEPT:
-        return rounding.range_of(x, granularity.partition("|")[0])
+        return rounding.range_of(x, granularity)
     x = x.float()
     strides, low, width = _new_range(x, granularity)
     plan = plan_of(x.shape, x.stride(), x.stride(), strides, False)
@@ -292,25 +303,24 @@ def _on_given_grid(
 
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
-    noisy, clip = key is not None, rounding.clips(granularity.partition("|")[0], key is not None)
-    if grids.parts_of(granularity)[1] is not None:
+    kept, format = grids.parts_of(granularity)
+    if format is not None or kept not in KEPT:
         return grids.fake_quantize(x, levels, granularity, key)
-    if granularity not in KEPT:
-        low, width = rounding.range_of(x, granularity.partition("|")[0])
-        return round_to_grid(x, low, width, levels, key, clip), low, width
     if x.dtype != torch.float32:
         y, low, width = fake_quantize(x.float(), levels, granularity, key)
         return y.to(x.dtype), low, width
-    strides, low, width = _new_range(x, granularity)
+    noisy, clip = key is not None, rounding.clips(granularity, key is not None)
+    zero = rounding.has_zero_point(granularity)
+    strides, low, width = _new_range(x, kept)
     y = torch.empty_like(x)
     plan = plan_of(x.shape, x.stride(), y.stride(), strides, noisy)
     if (t := plan.whole) is not None:
         args = (x, y, low, width, levels, key if noisy else levels, t.rows.length, t.columns.length)
-        constants = {"NOISE": noisy, "CLIP": clip, "WIDE": plan.wide, "R": t.R, "C": t.C}
+        constants = {"NOISE": noisy, "CLIP": clip, "ZERO": zero, "WIDE": plan.wide, "R": t.R, "C": t.C}
         _launch(_whole_rows, t.programs, x, *args, *t.rows, *t.columns[:-1], **constants, warps=t.warps)
     else:
         least, most, splits = _find_extremes(x, plan, low, width)
-        _round_to(y, x, plan, (low, width, least, most), splits, levels, key, clip)
+        _round_to(y, x, plan, (low, width, least, most), splits, levels, key, clip, zero)
     return y, low, width
 
 
@@ -373,14 +383,14 @@ def _find_extremes(x: Tensor, plan: Plan, low: Tensor, width: Tensor) -> tuple[T
 
 def _round_to(
     y: Tensor, x: Tensor, plan: Plan, ranges: tuple[Tensor, ...], splits: int,
-    levels: Tensor, key: Tensor | None, clip: bool,
+    levels: Tensor, key: Tensor | None, clip: bool, zero: bool = False,
 ) -> None:  # fmt: skip
     """Launch ``_round`` with (low, width, least, most)."""
     t, noisy = plan.rounding, key is not None
     counts = (t.rows.length, t.columns.length, t.parts, plan.extremes.parts)
     args = (x, y, *ranges, levels, key if noisy else levels, *counts, *t.rows, *t.columns[:-1])
     constants = {"SPLITS": splits, "ONE": not any(t.rows.range), "NOISE": noisy, "CLIP": clip, "LOOPS": t.loops}
-    constants["CODES"] = y.dtype == torch.int8
+    constants |= {"CODES": y.dtype == torch.int8, "ZERO": zero}
     _launch(_round, t.programs, x, *args, **constants, R=t.R, C=t.C, WIDE=plan.wide, warps=t.warps)
 
 

@@ -1,0 +1,48 @@
+"""Warning about weights with exact zeros, as pruning leaves them, which the authors' grid does not have."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.quantization.rounding import MIN_SCALE
+
+MIN_SHARE = 0.01  # of a weight's numbers: fewer zeros are chance
+
+
+def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
+    """Warn where more than ``MIN_SHARE`` of a weight is 0 and its grid moves these zeros."""
+    if not isinstance(precision.now.formats.weight, int) or not _can_read(weight):
+        return
+    share, moved = _zeros(weight.detach(), float(precision.weight_levels))
+    if share > MIN_SHARE:
+        name = precision.name or "a quantised layer"
+        warnings.warn(
+            f"{share:.0%} of the weights of layer {name!r} are exactly 0 and become up to {moved:.2g}. The paper's "
+            "grid between minimum and maximum has no 0: pruned or masked weights do not stay masked. Put 0 on all grids "
+            "by quantize_(model, QuantConfig().with_zero_points()), or take a symmetric number format",
+            stacklevel=5,
+        )
+
+
+def _can_read(weight: Tensor) -> bool:
+    """Return whether numbers of a weight may be read now."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and not weight.is_meta and weight.dim() > 1
+    is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_plain and not is_captured and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _zeros(weight: Tensor, steps: float) -> tuple[float, float]:
+    """Return the share of numbers that are 0 and move, and how far they move at most; ranges are those of rows."""
+    rows = weight.flatten(1)
+    low, high = rows.amin(1), rows.amax(1)
+    scale = ((high - low) / steps).clamp_min(MIN_SCALE)
+    nearest = (-low / scale).round() * scale + low
+    moves = (low < 0) & (high > 0) & (nearest.abs() > MIN_SCALE)
+    zeros = (rows == 0) & moves[:, None]
+    if not bool(zeros.any()):
+        return 0.0, 0.0
+    return float(zeros.float().mean()), float(nearest[zeros.any(1)].abs().max())
