@@ -22,8 +22,8 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
         name = precision.name or "a quantised layer"
         warnings.warn(
             f"{share:.0%} of the weights of layer {name!r} are exactly 0 and become up to {moved:.2g}. The paper's "
-            "grid between minimum and maximum has no 0: pruned or masked weights do not stay masked. Put 0 on all grids "
-            "by quantize_(model, QuantConfig().with_zero_points()), or take a symmetric number format",
+            "grid between minimum and maximum has no 0: pruned or masked weights do not stay masked. Put 0 on all "
+            "grids by quantize_(model, QuantConfig().with_zero_points()), or take a symmetric number format",
             stacklevel=5,
         )
 
