@@ -161,10 +161,10 @@ inline void round_near(const float* x, T* y, int64_t n, const Steps& s, float le
 }
 
 // The steps of many ranges, each number in an array of its own.
-struct Columns {
+struct ManySteps {
   const float *low, *scale, *least, *most;
 
-  Columns from(int64_t i) const { return {low + i, scale + i, least + i, most + i}; }
+  ManySteps from(int64_t i) const { return {low + i, scale + i, least + i, most + i}; }
 };
 
 constexpr int64_t CHUNK = 512;  // elements whose noise is drawn at once
@@ -225,7 +225,7 @@ inline void round_noisy(const float* x, T* y, int64_t n, const Steps& s, const G
 
 // a stretch with one range for every element
 template <typename T>
-inline void round_columns(const float* x, T* y, int64_t n, const Columns& c, const Grid& g, int64_t place,
+inline void round_columns(const float* x, T* y, int64_t n, const ManySteps& c, const Grid& g, int64_t place,
                           int64_t step) {
   const float *low = c.low, *scale = c.scale, *least = c.least, *most = c.most;
   if (g.key) {
@@ -471,7 +471,7 @@ void rounded(const Layout& l, const float* x, T* y, float* low, float* width, co
       for (int64_t s = 0; s < l.r2; ++s) {
         const int64_t at = from + s * l.k2;
         stretches(l, at, at + l.k2, [&](int64_t begin, int64_t n, int64_t place, int64_t step) {
-          round_columns(x + begin, y + begin, n, Columns{lows, scales, least, most}.from(begin - at), g, place, step);
+          round_columns(x + begin, y + begin, n, ManySteps{lows, scales, least, most}.from(begin - at), g, place, step);
         });
       }
     }
