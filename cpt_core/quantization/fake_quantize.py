@@ -54,6 +54,29 @@ def round_gradient(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | Non
     return rounded
 
 
+def fill_steps(steps: Tensor, value: float) -> None:
+    """Fill a number of steps in place, and note it in the tensor for backward passes that are still to come."""
+    steps.fill_(value)
+    steps.filled = value  # type: ignore[attr-defined]
+
+
+def filled_steps(steps: Tensor | None) -> float | None:
+    """Return the noted number of steps, without waiting for a device; None in compiled code, which reads the tensor."""
+    return None if torch.compiler.is_compiling() else getattr(steps, "filled", None)
+
+
+def forward_steps(steps: Tensor, value: float | None) -> Tensor:
+    """Return the steps of a forward pass in its backward pass.
+
+    Args:
+        steps: filled in place since, where the bits have changed; code that is compiled or captured reads it itself.
+        value: ``filled_steps(steps)`` in the forward pass.
+    """
+    if value is None or value == filled_steps(steps):
+        return steps
+    return torch.full_like(steps, value)
+
+
 class _QuantizeGradient(torch.autograd.Function):
     """Identity in the forward pass; the backward pass quantises the incoming gradient.
 
@@ -64,6 +87,7 @@ class _QuantizeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
         ctx.steps, ctx.grid, ctx.key = steps, grid, key
+        ctx.filled = filled_steps(steps)
         return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod
@@ -73,7 +97,8 @@ class _QuantizeGradient(torch.autograd.Function):
                 "backward() runs under autocast, which rounds quantised products once more; leave its block before",
                 stacklevel=2,
             )
-        return round_gradient(gradient, ctx.steps, ctx.grid, ctx.key), None, None, None
+        steps = forward_steps(ctx.steps, ctx.filled)
+        return round_gradient(gradient, steps, ctx.grid, ctx.key), None, None, None
 
 
 class _StraightThrough(torch.autograd.Function):

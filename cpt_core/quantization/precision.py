@@ -56,6 +56,7 @@ class LayerPrecision(nn.Module):
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
+    recomputes = False  # in the backward pass, in the state that it had in the forward pass
     called = False  # whether the layer has multiplied
     zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
     unseen = True  # no gradient of a training has come yet
@@ -69,11 +70,9 @@ class LayerPrecision(nn.Module):
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__()
         self.corrected, self.key, self.kind = running_start == "corrected", key, kind
-        for role, quantizer in quantizers.items():
-            if quantizer.running:
-                self.register_buffer(f"running_{role}", None, persistent=False)
-        self._forget_training()
         self._roles = tuple(quantizers.items())
+        self._running = tuple(f"running_{role}" for role, quantizer in self._roles if quantizer.running)
+        self._forget_training()
         self._weight_roles = frozenset(role for role in quantizers if level_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
         self.now: ActiveBits = self.grids.resolve(None, self._roles)
@@ -96,7 +95,7 @@ class LayerPrecision(nn.Module):
         tensors = self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels
         for tensor, steps in zip(tensors, self.now.steps, strict=True):
             if steps is not None:
-                tensor.fill_(steps)
+                fake_quantize.fill_steps(tensor, steps)
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
@@ -119,6 +118,8 @@ class LayerPrecision(nn.Module):
 
     def set_levels(self, levels: Levels, driver: Any = None) -> None:
         """Set the level of every role, 1..32 or None for float32; ValueError for what a layer cannot take."""
+        if self.recomputes and driver is not None:
+            return
         self._keep_apart()
         if levels != self.in_force:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
@@ -132,10 +133,12 @@ class LayerPrecision(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Change the mode as every module does; the scheduler may have other bits for evaluation."""
+        if self.recomputes:
+            return self
         super().train(mode)
         self.zeros_unknown = True
         if not mode and self.corrected:
-            self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.buffers())
+            self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.ranges().values())
         if self.driver is not None:
             self.driver.hear(self)
         return self
@@ -297,19 +300,28 @@ class LayerPrecision(nn.Module):
         own_low, own_width = fake_quantize.operators.range(x.detach(), self.quantizers[role].grid)
         return torch.where(weight > 0, low, own_low), torch.where(weight > 0, width, own_width)
 
+    def ranges(self) -> dict[str, Tensor]:
+        """Return the running ranges by their names, ``running_ROLE``."""
+        return {name: getattr(self, name) for name in self._running}
+
+    def range_tensor(self, role: str) -> Tensor:
+        """Return the tensor of a running range, (3,), which training fills in place."""
+        running: Tensor = getattr(self, f"running_{role}")
+        return running
+
     def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return minimum and width of the running range of a role, and the weight that both have gathered."""
-        minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
+        minimum, width, weight = self.range_tensor(role).unbind()
         return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
 
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
         """Let a running range follow the range of one call, see ``rounding.track``; recomputed calls change none."""
         if not is_recomputing():
-            fake_quantize.operators.track_(self.get_buffer(f"running_{role}"), minimum, width)
+            fake_quantize.operators.track_(self.range_tensor(role), minimum, width)
 
     def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint: the same in every process."""
-        ranges = {name: running.clone() for name, running in self.named_buffers()}
+        ranges = {name: running.clone() for name, running in self.ranges().items()}
         return {"noise_key": self.noise_key - self._offset, **ranges}
 
     def set_running(self, state: Mapping[str, Tensor]) -> None:
@@ -317,7 +329,7 @@ class LayerPrecision(nn.Module):
         for name, value in state.items():
             if self.noise_key.is_meta:  # where copies are lost
                 self._move(value.device)
-            (self.noise_key if name == "noise_key" else self.get_buffer(name)).copy_(value)
+            getattr(self, name).copy_(value)
         if "noise_key" in state:
             self._offset = 0
             self._keep_apart()
@@ -334,7 +346,8 @@ class LayerPrecision(nn.Module):
 
     def _forget_training(self) -> None:
         self.noise_key, self._offset = torch.tensor(self.key, dtype=torch.int64, device="cpu"), 0
-        self._buffers.update({name: torch.zeros(3, dtype=torch.float32, device="cpu") for name in self._buffers})
+        for name in self._running:
+            setattr(self, name, torch.zeros(3, dtype=torch.float32, device="cpu"))
         self.calibrated = not self.corrected
 
     # --- where it is, and copies of it --------------------------------------------------------------------------------
@@ -354,7 +367,8 @@ class LayerPrecision(nn.Module):
         if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
             self._forget_training()
         self.noise_key = self.noise_key.to(device)
-        self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
+        for name, running in self.ranges().items():
+            setattr(self, name, running.to(device))
         if device != self.levels.device:
             self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros(device)
             self._fill()
@@ -366,6 +380,11 @@ class LayerPrecision(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
         super().__setstate__(state)
+        if "_running" not in vars(self):  # stored by a release whose running ranges were buffers
+            self._running = tuple(self._buffers)
+            vars(self).update(self._buffers)
+            self._buffers.clear()
+            self._non_persistent_buffers_set.clear()
         extensions.load_optional(self.kind)
         if self.execution != "simulated":
             extensions.load("int8")

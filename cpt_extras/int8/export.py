@@ -150,7 +150,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
         if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
             raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
         running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]
-        empty = [role for role in running if not layer.get_buffer(f"running_{role}")[2] > 0]
+        empty = [role for role in running if not layer.range_tensor(role)[2] > 0]
         is_ready = kind == "attention" and len(empty) < len(running)  # it may have no use for the other roles
         if empty and not is_ready:
             raise ValueError(

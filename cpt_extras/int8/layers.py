@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.quantization import rounding
-from cpt_core.quantization.fake_quantize import check_floating
+from cpt_core.quantization.fake_quantize import check_floating, filled_steps, forward_steps
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import clips
 from cpt_extras.int8 import convolution
@@ -217,7 +217,12 @@ def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
 
 
 class GradientRounding:
-    """Quantises a gradient in the backward pass; whether, is decided in the forward pass, as in the simulation."""
+    """Quantises a gradient in the backward pass, at the bits of the forward pass.
+
+    Attributes:
+        quantizes: whether the gradient is quantised.
+        encodes: whether it gets codes.
+    """
 
     def __init__(
         self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False, role: str = "grad"
@@ -225,11 +230,13 @@ class GradientRounding:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
         self.precision, self.quantizes, self.parts = precision, precision.now.gradient, parts
         self.channels_last, self.role = channels_last, role
+        self.encodes = self.quantizes and precision.int8_gradient
+        self.filled = filled_steps(precision.grad_levels)
 
     @property
-    def encodes(self) -> bool:
-        """Whether a gradient gets codes; asked when it comes, as the levels are: bits may have changed by then."""
-        return self.quantizes and self.precision.int8_gradient
+    def levels(self) -> Tensor:
+        """The number of steps of the gradient's grid, 0-d."""
+        return forward_steps(self.precision.grad_levels, self.filled)
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""
@@ -238,7 +245,7 @@ class GradientRounding:
         p = self.precision
         parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
-            found = [rounded_gradient(p, self.role, g, p.grad_levels) for g in parts]
+            found = [rounded_gradient(p, self.role, g, self.levels) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [self._encoded(g) for g in parts][::-1]
         return in_rows(codes) if self.parts else codes[0]
@@ -251,12 +258,12 @@ class GradientRounding:
         quantizer = p.quantizers[self.role]
         grid, key = quantizer.grid, p.noise_key if quantizer.rounding == "stochastic" else None
         clip = clips(grid, key is not None)
-        ranges = range_of(gradient, grid)
+        ranges, levels = range_of(gradient, grid), self.levels
         if quantizer.zero_point:  # its points have their codes, whatever the noise
-            gradient = rounding.round_with_zero_point(gradient, *ranges, p.grad_levels, key)
-            ranges = rounding.shift_to_zero(*ranges, p.grad_levels)
+            gradient = rounding.round_with_zero_point(gradient, *ranges, levels, key)
+            ranges = rounding.shift_to_zero(*ranges, levels)
         noise_key = None if quantizer.zero_point else key
-        codes = QuantizedTensor.on(gradient, *ranges, p.grad_levels, noise_key, clip, self.channels_last)
+        codes = QuantizedTensor.on(gradient, *ranges, levels, noise_key, clip, self.channels_last)
         if key is not None:
             key.add_(1)
         return codes

@@ -121,8 +121,10 @@ class _Recurrence(torch.autograd.Function):
         u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]
         integer = ctx.gradient.encodes and u.one_step
         weight, tables = (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
+        levels, *noise = ctx.noise
+        noise = [None if levels is None else ctx.gradient.levels, *noise]
         d_gates, behind, d_h, d_c = gradients(
-            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, ctx.noise, ctx.advance, tables
+            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, noise, ctx.advance, tables
         )
         of_w, of_b = ctx.needs_input_grad[1:3]
         d_weight = None

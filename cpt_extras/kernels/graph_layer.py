@@ -15,6 +15,7 @@ from torch import Tensor
 import cpt_extras.kernels.graph  # noqa: F401 - defines the operators
 from cpt_core.graphs.functional import degree_scale
 from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.fake_quantize import filled_steps, forward_steps
 from cpt_core.quantization.graph_handlers import GraphHandlers
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import HALF, LayerPrecision
@@ -39,11 +40,13 @@ class _ScaleAndAddBias(torch.autograd.Function):
         key: Tensor | None,
     ) -> Tensor:
         ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
+        ctx.filled = filled_steps(grad_levels)
         return operators.active.scale_round_add(h, scale, bias, levels, granularity)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        product_grad, bias_grad = operators.active.round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
+        levels = forward_steps(ctx.levels, ctx.filled)
+        product_grad, bias_grad = operators.active.round_scale_round(gradient, ctx.scale, levels, ctx.key)
         if ctx.key is not None:
             ctx.key.add_(2)
         return product_grad, None, bias_grad, None, None, None, None

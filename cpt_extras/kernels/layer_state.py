@@ -79,7 +79,7 @@ def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor
     """Let a running range follow the ranges of several calls one after the other, (T,), as ``rounding.track`` would."""
     if is_recomputing():
         return
-    running = precision.get_buffer(f"running_{role}")
+    running = precision.range_tensor(role)
     current = torch.stack([low, width, torch.ones_like(width)])
     counts = current.isfinite().all(0)
     if _may_read(current) and bool(counts.all()):

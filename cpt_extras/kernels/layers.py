@@ -72,7 +72,7 @@ class Grids(NamedTuple):
     """What the operators are told of the roles of an operation.
 
     Attributes:
-        running: name of the buffer of the running range of the first operand; None for no such range.
+        running: name of the running range of the first operand; None for no such range.
         is_weight: whether the second operand is a weight.
         first: grid of the first operand; ``second``, ``bias`` and ``grad`` likewise.
         is_stochastic: whether the gradient is rounded stochastically.
@@ -128,7 +128,7 @@ def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     """Return how the operands are rounded."""
     weight_levels = precision.weight_levels
     second_levels = weight_levels if grids.is_weight else precision.levels
-    running = None if grids.running is None else precision._buffers[grids.running]
+    running = None if grids.running is None else vars(precision)[grids.running]
     return precision.levels, second_levels, weight_levels, running, grids.first, grids.second, grids.bias
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cpt_core.quantization.fake_quantize import filled_steps, forward_steps
 from cpt_core.quantization.rounding import clips
 from cpt_extras.kernels import gemm_backend, operators
 from cpt_extras.kernels.grids import parts_of
@@ -262,8 +263,9 @@ def _fake_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Forward(*inputs)
     ctx.steps, ctx.has_bias, ctx.state = (a.steps, a.sizes, a.reverse), a.bias is not None, a.h0.shape
-    # these change in place between forward and backward passes, as they should: not saved, which would be an error
+    # these may change in place between forward and backward passes: not saved, which would be an error
     ctx.quantizes, ctx.advance = (a.grad_levels, a.grad_granularity, a.key), a.advance
+    ctx.filled = filled_steps(a.grad_levels)
     ctx.save_for_backward(a.weight, *output[4:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
@@ -271,7 +273,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
     weight, gates, operands, before, tanh_c = ctx.saved_tensors
-    given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, ctx.quantizes, ctx.advance
+    levels, *noise = ctx.quantizes
+    quantizes = None if levels is None else forward_steps(levels, ctx.filled), *noise
+    given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, quantizes, ctx.advance
     with torch.autocast(weight.device.type, enabled=False):  # compilers trace this under that of the forward pass
         d_gates, behind, d_h, d_c = gradients(ops, *given)
         d_weight = gemm_backend.linear(ops, behind.t(), operands.t()) if ctx.needs_input_grad[1] else None

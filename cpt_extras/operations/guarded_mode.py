@@ -36,10 +36,11 @@ from cpt_core.quantization.op_interception import (
     tensors_of,
 )
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_extras.operations.recomputation import intercept_recomputation
+from cpt_extras.operations.recomputation import CheckpointedFunction, active_checkpoints
 
 # code that computes a weight from its parameters
 PARAMETRIZATION, SPECTRAL_NORM = ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__
+PLAIN_STATE = (None, True)  # of autograd: tensors are saved as they are, and gradients are on
 # files of compiled code: what calls it, and what modules that are made of graphs have
 COMPILED_RUNTIME = str(Path(torch.__file__).parent / "_functorch" / "aot_autograd.py")
 GRAPH_FILES = "<eval_with_key>"
@@ -53,12 +54,18 @@ class GuardedModule(RunningModule):
         frame: of Python, in which the module runs; None in compiled code.
         autograd_state: of torch when the module was entered, see ``_autograd_state``; None in compiled code.
         switched_on: whether the module switched the mode on.
+        checkpoints: in which the module was entered.
+        inner_state: of torch when the module last computed in a checkpoint of its own.
+        inner_checkpoints: those, and ``checkpoints``.
         stand_ins: tensors in the place of parameters; None until they are wanted.
     """
 
     frame: Any
     autograd_state: Any
     switched_on: bool
+    checkpoints: tuple[CheckpointedFunction, ...] = ()
+    inner_state: Any = None
+    inner_checkpoints: tuple[CheckpointedFunction, ...] = ()
     stand_ins: list[tuple[Tensor, Interception]] | None = None
 
 
@@ -82,10 +89,33 @@ class GuardedMode(QuantizedOpsMode):
             frame = sys._getframe(2) if frame is None else frame
             self._drop_interrupted(frame)
             switches_on = self not in _get_current_function_mode_stack()
-            entry = GuardedModule(module, interception, frame, _autograd_state(), switches_on)
+            state = _autograd_state()
+            checkpoints = self._checkpoints_around(frame, state)
+            entry = GuardedModule(module, interception, frame, state, switches_on, checkpoints)
+            if interception.precision is not None:
+                for checkpoint in checkpoints:
+                    checkpoint.note(interception.precision)
         stack.append(entry)
         if entry.switched_on:
             self.__enter__()
+
+    def _checkpoints_around(self, frame: Any, state: Any) -> tuple[CheckpointedFunction, ...]:
+        """Return the checkpoints in which a module is entered, in a frame and at a state of autograd."""
+        stack: list[Any] = self.running.stack
+        if not stack or stack[-1].frame is None:
+            return () if state == PLAIN_STATE else active_checkpoints(self, None, frame, None)
+        return self._checkpoints_inside(stack[-1], frame, state)
+
+    def _checkpoints_inside(self, entry: GuardedModule, frame: Any, state: Any) -> tuple[CheckpointedFunction, ...]:
+        """Return the checkpoints in which the forward of a module computes, in a frame and at a state of autograd."""
+        if state == entry.autograd_state:
+            return entry.checkpoints
+        if state != entry.inner_state:
+            inner = active_checkpoints(self, entry, frame, entry.frame)
+            entry.inner_checkpoints = tuple(dict.fromkeys(entry.checkpoints + inner))
+            # reentrant checkpoints, which switch gradients off, cannot be told from each other
+            entry.inner_state = state if torch.is_grad_enabled() else None
+        return entry.inner_checkpoints
 
     def leave(self, module: nn.Module) -> None:
         """Take a module off the stack; the one that switched the mode on switches it off."""
@@ -190,15 +220,13 @@ class GuardedMode(QuantizedOpsMode):
         return entry.stand_ins
 
     def is_active(self, precision: LayerPrecision) -> bool:
-        """Return whether a layer quantises now; prepare checkpoints that began in the forward of the module."""
-        if not super().is_active(precision):
-            return False
+        """Return whether a layer quantises now, and note its state in the checkpoints in which it computes."""
+        is_active = super().is_active(precision)
         if not torch.compiler.is_compiling():
             entry: Any = self.running.stack[-1]
-            state = _autograd_state()
-            if state != entry.autograd_state:
-                intercept_recomputation(self, entry, state[0])
-        return True
+            for checkpoint in self._checkpoints_inside(entry, sys._getframe(), _autograd_state()):
+                checkpoint.note(precision)
+        return is_active
 
 
 def _is_of_torch(kind: type) -> bool:

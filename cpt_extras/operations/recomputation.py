@@ -1,58 +1,120 @@
-"""Activation checkpointing inside a module: what is recomputed in the backward pass is intercepted as before.
+"""Activation checkpointing: what is recomputed in the backward pass is quantised as it was in the forward pass.
 
-A checkpoint around a module calls the module once more, and its hooks with it. A checkpoint around a *function* of a
-module calls that function once more, when the forward of the module has ended and the mode is off. Here the function
-that such a checkpoint keeps, torch's or that of another ``torch.autograd.Function``, is wrapped so that it runs as if
-inside the module.
+A checkpoint calls a function once more when ``backward()`` runs. Then the bits of layers, and whether they train, may be
+others; and where the checkpoint is around a *function* of a module, the forward of that module has ended, and the mode
+is off. So the function that a checkpoint keeps, torch's or that of another ``torch.autograd.Function``, is replaced by
+a ``CheckpointedFunction``: it notes the state of every layer that runs inside of it, and calls the function in these
+states, as if inside the module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from cpt_core.quantization.op_interception import RunningModule
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_extras.operations.forward_state import ForwardState, in_state
+
 if TYPE_CHECKING:
-    from cpt_extras.operations.guarded_mode import GuardedMode, GuardedModule
+    from cpt_extras.operations.guarded_mode import GuardedMode
+
+TORCH_HOOK = "_checkpoint_hook."  # begins the qualified names of the hooks of torch's checkpoints
 
 
-def intercept_recomputation(mode: GuardedMode, entry: GuardedModule, saved_tensor_hooks: Any) -> None:
-    """Intercept what the innermost checkpoint inside the forward of a module recomputes.
+class CheckpointedFunction:
+    """A function that a checkpoint keeps, to be called in the backward pass.
+
+    Args:
+        function: what the checkpoint would call.
+        mode: of the model.
+        running: the module in whose forward the checkpoint is; None where it is around the whole model.
+    """
+
+    def __init__(self, function: Callable[..., Any], mode: GuardedMode, running: RunningModule | None) -> None:
+        self.function, self.mode = function, mode
+        # not the entry of the stack: it holds the frame of the forward, with all of its tensors
+        self.running = None if running is None else RunningModule(running.module, running.interception)
+        self.states: dict[LayerPrecision, ForwardState] = {}
+
+    def note(self, precision: LayerPrecision) -> None:
+        """Note the state of a layer that runs inside, the first time."""
+        if precision not in self.states:
+            self.states[precision] = ForwardState.of(precision)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function as in the forward pass."""
+        with in_state(self.states):
+            if self.running is None:
+                return self.function(*args, **kwargs)
+            return self.mode.run_inside(self.running, self.function, *args, **kwargs)
+
+
+def active_checkpoints(
+    mode: GuardedMode, running: RunningModule | None, frame: Any, until: Any
+) -> tuple[CheckpointedFunction, ...]:
+    """Return the checkpoints in which code runs, from the outermost on where they are not reentrant.
 
     Args:
         mode: of the model.
-        entry: the running module.
-        saved_tensor_hooks: hooks on tensors that are saved now, as torch keeps them; None where there are none. Those
-            of a checkpoint that is not reentrant know the function.
+        running: the innermost running module, in whose forward new checkpoints are.
+        frame: of Python, from which reentrant checkpoints are searched.
+        until: frame at which this search ends; None for that of the whole program.
     """
-    if saved_tensor_hooks is not None and saved_tensor_hooks[0].__qualname__.startswith("_checkpoint_hook."):
-        hook = saved_tensor_hooks[0]
-        captured = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-        _wrap(mode, entry, captured["frame"].cell_contents, "recompute_fn")
-    if torch.is_grad_enabled():
-        return
+    found = [_prepared(holder, "recompute_fn", mode, running) for holder in _frames_of_checkpoints()]
+    if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        found += [_prepared(*place, mode, running) for place in _reentrant(frame, until)]
+    return tuple(found)
+
+
+def _prepared(holder: Any, name: str, mode: GuardedMode, running: RunningModule | None) -> CheckpointedFunction:
+    """Return the function that an attribute of a checkpoint holds, and put it there."""
+    function = getattr(holder, name)
+    if not isinstance(function, CheckpointedFunction):
+        function = CheckpointedFunction(function, mode, running)
+        setattr(holder, name, function)
+    return function
+
+
+def _frames_of_checkpoints() -> list[Any]:
+    """Return what torch's checkpoints keep of a call where they are not reentrant: they hook what autograd saves."""
+    autograd, hooks = torch._C._autograd, []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(*pair)
+    packs = [pack for pack, _ in reversed(hooks) if getattr(pack, "__qualname__", "").startswith(TORCH_HOOK)]
+    return [
+        dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))["frame"].cell_contents for pack in packs
+    ]
+
+
+def _reentrant(frame: Any, until: Any) -> list[tuple[Any, str]]:
+    """Return the contexts of Functions whose forward runs what they hold, and the names of the attributes."""
+    found = []
     running = set()  # what a checkpoint keeps and runs now it will run again
-    for frame, _ in walk_stack(None):
-        if frame is entry.frame:
-            return
-        context = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-        if isinstance(context, FunctionCtx):
-            for name in [name for name, value in vars(context).items() if _code_of(value) in running]:
-                _wrap(mode, entry, context, name)
-        running.add(frame.f_code)
+    for caller, _ in walk_stack(frame):
+        if caller is until:
+            break
+        code = caller.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = caller.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                found += [(context, name) for name, value in vars(context).items() if _code_of(value) in running]
+        running.add(code)
+    return found
 
 
 def _code_of(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
+    while isinstance(function, (partial, CheckpointedFunction)):
+        function = function.func if isinstance(function, partial) else function.function
+    if isinstance(function, nn.Module):
+        function = type(function).__call__
     return getattr(getattr(function, "__func__", function), "__code__", None)
-
-
-def _wrap(mode: GuardedMode, entry: GuardedModule, holder: Any, name: str) -> None:
-    function = getattr(holder, name)
-    is_wrapped = isinstance(function, partial) and function.func == mode.run_inside
-    if not is_wrapped:
-        setattr(holder, name, partial(mode.run_inside, entry, function))

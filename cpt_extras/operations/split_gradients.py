@@ -17,6 +17,7 @@ from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import weight_gradient_role
 from cpt_core.schedules.schedule import Levels
+from cpt_extras.operations.forward_state import ForwardState, in_state
 
 RoundGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 ROUND_ONCE = ("lstm", "graph")  # kinds of layers that round a gradient once for both of its uses
@@ -76,11 +77,26 @@ def multiplied(
         compute: linear in each operand.
         operands: first operand, second operand, and perhaps a bias; None for one that is not there.
     """
-    return _SplitGradient.apply(partial(_rounded_gradients, precision, role), compute, *operands)
+    round_gradients = partial(_rounded_gradients, precision, ForwardState.of(precision, evaluates=False), role)
+    return _SplitGradient.apply(round_gradients, compute, *operands)
 
 
-def _rounded_gradients(precision: LayerPrecision, role: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an output's gradient as the input gradient takes it, and as the weight gradient does."""
+def _rounded_gradients(
+    precision: LayerPrecision, state: ForwardState, role: str, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return an output's gradient as the input gradient takes it, and as the weight gradient does.
+
+    Args:
+        precision: of the layer.
+        state: of the layer in the forward pass, whose bits count.
+        role: of the gradient.
+        gradient: that has come.
+    """
+    with in_state({precision: state}):
+        return _round_for_both(precision, role, gradient)
+
+
+def _round_for_both(precision: LayerPrecision, role: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
     formats = precision.now.formats
     for_input = for_weight = gradient
     if formats.error is not None:

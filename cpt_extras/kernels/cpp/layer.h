@@ -78,7 +78,7 @@ Tensor with_rounded_gradient(const Tensor& y, const optional<Tensor>& levels, co
   if (!levels || !at::GradMode::is_enabled() || !y.requires_grad()) return y;
   const auto& node = y.grad_fn();
   if (y.is_view() || !node || node->num_inputs() != 1) return quantize_gradient(y, *levels, key, grid);
-  node->add_pre_hook(std::make_unique<RoundBefore>(GradientRounding{*levels, key, std::string(grid)}));
+  node->add_pre_hook(std::make_unique<RoundBefore>(GradientRounding(*levels, key, grid)));
   return y;
 }
 

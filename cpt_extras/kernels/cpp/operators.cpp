@@ -332,16 +332,35 @@ bool is_watched(const Tensor& x) {
   return at::impl::tensor_has_dispatch(x) || c10::impl::TorchDispatchModeTLS::stack_len() > 0;
 }
 
-// Quantises the gradient of an output, in place where nobody else holds it.
+// Quantises the gradient of an output, in place where nobody else holds it. The levels are filled in place when bits
+// change; a backward pass that comes later rounds to those of its forward pass.
 struct GradientRounding {
   Tensor levels;
   optional<Tensor> key;
   std::string granularity;
+  optional<float> forward_levels;
+
+  GradientRounding() = default;
+  GradientRounding(Tensor levels, const optional<Tensor>& key, std::string_view granularity)
+      : levels(std::move(levels)), key(key), granularity(granularity), forward_levels(number_in(this->levels)) {}
+
+  // The number, where it can be read without waiting.
+  static optional<float> number_in(const Tensor& x) {
+    if (!x.is_cpu() || x.scalar_type() != at::kFloat || is_watched(x)) return std::nullopt;
+    return *x.const_data_ptr<float>();
+  }
+
+  Tensor levels_of_forward() const {
+    if (!forward_levels) return levels;
+    const auto now = number_in(levels);
+    return !now || *now == *forward_levels ? levels : at::full({}, *forward_levels, levels.options());
+  }
 
   Tensor operator()(const Tensor& gradient) const {
     if (!gradient.defined() || gradient.numel() == 0) return gradient;
     if (at::autocast::is_autocast_enabled(at::kCPU)) TORCH_WARN(UNDER_AUTOCAST);
     Tensor rounded;
+    const Tensor levels = levels_of_forward();
     const bool own = gradient.use_count() == 1 && gradient.storage().use_count() == 1 && !at::GradMode::is_enabled() &&
                      gradient.layout() == at::kStrided && gradient.scalar_type() == at::kFloat &&
                      gradient.device().is_cpu() && memory_order(gradient) && !gradient.is_inference() &&
@@ -397,7 +416,7 @@ Tensor quantize_gradient(const Tensor& y, const Tensor& levels, const optional<T
   }
   if (at::GradMode::is_enabled() && y.requires_grad()) {
     auto node = make_node<RoundGradient>();
-    node->round = {levels, key, std::string(granularity)};
+    node->round = GradientRounding(levels, key, granularity);
     node->set_next_edges(torch::autograd::collect_next_edges(y));
     torch::autograd::set_history(same, node);
   }
