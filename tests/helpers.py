@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.convert import QuantConfig
+from cpt_core.quantization.convert import QuantConfig, all_precisions
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, HOOK
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules import cost
@@ -240,9 +240,14 @@ def written(path, *rows):
 
 def state_of(model):
     """Return parameters, buffers and the running ranges of a quantised model."""
-    ranges = [buffer for name, buffer in model.named_buffers() if ".running_" in name]
+    ranges = running_ranges(model)
     assert ranges
     return [*model.state_dict().values(), *ranges]
+
+
+def running_ranges(model):
+    """Return the running ranges of all layers of a model."""
+    return [running for p in all_precisions(model).values() for running in p.ranges().values()]
 
 
 def same(a, b):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the list of public names
     from cpt_core.quantization.roles import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.roles import Quantizer as Quantizer
+    from cpt_core.quantization.scheduler import copy_ranges as copy_ranges
 else:
     from cpt_core.lazy_imports import lazily
 

@@ -249,6 +249,34 @@ def precision(
             driver._apply(set(layers.values()))  # a step, or another mode, may have come inside
 
 
+def copy_ranges(source: nn.Module, target: nn.Module) -> None:
+    """Copy the running ranges of a model into another of the same layers.
+
+    Running ranges are no buffers: what averages or loads weights, such as ``AveragedModel``, leaves them as they are.
+
+    Args:
+        source: a model converted by ``quantize_``.
+        target: a copy of it, or an average of its weights; it may be wrapped, as by ``AveragedModel``.
+
+    Raises:
+        ValueError: for models whose quantised layers differ.
+    """
+    declared(copy_ranges, {"source": source, "target": target})
+    source_layers, target_layers = all_precisions(source), all_precisions(target)
+    pairs = list(zip(source_layers.items(), target_layers.items(), strict=False))
+    if len(source_layers) != len(target_layers) or not all(_correspond(*first, *second) for first, second in pairs):
+        names = [", ".join(name or "the model itself" for name in layers) for layers in (source_layers, target_layers)]
+        raise ValueError(f"source and target must have the same quantised layers, got {names[0]}; and {names[1]}")
+    for (_, layer), (_, target_layer) in pairs:
+        target_layer.set_running(layer.ranges())
+
+
+def _correspond(name: str, layer: LayerPrecision, wrapped_name: str, wrapped_layer: LayerPrecision) -> bool:
+    """Return whether two layers have the same ranges and, but for wrappers, the same name."""
+    has_same_name = not name or f".{wrapped_name}".endswith(f".{name}")
+    return has_same_name and set(layer.ranges()) == set(wrapped_layer.ranges())
+
+
 def merged(values: Levels, gradients: Levels) -> Levels:
     """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
     return Levels(*values[:2], *(values if values.activation is None else gradients)[2:])

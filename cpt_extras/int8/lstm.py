@@ -122,9 +122,9 @@ class _Recurrence(torch.autograd.Function):
         integer = ctx.gradient.encodes and u.one_step
         weight, tables = (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
         levels, *noise = ctx.noise
-        noise = [None if levels is None else ctx.gradient.levels, *noise]
+        noise_of_forward = None if levels is None else ctx.gradient.levels, *noise
         d_gates, behind, d_h, d_c = gradients(
-            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, noise, ctx.advance, tables
+            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, noise_of_forward, ctx.advance, tables
         )
         of_w, of_b = ctx.needs_input_grad[1:3]
         d_weight = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import distributed, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.op_interception import HOOK
 
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
@@ -32,6 +36,30 @@ def _refuse_sharded_parameter(module: nn.Module, name: str, parameter: Any) -> N
 
 
 register_module_parameter_registration_hook(_refuse_sharded_parameter)
+
+
+def share_ranges_of_active() -> None:
+    """Let the model that ``DistributedDataParallel`` runs now have the ranges of its first process, in every pass."""
+    parallel = DistributedDataParallel._active_ddp_module
+    if parallel is not None and parallel not in _sharing:
+        _sharing.add(parallel)
+        _share_ranges(parallel, ())
+        parallel.register_forward_pre_hook(_share_ranges)
+
+
+@torch.compiler.disable
+def _share_ranges(parallel: Any, args: Any) -> None:
+    """Forward pre-hook: broadcast running ranges when buffers are broadcast, which they are not."""
+    if not (parallel.require_forward_param_sync and parallel.forward_sync_buffers) or parallel._join_config.enable:
+        return
+    ranges = [x for p in all_precisions(parallel.module).values() for x in p.ranges().values()]
+    if not ranges:
+        return
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ranges)):
+        parallel._distributed_broadcast_coalesced(ranges, parallel.broadcast_bucket_size, 0)
+
+
+_sharing: WeakSet[Any] = WeakSet()  # models whose ranges are shared
 
 
 def check_unsharded(model: Any, first: str) -> None:

@@ -1,8 +1,9 @@
 """State of a layer in a forward pass, for computations of its backward pass that ask the layer again.
 
-A layer may have other bits, or be in another mode, when ``backward()`` runs: a scheduler has gone on, or a ``precision``
-block is over. ``ForwardState.of(precision)`` notes what decided on the forward pass, and ``in_state`` lets the layer
-have it again for the time of a ``with`` block. Tensors are exchanged and not filled, since other passes hold them.
+A layer may have other bits, or be in another mode, when ``backward()`` runs: a scheduler has gone on, or a block of
+``precision`` is over. ``ForwardState.of(precision)`` notes what decided on the forward pass, and ``in_state`` lets the
+layer have it again for the time of a ``with`` block. Tensors are exchanged and not filled, since other passes hold
+them.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ class ForwardState(NamedTuple):
         training: whether the layer is in training.
         calibrated: whether its running ranges are known to be filled.
         ranges: copies of its running ranges by name; none in training, which does not read them.
+        fixed: whether the layer is in a ``precision`` block.
     """
 
     now: ActiveBits
     training: bool
     calibrated: bool
     ranges: dict[str, Tensor]
+    fixed: bool
 
     @classmethod
     def of(cls, precision: LayerPrecision, evaluates: bool = True) -> ForwardState:
         """Note the state of a layer; ``evaluates``: whether running ranges are read."""
-        ranges = {} if precision.training or not evaluates else {name: x.clone() for name, x in precision.ranges().items()}
-        return cls(precision.now, precision.training, precision.calibrated, ranges)
+        ranges = (
+            {} if precision.training or not evaluates else {name: x.clone() for name, x in precision.ranges().items()}
+        )
+        return cls(precision.now, precision.training, precision.calibrated, ranges, precision.fixed)
 
     def differs(self, precision: LayerPrecision) -> bool:
         """Return whether a layer may be in another state now."""

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from cpt_core import extensions
 from cpt_core.quantization.op_interception import (
     HOOK,
     Interception,
@@ -89,6 +91,8 @@ class GuardedMode(QuantizedOpsMode):
             frame = sys._getframe(2) if frame is None else frame
             self._drop_interrupted(frame)
             switches_on = self not in _get_current_function_mode_stack()
+            if not stack and DistributedDataParallel._active_ddp_module is not None:
+                extensions.services("processes").share_ranges_of_active()
             state = _autograd_state()
             checkpoints = self._checkpoints_around(frame, state)
             entry = GuardedModule(module, interception, frame, state, switches_on, checkpoints)
@@ -190,6 +194,7 @@ class GuardedMode(QuantizedOpsMode):
     def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
+        self.running.stack[-1].scores.extend(entry.scores)
         try:
             return function(*args, **kwargs)
         finally:

@@ -1,6 +1,6 @@
 """Activation checkpointing: what is recomputed in the backward pass is quantised as it was in the forward pass.
 
-A checkpoint calls a function once more when ``backward()`` runs. Then the bits of layers, and whether they train, may be
+A checkpoint calls a function once more when ``backward()`` runs. Then the bits of layers, and their mode, may be
 others; and where the checkpoint is around a *function* of a module, the forward of that module has ended, and the mode
 is off. So the function that a checkpoint keeps, torch's or that of another ``torch.autograd.Function``, is replaced by
 a ``CheckpointedFunction``: it notes the state of every layer that runs inside of it, and calls the function in these
@@ -39,13 +39,15 @@ class CheckpointedFunction:
 
     def __init__(self, function: Callable[..., Any], mode: GuardedMode, running: RunningModule | None) -> None:
         self.function, self.mode = function, mode
-        # not the entry of the stack: it holds the frame of the forward, with all of its tensors
-        self.running = None if running is None else RunningModule(running.module, running.interception)
+        self.running: RunningModule | None = None
+        if running is not None:  # the entry of the stack itself holds the frame of the forward, with all of its tensors
+            self.running = RunningModule(running.module, running.interception, scores=list(running.scores))
         self.states: dict[LayerPrecision, ForwardState] = {}
 
     def note(self, precision: LayerPrecision) -> None:
-        """Note the state of a layer that runs inside, the first time."""
-        if precision not in self.states:
+        """Note the state of a layer that runs inside, the first time; of ``precision`` blocks inside, that around."""
+        known = self.states.get(precision)
+        if known is None or (known.fixed and not precision.fixed):
             self.states[precision] = ForwardState.of(precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

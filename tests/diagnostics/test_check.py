@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import Does, identical, make, refused
+from helpers import Does, identical, make, refused, running_ranges
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -238,6 +238,11 @@ def test_what_no_gradient_reaches_has_no_backward_price():
     assert (found.ok, backward_of(found)) == (True, [("head", "linear", True, 24)])
 
 
+def held_by(model):
+    """Return buffers and running ranges."""
+    return {**dict(model.named_buffers()), **dict(enumerate(running_ranges(model)))}
+
+
 def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_its_copy():
     def forward(m, x):
         m.mean = 0.9 * m.mean + 0.1 * x.mean(0)
@@ -249,11 +254,11 @@ def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_i
     model.forward = lambda x: inner(x)
     scheduler = PrecisionScheduler(model, StaticSchedule(4, 1))
     model(x).sum().backward()
-    before = {**{n: p.grad.clone() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+    before = {n: p.grad.clone() for n, p in model.named_parameters()} | held_by(model)
     held = {name: value.clone() for name, value in before.items()}
     check(model, (2 * x,))
     count_bitops(model, (2 * x,))
-    after = {**{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+    after = {n: p.grad for n, p in model.named_parameters()} | held_by(model)
     assert all(torch.equal(after[name], value) for name, value in held.items()), scheduler
 
 
@@ -285,7 +290,7 @@ def test_check_leaves_the_model_as_it_was(training):
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [(m.training, len(m._forward_pre_hooks)) for m in model.modules()] == before
     assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
-    assert identical(*([*m.parameters(), *m.buffers()] for m in twins))
+    assert identical(*([*m.parameters(), *held_by(m).values()] for m in twins))
     assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
     for twin, driver in zip(twins, drivers, strict=True):
         train(twin, *driver)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEAREST, Does, identical, pictures, quantize_gradient, reported, small
+from helpers import NEAREST, Does, identical, pictures, quantize_gradient, reported, running_ranges, small
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -307,10 +307,9 @@ def test_casts_leave_the_precision_in_float32(cast, device):
         wanted = model[0].weight.dtype
         assert wanted != torch.float32
         for layer in model:
-            floats = [b for b in layer.precision.buffers() if b.is_floating_point()]
-            assert {b.dtype for b in floats} == {torch.float32}
+            assert {x.dtype for x in running_ranges(layer)} == {torch.float32}
             assert (layer.precision.levels, layer.precision.grad_levels) == (2**7 - 1, 2**16 - 1)
-            assert {b.device.type for b in layer.precision.buffers()} == {device.type}
+            assert {x.device.type for x in running_ranges(layer)} == {device.type}
         y = model(torch.randn(3, 4, device=device, dtype=wanted))
         model.zero_grad()
         y.sum().backward()
@@ -328,7 +327,9 @@ def test_neither_conversion_nor_noise_depends_on_the_default_dtype(dtype):
             with precision(model, 16, q_grad=3):
                 y = model(x)
                 y.cos().sum().backward()
-                found.append([y, *(p.grad for p in model.parameters()), *model.buffers(), model[0].precision.levels])
+                found.append(
+                    [y, *(p.grad for p in model.parameters()), *running_ranges(model), model[0].precision.levels]
+                )
         finally:
             torch.set_default_dtype(torch.float32)
     assert identical(*found)
@@ -339,8 +340,8 @@ def test_conversion_does_not_depend_on_the_default_device():
     with torch.device("meta"):  # like torch.set_default_device
         quantize_(model)
         empty = quantize_(nn.Sequential(nn.Linear(4, 2)))
-    assert {b.device.type for b in model.buffers()} == {"cpu"}
-    assert {b.device.type for b in empty.buffers()} == {"meta"}
+    assert {x.device.type for x in running_ranges(model)} == {"cpu"}
+    assert {x.device.type for x in running_ranges(empty)} == {"meta"}
     with precision(empty.eval(), 4):
         assert empty(torch.empty(3, 4, device="meta")).shape == (3, 2)
     with precision(model, 4), torch.device("meta"):

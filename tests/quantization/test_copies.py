@@ -8,12 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import NEAREST, identical, pictures, refused, small
+from helpers import NEAREST, identical, pictures, refused, running_ranges, small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cpt_core.quantization.convert import layer_precisions, quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.scheduler import PrecisionScheduler, copy_ranges, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_extras.search.custom_schedules import FunctionSchedule
 
@@ -40,7 +40,7 @@ def of_its_state(model, assign=False, start=None):
         other.to_empty(device="cpu")
     other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
     other.eval()(pictures())  # what is on meta still comes now
-    assert not any(b.is_meta for b in other.buffers())
+    assert not any(x.is_meta for x in running_ranges(other))
     return other.train()
 
 
@@ -184,17 +184,53 @@ def test_an_average_made_before_there_are_bits_says_so():
         assert torch.equal(average(pictures()), model(pictures()))
 
 
-def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():
+def test_copy_ranges_gives_average_those_of_an_lstm():
     model = quantize_(nn.LSTM(4, 3, bidirectional=True))
     average = AveragedModel(model).eval()
     with precision(model, 4), precision(average, 4):
         for k in (1, 2):
             model(k * torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(k)))
         average.update_parameters(model)
+        copy_ranges(model, average)
         x = 3 * torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(3))
         expected = model.eval()(x)[0]
         assert torch.equal(average(x)[0], expected)
         assert not torch.equal(model.train()(x)[0], expected)
+
+
+def test_copy_ranges_refuses_other_layers():
+    model, other = quantize_(small()), quantize_(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"must have the same quantised layers, got 0, 3, 5; and 0"):
+        copy_ranges(model, other)
+    kinds = [quantize_(nn.Sequential(layer)) for layer in (nn.Linear(4, 4), nn.LSTM(4, 4))]
+    with pytest.raises(ValueError, match="the same quantised layers"):
+        copy_ranges(*kinds)
+
+
+def test_conversion_adds_no_buffers():
+    model = small()
+    before = [name for name, _ in model.named_buffers()]
+    quantize_(model)
+    with precision(model, 4):
+        model(pictures())
+    assert [name for name, _ in model.named_buffers()] == before
+    assert all(running[2] > 0 for running in running_ranges(model))
+
+
+def test_layer_stored_with_buffers_keeps_its_ranges():
+    """Releases up to 0.3.0 had running ranges in buffers."""
+    model = quantize_(small())
+    with precision(model, 4):
+        model(pictures())
+        former = copy.deepcopy(model)
+        for layer in layer_precisions(former).values():
+            for name in vars(layer).pop("_running"):
+                running = vars(layer).pop(name)
+                layer.register_buffer(name, running, persistent=False)
+        loaded = saved_and_loaded(former)
+        assert identical(running_ranges(loaded), running_ranges(model))
+        assert not any(name.startswith("running") for p in layer_precisions(loaded).values() for name in p._buffers)
+        assert torch.equal(loaded.eval()(pictures(3)), model.eval()(pictures(3)))
 
 
 def test_a_model_from_meta_takes_a_state_of_the_scheduler():

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Does, identical, mode_of, reported
+from helpers import Does, identical, mode_of, reported, running_ranges
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -395,7 +395,7 @@ def test_replicas_of_data_parallel_have_states_of_their_own():
         replica.weight, replica.bias = model.weight.detach().clone(), model.bias.detach().clone()
         replica._former_parameters = {"weight": replica.weight, "bias": replica.bias}  # as ``DataParallel`` does
         replica._modules["precision"] = model.precision._replicate_for_data_parallel()
-        replica._modules["precision"]._buffers = {k: b.clone() for k, b in model.precision._buffers.items()}
+        vars(replica.precision).update({name: x.clone() for name, x in model.precision.ranges().items()})
         assert torch.equal(replica(x), model(x))
         assert float(replica.precision.running_input[2]) > 0
 
@@ -493,12 +493,11 @@ def test_checkpointed_module_computes_the_same(whole, reentrant):
         with precision(model, 3, 32):
             y = run(second, run(first, x))
             y.square().sum().backward()
-        ranges = [buffer.clone() for p in layer_precisions(model).values() for buffer in p.buffers()]
+        ranges = [x.clone() for x in running_ranges(model)]
         found.append((y.detach(), x.grad, *ranges))
         x.grad = None
-        for p in layer_precisions(model).values():
-            for buffer in p.buffers():
-                buffer.zero_()
+        for running in running_ranges(model):
+            running.zero_()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert modes_on() == 0
 

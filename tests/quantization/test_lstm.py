@@ -250,7 +250,7 @@ def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
             low = 0.9 * low + 0.1 * value.min()
             width = 0.9 * width + 0.1 * (value.max() - value.min())
             weight = 0.9 * weight + 0.1
-        found = module.precision.get_buffer(f"running_{role}")
+        found = module.precision.range_tensor(role)
         assert torch.allclose(found, torch.stack([low, width, weight]), atol=1e-6)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NEAREST
+from helpers import NEAREST, running_ranges
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
@@ -129,6 +129,19 @@ def losses(config, rank=0, processes=1, kind="linear"):
     return torch.stack(found)
 
 
+def ranges_after(broadcast):
+    """Return running ranges after two steps and an evaluation, all on data of this process."""
+    model = model_of()
+    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with precision(model, 4):
+        for _ in range(2):
+            parallel(torch.randn(EACH, 8, generator=generator)).sum().backward()
+        with torch.no_grad():
+            parallel.eval()(torch.randn(EACH, 8, generator=generator))
+    return running_ranges(model)
+
+
 def worker(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
@@ -140,6 +153,7 @@ def worker(rank, folder):
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank)
     found = {"first": first, "parallel": errors(model, nn.parallel.DistributedDataParallel(model), data())}
     found["keys"] = keys_of(model)
+    found["ranges"] = {broadcast: ranges_after(broadcast) for broadcast in (True, False)}
     on_codes = model_of("integer")
     found["codes"] = errors(on_codes, nn.parallel.DistributedDataParallel(on_codes), data())
     sharded = model_of()
@@ -196,6 +210,13 @@ def test_with_agreed_ranges_processes_train_as_one_does(number, processes):
     both, alone = torch.stack([p["agreed"][number] for p in processes]).mean(0), losses(config, kind=kind)
     torch.testing.assert_close(both[:8], alone[:8], rtol=1e-4, atol=0)
     torch.testing.assert_close(both, alone, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_processes_share_ranges_as_buffers(broadcast, processes):
+    first, second = (process["ranges"][broadcast] for process in processes)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [broadcast] * 2
+    assert all(running[2] > 0.1 for running in first)
 
 
 def test_without_a_group_nobody_can_agree():

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import pictures, refused, small
+from helpers import pictures, refused, small, state_of
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
@@ -48,12 +48,12 @@ def test_steps_follow_the_schedule(schedule, device):
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
     layers = layer_precisions(model).values()
-    numbers = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
+    numbers = [t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())]
     places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
         assert in_force(model) == [(bits, schedule.q_max)] * 3
-        now = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
+        now = [t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())]
         assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
         scheduler.step()
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
 
     assert losses + more == expected
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(straight.buffers(), resumed.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(state_of(straight), state_of(resumed), strict=True))
     with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
         assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
 
