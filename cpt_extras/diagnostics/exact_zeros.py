@@ -17,7 +17,7 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
     """Warn where more than ``MIN_SHARE`` of a weight is 0 and its grid moves these zeros."""
     if not isinstance(precision.now.formats.weight, int) or not _can_read(weight):
         return
-    share, moved = _zeros(weight.detach(), float(precision.weight_levels))
+    share, moved = _zeros(weight.detach(), precision.now.steps[1])
     if share > MIN_SHARE:
         name = precision.name or "a quantised layer"
         warnings.warn(
