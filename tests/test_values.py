@@ -109,11 +109,11 @@ def recording():
 VALUES = {
     "aggregation": "fp", "allow_zero_in_degree": True, "base": 4, "bias": True, "bits": 4,
     "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
-    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "device": "cpu",
+    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "details": True, "device": "cpu",
     "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,
     "eval_bits": "q_max", "every": 2, "execution": "simulated", "exponent": 4, "family": "rex", "float32": ("fc",),
     "floor": 0.1, "format": None, "formats": {3: "mxfp4", 8: "e4m3"}, "gradient": None, "gradients": 8,
-    "granularity": "per_tensor", "hadamard": 16, "hold": 4, "in_feats": 2, "kind": "minifloat", "ladder": None,
+    "granularity": "per_tensor", "hadamard": 16, "hold": 4, "in_feats": 2, "invariances": True, "kind": "minifloat", "ladder": None,
     "layers": 1, "level": 3, "levels": (3, 8), "mantissa": 3, "margin": 1.0, "minutes": 1.0, "mirror": "vertical",
     "mode": "reset", "n_cycles": 2, "name": "traffic", "norm": "left", "num_nodes": 3, "num_src": 2, "out_feats": 3,
     "over": "time", "partial": True, "power": 2.0, "profile": cpt.schedules.Rex(0.5),

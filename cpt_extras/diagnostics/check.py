@@ -1,7 +1,8 @@
-"""Look before training: which operations of a step run quantised, and which do not.
+"""Look before training: which operations of a step run quantised, and what low precision breaks.
 
 ``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
 compares the operations that were intercepted with those that torch executed, in both passes, see ``not_intercepted``.
+Then it asks whether outputs that float32 keeps stay at low precision, too, see ``invariances``.
 
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
@@ -14,8 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,13 @@ from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
-from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs
+from cpt_extras.diagnostics.invariances import BROKEN, NOT_APPLICABLE, Invariance, find_invariances
 from cpt_extras.diagnostics.not_intercepted import NotIntercepted
+from cpt_extras.diagnostics.repeated_runs import simulated
 
 BITS = 8  # any number would do
 
@@ -59,7 +60,7 @@ class Executed:
 
 @dataclass(frozen=True)
 class Check:
-    """What ran in one step; ``print`` it.
+    """What ran in one step, and which invariances hold; ``print`` it.
 
     Attributes:
         operations: all matmuls and convolutions, forward and backward, in the order in which they first ran.
@@ -67,17 +68,28 @@ class Check:
             step with operations that nothing intercepted.
         unused: quantised layers that took no part in the step.
         no_gradient: parameters need gradients, and no backward pass was seen.
+        invariances: the answers of ``invariances``; empty where nobody asked.
+        filled: layers whose running ranges were empty, and were filled from the inputs to ask for invariances.
+        has_details: whether ``print`` shows every operation, as ``details()`` does.
     """
 
     operations: tuple[Executed, ...]
     bypassed: tuple[str, ...]
     unused: tuple[str, ...]
     no_gradient: bool = False
+    invariances: tuple[Invariance, ...] = ()
+    filled: tuple[str, ...] = ()
+    has_details: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether both passes were seen, and all of their operations intercepted."""
-        return not self.no_gradient and all(e.intercepted for e in self.operations)
+        """Whether both passes were seen, all of their operations intercepted, and no invariance is broken."""
+        return not self.no_gradient and all(e.intercepted for e in self.operations) and not self.broken
+
+    @property
+    def broken(self) -> list[Invariance]:
+        """The invariances that float32 has and the quantised model has not."""
+        return [answer for answer in self.invariances if answer.status == BROKEN]
 
     @property
     def float32(self) -> list[Executed]:
@@ -91,13 +103,28 @@ class Check:
         forward = [e for e in self.operations if not e.backward]
         return sum(e.macs for e in forward if e.quantized) / max(1, sum(e.macs for e in forward))
 
-    def __str__(self) -> str:
-        width = max([len(e.layer or "(model)") for e in self.operations] + [5])
-        lines = [f"{'layer':<{width}}  {'operation':<24} {'pass':<8}  {'MACs':>15}  precision"]
+    def details(self) -> str:
+        """Return a table of all operations."""
+        rows = [("layer", "operation", "pass", "MACs", "precision")]
         for e in self.operations:
-            pass_, kind = "backward" if e.backward else "forward", "quantised" if e.quantized else "float32"
             note = "" if e.intercepted else " (not intercepted)"
-            lines.append(f"{e.layer or '(model)':<{width}}  {e.operation:<24} {pass_:<8}  {e.macs:>15,}  {kind}{note}")
+            kind = "quantised" if e.quantized else "float32"
+            pass_ = "backward" if e.backward else "forward"
+            rows.append((e.layer or "(model)", e.operation, pass_, f"{e.macs:,}", kind + note))
+        return _table(rows, numbers=(3,))
+
+    def _layers(self) -> str:
+        """Return a table of the layers."""
+        rows = [("layer", "operations", "forward MACs", "backward MACs", "precision")]
+        for layer in dict.fromkeys(e.layer for e in self.operations):
+            executed = [e for e in self.operations if e.layer == layer]
+            names = ", ".join(dict.fromkeys(e.operation for e in executed))
+            macs = [sum(e.macs for e in executed if e.backward == backward) for backward in (False, True)]
+            rows.append((layer or "(model)", names, f"{macs[0]:,}", f"{macs[1]:,}", _precision_of(executed)))
+        return _table(rows, numbers=(2, 3))
+
+    def __str__(self) -> str:
+        lines = [self.details() if self.has_details else self._layers()]
         macs = sum(e.macs for e in self.operations if not e.backward)
         lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
         for what, names in (
@@ -108,20 +135,65 @@ class Check:
                 lines.append(f"{what}: {', '.join(name or '(model)' for name in names)}")
         if self.no_gradient:
             lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
+        if self.invariances:
+            lines += ["", *self._answers()]
         return "\n".join(lines)
 
+    def _answers(self) -> list[str]:
+        """Return the invariances in words; those that are not applicable in one line."""
+        asked = [answer for answer in self.invariances if answer.status != NOT_APPLICABLE]
+        rows = [("outputs that float32 keeps, when", "")]
+        lines = _table(rows + [(answer.name, str(answer)) for answer in asked]).splitlines()
+        others = [answer.name for answer in self.invariances if answer.status == NOT_APPLICABLE]
+        if others:
+            lines.append(f"not applicable: {'; '.join(others)}")
+        if self.filled and asked:
+            layers = f"{len(self.filled)} layer{'s' * (len(self.filled) > 1)}"
+            lines += [
+                f"{layers} had no running ranges yet: they were filled from these inputs, to ask. Until training or a",
+                "checkpoint fills them, evaluation rounds on the batch at hand, and samples move each other",
+            ]
+        return lines
 
-def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
-    """Run one step of a converted model and tell which of its operations were quantised.
+
+def _table(rows: Sequence[tuple[str, ...]], numbers: Collection[int] = ()) -> str:
+    """Write rows in columns, ``numbers`` of which are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if i in numbers else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _precision_of(executed: Sequence[Executed]) -> str:
+    """Return in words what ran quantised of the operations of a layer."""
+    macs = sum(e.macs for e in executed)
+    share = sum(e.macs for e in executed if e.quantized) / max(1, macs)
+    missed = dict.fromkeys(e.operation for e in executed if not e.intercepted)
+    words = {1.0: "quantised", 0.0: "float32"}.get(share, f"{share:.0%} quantised")
+    return f"{words} (not intercepted: {', '.join(missed)})" if missed else words
+
+
+def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True, details: bool = False) -> Check:
+    """Run a converted model and tell what of it is quantised, and whether low precision breaks an invariance.
 
     A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
-    Parameters, gradients, statistics, ranges, bits and random numbers are afterwards what they were. Other number
-    formats and 8-bit integers are checked as the paper's simulation, which has the same operations; ``summary`` says
-    which matmuls run on integers.
+    Parameters, gradients, statistics, ranges, bits and random numbers are afterwards what they were, and so is the
+    graph that inputs may hang on. Other number formats and 8-bit integers are checked as the paper's simulation, which
+    has the same operations; ``summary`` says which matmuls run on integers.
+
+    Then the model is evaluated at 4 bits, or the next that its formats have, some 10 to 40 times: see ``invariances``.
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.
-        inputs: the arguments of its forward; real data of any batch size.
+        inputs: the arguments of its forward; real data of any batch size. Invariances want two samples or more; a few
+            short ones take less time.
+        invariances: whether to ask for invariances.
+        details: whether the printout has a line for every operation instead of one for every layer.
 
     Raises:
         ValueError: when nothing in the model is quantised, or it is sharded.
@@ -147,7 +219,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         return on_gradient
 
     not_intercepted = NotIntercepted(model, macs)
-    with as_it_was(model, inputs), _simulated(model), precision(model, BITS, BITS):
+    with as_it_was(model, inputs), simulated(all_precisions(model)), precision(model, BITS, BITS):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
@@ -160,7 +232,16 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     unused = tuple(name for name in silent if name not in with_gradient)
     needs_gradient = any(p.requires_grad for p in model.parameters())
     no_gradient = needs_gradient and not trained and not any(e.backward for e in operations)
-    return Check(operations, bypassed, unused, no_gradient)
+    answers, filled = _ask(model, inputs) if invariances else ((), ())
+    return Check(operations, bypassed, unused, no_gradient, answers, filled, details)
+
+
+def _ask(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
+    """Return the answers of ``find_invariances``; the model is afterwards what it was."""
+    with as_it_was(model, inputs), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        answers, filled = find_invariances(model, inputs)
+    return tuple(answers), tuple(filled)
 
 
 def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -168,19 +249,6 @@ def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     parameters: dict[int, Any] = {id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)}
     copied: tuple[Any, ...] = copy_of_inputs(inputs, False, parameters)
     return copied
-
-
-@contextmanager
-def _simulated(model: nn.Module) -> Iterator[None]:
-    """Simulate on the paper's grids inside the block: a ladder may lack the level."""
-    before = [(p, p.execution, p.grids, p.in_force) for p in all_precisions(model).values()]
-    for p, *_ in before:
-        p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS, None
-    try:
-        yield
-    finally:
-        for p, execution, grids, levels in before:
-            p.execution, p.grids, p.in_force = execution, grids, levels
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:

@@ -376,7 +376,7 @@ def test_products_that_depend_on_data_are_counted_on_the_data(name, some):
     make, given = ASKING[name]
     model = quantize_(make()).eval()
     inputs = given(), GLOBAL if name == "Longformer" else torch.tensor([False, some])
-    found = check(model, inputs)
+    found = check(model, inputs, invariances=False)
     assert found.ok, str(found)
     plan = count_bitops(model, inputs)
     ran = sum(e.macs for e in found.operations if not e.backward)

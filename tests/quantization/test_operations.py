@@ -117,7 +117,7 @@ def test_every_product_runs_on_its_grid_and_is_reported(name):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_product_is_priced(name):
     module, inputs, _ = made(name)
-    found = check(module, inputs)
+    found = check(module, inputs, invariances=False)
     assert found.ok or "bilinear" in name, found  # whose backward pass torch computes in another order
     assert found.quantized_share == 1
     schedule = StaticSchedule(4, 1)

@@ -1,0 +1,63 @@
+"""Sums in float64 whose results are rounded to float32, so that they do not depend on how a library splits them.
+
+A library of matrix products adds in another order for another number of rows: one sample alone and the same sample in
+its batch differ in the last digit of float32. Such a difference is no fault, but a number that lies half-way between
+two values of a grid is then rounded to another one. Of float64 sums, the rounded results are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+# operators of torch that add, and functions whose vectorised forms differ in the last digit
+OPERATORS = frozenset(
+    "_addmm_activation _convolution _log_softmax _safe_softmax _softmax addbmm addmm addmv addr baddbmm bmm "
+    "convolution cumsum dot einsum erf exp expm1 gelu linalg_vector_norm linear log log1p log2 logsumexp matmul mean "
+    "mm mv native_group_norm native_layer_norm norm pow rsqrt sigmoid silu softplus std sum tanh var var_mean "
+    "vdot".split()
+)
+
+
+class ExactSums(TorchDispatchMode):
+    """Computes sums and transcendental functions in float64."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_exact_in_float64(func) or kwargs.get("dtype") is not None:
+            return func(*args, **kwargs)
+        try:
+            output = func(*tree_map(_as_float64, args), **tree_map(_as_float64, kwargs))
+        except (RuntimeError, NotImplementedError):  # nothing computes it in float64
+            return func(*args, **kwargs)
+        return tree_map(_as_float32, output) if _has_float32((args, kwargs)) else output
+
+
+def _is_exact_in_float64(func: Any) -> bool:
+    if isinstance(func, HigherOrderOperator) or func._schema.is_mutable:
+        return False
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace == "aten" and name in OPERATORS
+
+
+def _has_float32(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype == torch.float32
+    if isinstance(value, dict):
+        return any(map(_has_float32, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(_has_float32, value))
+
+
+def _as_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+def _as_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
