@@ -29,7 +29,7 @@ from cpt_core.bitops.shadow import as_it_was
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs
+from cpt_core.validation import check_inputs, declared
 from cpt_extras.diagnostics.invariances import BROKEN, NOT_APPLICABLE, Invariance, find_invariances
 from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 from cpt_extras.diagnostics.repeated_runs import simulated
@@ -200,6 +200,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True
         RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
     """
     check_inputs(inputs)
+    declared(check, {"invariances": invariances, "details": details})
     layer_precisions(model)
     inputs = _copy(inputs)
     extensions.services("processes").check_unsharded(model, "check it")

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,6 +79,8 @@ class Invariance:
     def __str__(self) -> str:
         if self.status != BROKEN:
             return f"{self.status}{f' ({self.note})' if self.note else ''}"
+        if math.isinf(self.moved):
+            return f"BROKEN: {self.note or 'an output becomes infinite'}"
         place = "" if self.layer is None else f", first in {self.layer or '(model)'}"
         return f"BROKEN: moves by {self.moved:.2g} of the largest output{place}{f' ({self.note})' if self.note else ''}"
 
@@ -115,8 +118,12 @@ def find_invariances(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[In
     The caller puts the model back, see ``as_it_was``.
     """
     with ExitStack() as undo:
-        runs = RepeatedRuns(model, inputs, undo)
-        return _Questions(runs, inputs).answers(), runs.filled
+        try:
+            runs = RepeatedRuns(model, inputs, undo)
+            return _Questions(runs, inputs).answers(), runs.filled
+        except Exception as problem:
+            note = f"the model cannot be evaluated: {_shortened(problem)}"
+            return [Invariance(REPEATED, NOT_APPLICABLE, note=note)], []
 
 
 class _Questions:
@@ -246,9 +253,12 @@ class _Questions:
         first = next(iter(self.samples.values()))
         dims = {n: {_dim_like(first, x)} for n, x in enumerate(self.leaves)}
         dims |= {n: {axis.dim} for n, axis in self.samples.items()}
-        alone = cut(self.inputs, dims, first.size, first.size - 1, 1)
-        part = Part(self._output_dims(first), first.size, first.size - 1, 1)
-        return self._compare(name, self._forward(alone), "float32 gives other outputs, too", part)
+        answers = []
+        for start in (first.size - 1, 0):
+            alone = cut(self.inputs, dims, first.size, start, 1)
+            part = Part(self._output_dims(first), first.size, start, 1)
+            answers.append(self._compare(name, self._forward(alone), "float32 gives other outputs, too", part))
+        return max(answers, key=lambda answer: answer.moved)
 
     def _prefix(self, name: str) -> Invariance:
         axis = self._axis_of(LATER)
@@ -324,14 +334,16 @@ class _Questions:
             before, after = (self.runs.gradients(self.inputs, is_quantized, again) for again in (False, True))
             return {key: largest_move([(before[key], after[key], None)]) for key in before if key in after}
 
-        found = moves(True)
+        try:
+            found = moves(True)
+        except RuntimeError as problem:  # torch compares what a recomputed pass saves
+            moves(False)
+            return Invariance(name, BROKEN, math.inf, None, f"the quantised model raises: {_shortened(problem)}")
         if max(found.values(), default=0.0) <= TOLERANCE:
             return Invariance(name, HOLDS)
         if max(moves(False).values()) > TOLERANCE:
             return Invariance(name, NOT_APPLICABLE, note="float32 gives other gradients, too")
-        first = [key for key, moved in found.items() if moved > TOLERANCE][-1]  # a backward pass begins at the end
-        layer = None if first.startswith("output ") else first.rpartition(".")[0]
-        return Invariance(name, BROKEN, max(found.values()), layer, "outputs and gradients")
+        return Invariance(name, BROKEN, max(found.values()), self._first_recomputed(), "outputs and gradients")
 
     def _layout(self, name: str) -> Invariance:
         new = {n: relaid(x) for n, x in enumerate(self.leaves) if x.is_floating_point()}
@@ -349,8 +361,8 @@ class _Questions:
         try:
             return question(name)
         except Exception as problem:
-            said = " ".join(str(problem).split())[:100]
-            return Invariance(name, NOT_APPLICABLE, note=f"the model refuses such inputs: {said}")
+            note = f"the model refuses such inputs: {_shortened(problem)}"
+            return Invariance(name, NOT_APPLICABLE, note=note)
 
     def _compare(self, name: str, run: Run, note: str, part: Part | None = None, full: Run | None = None) -> Invariance:
         """Compare another run with that of the inputs, or with ``full``; in float32 where quantised outputs differ."""
@@ -376,29 +388,47 @@ class _Questions:
         for is_quantized, run in itertools.product((False, True), (before, after)):
             recorded.append([])
             run(is_quantized, recorded[-1])
-        quadruples = {id(calls[0]): calls for calls in zip(*recorded, strict=False)}
 
-        def move(calls: Sequence[LayerCall], attribute: str) -> bool:
+        def moves(calls: Sequence[LayerCall], attribute: str) -> bool:
             for a, b, c, d in zip(*(getattr(call, attribute) for call in calls), strict=False):
                 for plain, rounded in zip(matched(a, b), matched(c, d), strict=True):
                     if largest_move([plain]) <= TOLERANCE < largest_move([rounded]):
                         return True
             return False
 
-        for calls in quadruples.values():
-            if len({call.layer for call in calls}) > 1:
-                return None  # the model takes another way
-            if move(calls, "outputs"):
-                while calls[0].caller is not None and move(calls, "inputs"):  # moved by what called it
-                    calls = quadruples[id(calls[0].caller)]
-                return calls[0].layer
-        return None
+        return _first_of(zip(*recorded, strict=False), moves)
+
+    def _first_recomputed(self) -> str | None:
+        """Return the first layer whose output is another one when a checkpoint computes it again."""
+        calls: list[LayerCall] = []
+        self.runs.gradients(self.inputs, True, True, calls)
+        first = 1 + next(i for i, call in enumerate(calls) if call.caller is None)
+
+        def moves(calls: Sequence[LayerCall], attribute: str) -> bool:
+            before, after = (getattr(call, attribute) for call in calls)
+            pairs: Pairs = [(a, b, None) for a, b in zip(before, after, strict=False) if a.shape == b.shape]
+            return largest_move(pairs) > TOLERANCE
+
+        return _first_of(zip(calls[:first], calls[first:], strict=False), moves)
 
     def _axis_of(self, kind: str) -> Axis | None:
         return next((axis for axis, its in self.kinds.items() if its == kind), None)
 
     def _no_samples(self) -> str:
         return "outputs are independent of each other along no axis"
+
+
+def _first_of(groups: Iterable[Sequence[LayerCall]], moves: Callable[[Sequence[LayerCall], str], bool]) -> str | None:
+    """Return the first layer whose outputs move, in the order in which calls end; ``groups``: one call of every run."""
+    for calls in groups:
+        if len({call.layer for call in calls}) > 1:
+            return None  # the model takes another way
+        if not moves(calls, "outputs"):
+            continue
+        while calls[0].caller is not None and moves(calls, "inputs"):  # moved by what called it
+            calls = [call.caller or call for call in calls]
+        return calls[0].layer
+    return None
 
 
 # --- comparing outputs ------------------------------------------------------------------------------------------------
@@ -517,6 +547,10 @@ def _decode(model: nn.Module, names: list[str], *inputs: Any, is_cached: bool) -
         past = output["past_key_values"] if isinstance(output, Mapping) else output.past_key_values
         pieces.append(_logits(output))
     return torch.cat(pieces, 1)
+
+
+def _shortened(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:100] or type(problem).__name__
 
 
 def _logits(output: Any) -> Tensor:

@@ -98,13 +98,16 @@ class RepeatedRuns:
         finally:
             del vars(mode)["run_function"]
 
-    def gradients(self, inputs: tuple[Any, ...], is_quantized: bool, is_checkpointed: bool) -> dict[str, Tensor]:
+    def gradients(
+        self, inputs: tuple[Any, ...], is_quantized: bool, is_checkpointed: bool, calls: list[LayerCall] | None = None
+    ) -> dict[str, Tensor]:
         """Return the outputs, and the gradients of all parameters by name, of a forward and a backward pass."""
         self._reset()
         level: int | str = self.level if is_quantized else "float"
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         call = partial(checkpoint, self.model, use_reentrant=False) if is_checkpointed else self.model
-        with precision(self.model, level, level), torch.enable_grad():
+        recorded = nullcontext() if calls is None else self._recorded(calls)
+        with precision(self.model, level, level), torch.enable_grad(), recorded:
             outputs = floating(call(*copy_of_inputs(inputs, False, {})))
             losses = [(y * _pattern(y)).sum() for y in outputs if y.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
@@ -157,12 +160,12 @@ class RepeatedRuns:
         running: list[LayerCall] = []
 
         def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs = [x.clone() for x in floating((args, kwargs))]
+            inputs = [x.detach().clone() for x in floating((args, kwargs))]
             running.append(LayerCall(name, running[-1] if running else None, inputs))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             calls.append(running.pop())
-            calls[-1].outputs.extend(y.clone() for y in floating(output))
+            calls[-1].outputs.extend(y.detach().clone() for y in floating(output))
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():

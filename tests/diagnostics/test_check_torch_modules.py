@@ -90,7 +90,11 @@ def test_no_module_of_torch_crashes_the_check():
     # the gradients of torch's product of three factors have nothing in common, and take more than is priced
     for group in ({"Bilinear"}, GIVEN.keys() - {"Bilinear"}, tested.keys() - GIVEN.keys()):
         models = {name: model for name, (model, _) in tested.items() if name in group}
-        found = check(quantize_(Does(beside, each=nn.ModuleDict(models))), tuple(tested[name][1] for name in models), invariances=False)
+        found = check(
+            quantize_(Does(beside, each=nn.ModuleDict(models))),
+            tuple(tested[name][1] for name in models),
+            invariances=False,
+        )
         assert found.ok, str(found)
         layers = [e.layer.split(".") for e in found.operations if not e.backward]
         products |= {name for _, name, part, *_ in layers if part == "module"}
