@@ -136,7 +136,7 @@ class RepeatedRuns:
 
     def _fill_ranges(self, inputs: tuple[Any, ...]) -> list[str]:
         """Fill empty running ranges with those of the inputs; return the names of their layers."""
-        empty = {name: p for name, p in self.precisions.items() if any(float(r[2]) == 0 for r in p.buffers())}
+        empty = {name: p for name, p in self.precisions.items() if any(float(r[2]) == 0 for r in p.ranges().values())}
         if not empty:
             return []
         modules = dict(self.model.named_modules())
@@ -146,7 +146,7 @@ class RepeatedRuns:
             self.model(*copy_of_inputs(inputs, False, {}))
         filled = []
         for name, p in empty.items():
-            for running in p.buffers():
+            for running in p.ranges().values():
                 if float(running[2]) > 0:
                     running.div_(running[2].clone())  # as if it had been seen long enough
                     filled.append(name)
@@ -242,11 +242,12 @@ def _evaluation_mode(model: nn.Module, precisions: Mapping[str, LayerPrecision])
 @contextmanager
 def simulated(precisions: Mapping[str, LayerPrecision], on_affine_grids: bool = True) -> Iterator[None]:
     """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
-    before = [(p, p.execution, p.grids, p.in_force) for p in precisions.values()]
+    before = [(p, p.execution, p.grids, p.in_force, p.zeros_unknown) for p in precisions.values()]
     for p, *_ in before:
         p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS if on_affine_grids else p.grids, None
     try:
         yield
     finally:
-        for p, execution, grids, levels in before:
+        for p, execution, grids, levels, zeros_unknown in before:
             p.execution, p.grids, p.in_force = execution, grids, levels
+            p.zeros_unknown = zeros_unknown  # a warning is still to come

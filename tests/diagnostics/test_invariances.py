@@ -313,7 +313,7 @@ def test_empty_running_ranges_are_filled_to_ask(start):
     assert found.filled == ("0", "1")
     assert found.ok, str(found)
     assert "2 layers had no running ranges yet" in str(found)
-    assert all(float(running[2]) == 0 for m in model for running in m.precision.buffers())
+    assert all(float(running[2]) == 0 for m in model for running in m.precision.ranges().values())
     with precision(model, 8):
         for _ in range(3):
             model(x)
@@ -349,8 +349,10 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
             *model.buffers(),
             x,
         ]
-        tensors += [t for p in layers for t in (*p.buffers(), p.noise_key, p.levels)]
-        modes = [m.training for m in model.modules()] + [(p.training, p.calibrated, p.fixed) for p in layers]
+        tensors += [t for p in layers for t in (*p.ranges().values(), p.noise_key, p.levels)]
+        modes = [m.training for m in model.modules()] + [
+            (p.training, p.calibrated, p.fixed, p.zeros_unknown) for p in layers
+        ]
         active = [(p.in_force, p.execution, p.grids, p.driver, p.quantizers) for p in layers]
         hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
         return copy.deepcopy(tensors), (modes, active, hooks, random.getstate(), scheduler.get_last_bits())
