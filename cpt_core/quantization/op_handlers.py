@@ -202,7 +202,6 @@ def _multiply_activations(mode: QuantizedOpsMode, layer: Interception, compute: 
         return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=transposed, along=along)
     (rows, summed), columns = a.shape[-2:], b.shape[-1]
     mixing = find_mixing(mode, rows, summed, columns)
-    mode.running.stack[-1].scores.append((rows, columns))
     if mixing == "first":
         return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT)
     if mixing == "second":  # values, transposed, times probabilities, transposed
@@ -224,15 +223,17 @@ def _run_scores(mode: QuantizedOpsMode, layer: Interception, compute: Compute, o
 def find_mixing(mode: QuantizedOpsMode, rows: int, summed: int, columns: int) -> str:
     """Return which operand of a (M, K) @ b (K, N) weights positions, as probabilities do: "first", "second" or "".
 
-    It does if it has the shape of scores that the running module has computed, or of the result of a softmax; and if it
-    is square and the result is not: a graph's adjacency, or a matrix that mixes tokens.
+    The first does if it has the shape of the result of a softmax in the running module, or of scores, which are the
+    results of such operations where no operand weights positions; or if it is square and the result is not, as a
+    graph's adjacency or a matrix that mixes tokens is. The second does if it has, transposed, the shape of a softmax.
     """
-    scores = mode.running.stack[-1].scores
-    if (rows, summed) in scores:
+    module = mode.running.stack[-1]
+    if (rows, summed) in module.probabilities or (rows, summed) in module.scores or rows == summed != columns:
         return "first"
-    if (columns, summed) in scores:
+    if (columns, summed) in module.probabilities:
         return "second"
-    return "first" if rows == summed != columns else ""
+    module.scores.append((rows, columns))
+    return ""
 
 
 def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = None, *rest: Any, **more: Any) -> None:
@@ -245,7 +246,7 @@ def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = Non
         others = [input.shape[-2]]
     else:
         others = [size for i, size in enumerate(input.shape) if i != dim]
-    mode.running.stack[-1].scores.extend((size, summed) for size in others)
+    mode.running.stack[-1].probabilities.extend((size, summed) for size in others)
 
 
 def _run_matmul(

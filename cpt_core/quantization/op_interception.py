@@ -109,12 +109,19 @@ class RunningModule:
     Attributes:
         module: that runs.
         interception: what it knows.
-        scores: (rows, columns) of scores and probabilities that it has computed, see ``op_handlers.find_mixing``.
+        scores: (rows, columns) of the scores of tokens that it has computed, see ``op_handlers.find_mixing``.
+        probabilities: (rows, columns) of the results of softmax.
     """
 
     module: nn.Module
     interception: Interception
     scores: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+    probabilities: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+
+    def take_shapes(self, other: RunningModule) -> None:
+        """Know the shapes that a module inside this one has computed."""
+        self.scores.extend(other.scores)
+        self.probabilities.extend(other.probabilities)
 
 
 class _RunningModules(threading.local):
@@ -215,8 +222,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         left = stack.pop()
         if not stack:
             self.__exit__(None, None, None)
-        elif left.scores:  # a module may compute the scores of another
-            stack[-1].scores.extend(left.scores)
+        else:  # a module may compute the scores of another
+            stack[-1].take_shapes(left)
 
     def is_inside(self) -> bool:
         """Return whether code of a running module calls."""

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.quantization.rounding import MIN_SCALE
+from cpt_core.quantization.rounding import MIN_SCALE, num_steps
 
 MIN_SHARE = 0.01  # of a weight's numbers: fewer zeros are chance
 
 
 def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
     """Warn where more than ``MIN_SHARE`` of a weight is 0 and its grid moves these zeros."""
-    if not isinstance(precision.now.formats.weight, int) or not _can_read(weight):
+    bits = precision.now.formats.weight
+    if not isinstance(bits, int) or not _can_read(weight):
         return
-    share, moved = _zeros(weight.detach(), precision.now.steps[1])
+    share, moved = _zeros(weight.detach(), num_steps(bits))
     if share > MIN_SHARE:
         name = precision.name or "a quantised layer"
         warnings.warn(

@@ -257,7 +257,6 @@ def _plan_contraction(
     columns = [x for x in terms[1] if x.isalpha() and x not in terms[0] and x not in summed]
     size_rows, size_summed, size_columns = (math.prod(sizes[x] for x in part) for part in (rows, summed, columns))
     mixing = find_mixing(mode, size_rows, size_summed, size_columns)
-    mode.running.stack[-1].scores.append((size_rows, size_columns))
     if mixing == "first" and columns:
         return _Contraction((0, 1), (summed, columns), ATTENTION_CONTEXT, "attention_grad")
     if mixing == "second" and rows:

@@ -134,8 +134,8 @@ class GuardedMode(QuantizedOpsMode):
     def _drop(self) -> None:
         """Take the uppermost module off the stack."""
         entry: Any = self.running.stack.pop()
-        if entry.scores and self.running.stack:
-            self.running.stack[-1].scores.extend(entry.scores)
+        if self.running.stack:
+            self.running.stack[-1].take_shapes(entry)
         if entry.switched_on:
             self._switch_off()
 
