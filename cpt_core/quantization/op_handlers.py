@@ -246,7 +246,7 @@ def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = Non
         others = [input.shape[-2]]
     else:
         others = [size for i, size in enumerate(input.shape) if i != dim]
-    mode.running.stack[-1].probabilities.extend((size, summed) for size in others)
+    mode.running.stack[-1].probabilities.extend([(size, summed) for size in others])
 
 
 def _run_matmul(

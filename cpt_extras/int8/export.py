@@ -214,7 +214,7 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     round_operand = layer.round_operand
 
     def round_data(role: str, x: Tensor, along: int | None) -> Tensor:
-        return x if role in ("weight", "bias") else round_operand(role, x, along)
+        return x if role in ("weight", "computed_weight", "bias") else round_operand(role, x, along)
 
     vars(layer)["round_operand"] = round_data
     module.register_forward_pre_hook(partial(_decode_parameters, names))

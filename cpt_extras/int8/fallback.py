@@ -128,7 +128,7 @@ def _reasons_of_attention(layer: nn.Module, precision: LayerPrecision) -> dict[s
     if precision.execution == "auto":
         return dict.fromkeys(PASSES, "many small products are no faster on codes")
     if not getattr(layer, HOOK).is_paper_attention:
-        return dict.fromkeys(PASSES, "only attention with keys by feature has products on codes")
+        return dict.fromkeys(PASSES, "only the paper's attention has products on codes")
     by_role = {
         "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
         "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),

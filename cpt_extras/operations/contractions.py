@@ -255,13 +255,17 @@ def _plan_contraction(
         return _Contraction(order, (summed, summed), roles, "linear_grad")
     rows = [x for x in terms[0] if x.isalpha() and x not in terms[1] and x not in summed]
     columns = [x for x in terms[1] if x.isalpha() and x not in terms[0] and x not in summed]
-    size_rows, size_summed, size_columns = (math.prod(sizes[x] for x in part) for part in (rows, summed, columns))
-    mixing = find_mixing(mode, size_rows, size_summed, size_columns)
+    mixing = find_mixing(mode, _product(sizes, rows), _product(sizes, summed), _product(sizes, columns))
     if mixing == "first" and columns:
         return _Contraction((0, 1), (summed, columns), ATTENTION_CONTEXT, "attention_grad")
     if mixing == "second" and rows:
         return _Contraction((1, 0), (rows, summed), ATTENTION_CONTEXT, "attention_grad")
     return _Contraction((0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad")
+
+
+def _product(sizes: dict[Any, int], letters: list[str]) -> int:
+    """Return the product of the sizes of letters."""
+    return math.prod([sizes[letter] for letter in letters])
 
 
 class _RangesLast:

@@ -49,7 +49,7 @@ def values64(x):
 
 def convert(layer, execution, shared=True, **kwargs):
     """A model of one layer; the projections of attention stay in float32."""
-    config = cpt.QuantConfig(execution=execution, **kwargs)
+    config = cpt.QuantConfig(execution=execution, **{"attention": "paper"} | kwargs)
     config = config.with_shared_steps() if shared else config
     whole = lambda module, name: name == "0" or not isinstance(module, nn.Linear)  # noqa: E731
     return cpt.quantize_(nn.Sequential(copy.deepcopy(layer)), config, filter_fn=whole)

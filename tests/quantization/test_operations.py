@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention import bias
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
@@ -130,6 +132,11 @@ def test_every_product_is_priced(name):
     assert ledger.total() == plan.total
 
 
+def with_zero(role):
+    """Return the quantiser of a role outside of the paper's layers."""
+    return replace(QUANTIZERS[role], zero_point=True)
+
+
 @pytest.mark.parametrize("name", ["matmul", "transposed", "addmm", "linear", "einsum, weight", "inner", "tensordot"])
 def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
     module, (x,), _ = made(name)
@@ -138,9 +145,9 @@ def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
     matrix = flat.get(name, lambda w: w)(weight)
     outputs = matrix if name in ("transposed", "linear", "inner") else matrix.mT
     rows = x.detach().flatten(1) if name == "tensordot" else x.detach()
-    expected = quantize(rows, 3, "attention_query") @ quantize(outputs.contiguous(), 3, "linear_weight").mT
+    expected = quantize(rows, 3, with_zero("attention_query")) @ quantize(outputs, 3, with_zero("linear_weight")).mT
     if name in ("addmm", "linear"):
-        expected = expected + quantize(module.b[: len(outputs)].detach(), 3, "bias")
+        expected = expected + quantize(module.b[: len(outputs)].detach(), 3, with_zero("bias"))
     with precision(module, 3), torch.no_grad():
         torch.testing.assert_close(module(x).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
@@ -283,7 +290,7 @@ def test_roles_reach_products(name):
 
     def rounded(x, bits, role):
         how = {"format": formats[bits]} if name == "ladder" else {"bits": bits}
-        return quantize(x, quantizer=role, **how)
+        return quantize(x, quantizer=with_zero(role), **how)
 
     outputs, bias = (module.w.mT.contiguous(), module.b) if name == "addmm" else (module.w, torch.zeros(4))
     expected = rounded(x, 3, "attention_query") @ rounded(outputs, 6, "linear_weight").mT + rounded(bias, 6, "bias")
