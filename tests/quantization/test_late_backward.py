@@ -319,6 +319,7 @@ def test_checkpoint_recomputes_bits_of_roles(how):
 @pytest.fixture
 def plain_kernels(monkeypatch):
     """Round by plain torch alone."""
+    fake_quantize.load_kernels()  # else the first model would load them over what is put here
     former = fake_quantize.use_operators(fake_quantize.PlainOperators)
     monkeypatch.setattr("cpt_extras.kernels.operators.active", torch.ops.cpt_reference)
     yield
