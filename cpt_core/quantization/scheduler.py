@@ -222,8 +222,8 @@ def precision(
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
-    The backward pass belongs into the block, too. Schedulers count on, and set their bits after it. Copies that are
-    made inside keep the bits of the block.
+    A backward pass may come after the block, at the bits that its forward pass had, unless ``torch.compile`` made it.
+    Schedulers count on, and set their bits after it. Copies that are made inside keep the bits of the block.
 
     Raises:
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
