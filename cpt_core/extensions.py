@@ -56,6 +56,8 @@ EXTENSIONS = {
     "processes": "cpt_extras.integrations.processes",  # noise of its own for every process, sharded weights
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
     "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # a warning of pruned weights
+    "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # a warning of evaluation without running ranges
+    "added_modules": "cpt_extras.diagnostics.added_modules",  # a warning of layers that came after conversion
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer

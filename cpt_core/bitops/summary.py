@@ -38,7 +38,7 @@ class LayerSummary:
         share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
         simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
             nobody asked for integers.
-        note: the same in words, or "".
+        note: the same in words, or that the module came after ``quantize_`` and whose bits it has, or "".
     """
 
     name: str
@@ -106,6 +106,8 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     declared(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
     modules, parts = dict(model.named_modules()), parts_of_layers(model)
+    late = extensions.load_optional("added_modules")
+    added = {} if late is None else late.added_modules(model)
     rows = []
     in_force: Counter[str] = Counter()
     for name, module in modules.items():
@@ -118,21 +120,32 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             continue
         layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
         share = None if inputs is None else shares.get(name, 0.0)
-        reason = _float32_reason(layer, share)
-        precision = precision_of(layer)
+        if name in added:
+            reason, details = _describe_added(added[name])
+        else:
+            reason, details = _describe_layer(layer, share)
         num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        on_integers = {}
-        if precision is not None and precision.execution != "simulated" and not reason:
-            on_integers = extensions.load("int8").described(layer)
-        rows.append(LayerSummary(name, type(module).__name__, num_parameters, reason, share, **on_integers))
+        rows.append(LayerSummary(name, type(module).__name__, num_parameters, reason, share, **details))
     return Summary(tuple(rows), float32_shares, dict(in_force))
 
 
-def _float32_reason(layer: nn.Module, share: float | None) -> str:
+def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the reason for float32, or "", and further fields of a module that came after ``quantize_``."""
+    if caller is None:
+        return "added after quantize_", {}
+    return "", {"note": f", with the bits of {caller or '(model)'}: added after quantize_"}
+
+
+def _describe_layer(layer: nn.Module, share: float | None) -> tuple[str, dict[str, Any]]:
+    """Return the reason for float32, or "", and further fields of a module."""
     precision = precision_of(layer)
     if precision is None:
-        return float32_reason(layer)
-    return "" if precision.listed or share else "no matmul or convolution has run in it"
+        return float32_reason(layer), {}
+    if not (precision.listed or share):
+        return "no matmul or convolution has run in it", {}
+    if precision.execution == "simulated":
+        return "", {}
+    return "", extensions.load("int8").described(layer)
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:

@@ -155,7 +155,7 @@ def quantize_(
         )
     hosts.check_modules(chosen)
     try:
-        _convert(model, chosen, config)
+        _convert(model, chosen, config, filter_fn)
         hosts.after_conversion(model, excluded)
     except BaseException:
         _undo(model)
@@ -164,17 +164,39 @@ def quantize_(
 
 
 class ModelMode(mode_class()):  # type: ignore[misc]
-    """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers."""
+    """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers.
+
+    Attributes:
+        float32: patterns of the modules that were left out, see ``QuantConfig``.
+        filter_fn: that was given to ``quantize_``; None in copies.
+        given_warnings: what the model has been warned of already; its layers share it.
+    """
+
+    def __init__(self, float32: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.float32 = float32
+        self.filter_fn: Callable[[nn.Module, str], bool] | None = None
+        self.given_warnings: set[str] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a new mode for copies and pickles."""
+        return type(self), (self.float32,)
 
 
-def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantConfig) -> None:
+def _convert(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    config: QuantConfig,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> None:
     """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     generator = torch.Generator().manual_seed(config.seed)
     seeds = torch.randint(0, 2**31, (len(order),), generator=generator, device="cpu").tolist()
     keys = dict(zip(order, seeds, strict=True))
-    mode = ModelMode()
+    mode = ModelMode(config.float32)
+    mode.filter_fn = filter_fn
     if config.execution != "simulated":
         extensions.load("int8")
     for name, module in list(model.named_modules()):
@@ -189,10 +211,11 @@ def _convert(model: nn.Module, chosen: Mapping[str, nn.Module], config: QuantCon
                 graph_layer.replace_forward(module)
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
+            precision.given_warnings = mode.given_warnings
         if name in chosen or _may_multiply(module):
             is_paper_attention = config.attention == "paper" and op_handlers.is_paper_attention(module)
             vars(module)[HOOK] = Interception(mode, name, precision, kind, is_paper_attention)
-        if hasattr(module, HOOK) and _has_own_forward(module):
+        if hasattr(module, HOOK) and has_own_forward(module):
             add_hooks(module)
 
 
@@ -284,7 +307,7 @@ def is_convertible(module: nn.Module) -> bool:
         return False
     if _graph_layer(module, is_convertible=False) is not None:
         return _graph_layer(module) is not None
-    return holds_weights(module) or _has_own_forward(module)
+    return holds_weights(module) or has_own_forward(module)
 
 
 def is_uninitialized(module: nn.Module) -> bool:
@@ -292,7 +315,7 @@ def is_uninitialized(module: nn.Module) -> bool:
     return isinstance(module, LazyModuleMixin) and _may_multiply(module) and module.has_uninitialized_params()
 
 
-def _has_own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     """Return whether a module does more than to run its children one after the other."""
     return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
 

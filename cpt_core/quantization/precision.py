@@ -58,6 +58,9 @@ class LayerPrecision(nn.Module):
     fixed = False  # inside a ``precision`` block, where schedulers wait
     recomputes = False  # in the backward pass, in the state that it had in the forward pass
     called = False  # whether the layer has multiplied
+    ranges_unknown = True  # nobody has looked whether running ranges are filled, since the mode last changed
+    has_loaded = False  # weights came from a state_dict after the model was converted
+    given_warnings: set[str] | None = None  # shared by the layers of a model; None where nothing is to be said
     zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
     unseen = True  # no gradient of a training has come yet
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
@@ -136,7 +139,7 @@ class LayerPrecision(nn.Module):
         if self.recomputes:
             return self
         super().train(mode)
-        self.zeros_unknown = True
+        self.zeros_unknown = self.ranges_unknown = True
         if not mode and self.corrected:
             self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.ranges().values())
         if self.driver is not None:
@@ -297,6 +300,7 @@ class LayerPrecision(nn.Module):
         low, width, weight = self.stored_range(role)
         if self.calibrated:
             return low, width
+        self.look_for_empty_range(role, weight)
         own_low, own_width = fake_quantize.operators.range(x.detach(), self.quantizers[role].grid)
         return torch.where(weight > 0, low, own_low), torch.where(weight > 0, width, own_width)
 
@@ -308,6 +312,12 @@ class LayerPrecision(nn.Module):
         """Return the tensor of a running range, (3,), which training fills in place."""
         running: Tensor = getattr(self, f"running_{role}")
         return running
+
+    def look_for_empty_range(self, role: str, weight: Tensor) -> None:
+        """Warn once per model of evaluation on running ranges that have gathered no weight."""
+        if not torch.compiler.is_compiling() and self.ranges_unknown and self.given_warnings is not None:
+            self.ranges_unknown = False
+            extensions.services("empty_ranges").warn_of_empty_range(self, role, weight)
 
     def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return minimum and width of the running range of a role, and the weight that both have gathered."""
@@ -330,10 +340,18 @@ class LayerPrecision(nn.Module):
             if self.noise_key.is_meta:  # where copies are lost
                 self._move(value.device)
             getattr(self, name).copy_(value)
+=======
+            (self.noise_key if name == "noise_key" else self.get_buffer(name)).copy_(value)
+        self.has_loaded = False
+>>>>>>> 4dc8c65d (diagnostics: Warn of layers added after conversion and of empty ranges)
         if "noise_key" in state:
             self._offset = 0
             self._keep_apart()
         self.train(self.training)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.has_loaded = True
 
     def _keep_apart(self) -> None:
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""

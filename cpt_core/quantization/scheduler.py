@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ from cpt_core.validation import check_bits, declared, whole
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
+SEARCH_EVERY = 64  # steps, and at steps 1, 2, 4, ...: how often modules are looked for that came after quantize_
 
 
 class PrecisionScheduler:
@@ -54,10 +56,14 @@ class PrecisionScheduler:
 
     Warns:
         UserWarning: once, when ``step()`` seems not to be called; for a copy that should follow an optimizer.
+        QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
     """
+
+    _model: weakref.ref[nn.Module] | None = None  # None in copies
+    _searched_at = -1  # the step at which modules that came late were last looked for
 
     def __init__(
         self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None,
@@ -79,6 +85,8 @@ class PrecisionScheduler:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
         extensions.services("missing_steps").warn_of_missing_steps(self, model)
+        self._model = weakref.ref(model)
+        self._search_added_modules()
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -104,6 +112,15 @@ class PrecisionScheduler:
                 f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept", stacklevel=3
             )
         self._apply()
+        if self.last_step & (self.last_step - 1) == 0 or self.last_step % SEARCH_EVERY == 0:
+            self._search_added_modules()
+
+    def _search_added_modules(self) -> None:
+        """Warn of modules that came after ``quantize_``; once per step at most."""
+        model = None if self._model is None else self._model()
+        if model is not None and self._searched_at != self.last_step:
+            self._searched_at = self.last_step
+            extensions.services("added_modules").warn_of_added_modules(model)
 
     def get_last_bits(self) -> list[int]:
         """Return the bits in force, one per schedule in the order they were given."""
@@ -128,8 +145,14 @@ class PrecisionScheduler:
 
     def hear(self, layer: LayerPrecision) -> None:
         """Give a layer that changed between training and evaluation the bits of its mode."""
+        if not layer.training:
+            self._search_added_modules()
         if self.eval_bits != "current":
             self._apply({layer})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the model out of a copy."""
+        return {**vars(self), "_model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drive the layers that were copied together with their scheduler, and follow no optimizer."""
@@ -228,9 +251,13 @@ def precision(
     Raises:
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
             ``PrecisionScheduler`` has been made.
+
+    Warns:
+        QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
     """
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _patterns_of(layers, by_pattern, "bits")
+    extensions.services("added_modules").warn_of_added_modules(model)
     before = [(layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()]
     try:
         for name, pattern in patterns.items():

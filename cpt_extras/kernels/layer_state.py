@@ -58,7 +58,10 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     if not uses_stored(precision, role):
         return StoredRange()
     low, width, weight = precision.stored_range(role)
-    return StoredRange(low, width, None if precision.calibrated else weight)
+    if precision.calibrated:
+        return StoredRange(low, width)
+    precision.look_for_empty_range(role, weight)
+    return StoredRange(low, width, weight)
 
 
 def or_stored(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> Range:
@@ -66,6 +69,7 @@ def or_stored(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) 
     if not uses_stored(precision, role):
         return low, width
     stored_low, stored_width, weight = precision.stored_range(role)
+    precision.look_for_empty_range(role, weight)
     return torch.where(weight > 0, stored_low, low), torch.where(weight > 0, stored_width, width)
 
 

@@ -1,0 +1,42 @@
+"""Warning about evaluation on running ranges that nothing has filled, as after loading ``model.state_dict()`` alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_extras.diagnostics.float32_weights import QuantizationWarning
+
+EMPTY_RANGES = "empty ranges"  # the name of the warning
+
+
+def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) -> None:
+    """Warn once per model where a layer evaluates with an empty running range.
+
+    Nothing is said of a model that a scheduler drives from its own first step on, which may be evaluated before it is
+    trained.
+    """
+    given = precision.given_warnings
+    if given is None or EMPTY_RANGES in given or not _can_read(weight) or float(weight) > 0:
+        return
+    if precision.highest is not None and not precision.has_loaded:
+        return
+    given.add(EMPTY_RANGES)
+    warnings.warn(
+        f"layer {precision.name!r} has no running range of its {role} yet: evaluation rounds every batch on a range of "
+        "its own, so that the result for one sample depends on the others. Of a model that was trained quantised load "
+        "the scheduler's state, too: PrecisionScheduler(model, schedule).load_state_dict(saved); else run some batches "
+        "in training mode first, under torch.no_grad()",
+        QuantizationWarning,
+        stacklevel=2,
+    )
+
+
+def _can_read(weight: Tensor) -> bool:
+    """Return whether a number may be read from the device now."""
+    is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    is_plain = type(weight) is Tensor and not weight.is_meta and torch._C._len_torch_dispatch_stack() == 0
+    return is_plain and not is_captured
