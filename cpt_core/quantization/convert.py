@@ -113,7 +113,8 @@ def quantize_(
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
-    ``PrecisionScheduler`` or ``precision(...)`` sets one.
+    ``PrecisionScheduler`` or ``precision(...)`` sets one. Another model that shares modules with this one, such as a
+    teacher, is quantised with it: ``copy.deepcopy`` it first.
 
     Args:
         model: any module. Its matmuls and convolutions are intercepted wherever they run, see ``op_interception``.

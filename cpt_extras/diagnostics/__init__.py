@@ -7,7 +7,8 @@ The design: ``ledger`` counts bit operations while a model trains; it listens to
 ``recording`` samples steps and shows the tensors that are about to be rounded to ``rounding_stats``, which sums up
 errors, shares of zeros and of clipped values on the device, per layer and role. Neither changes a number of the
 training; a test compares the weights bit for bit.
-``float32_weights``, ``small_gradients`` and ``missing_steps`` are the warnings that conversion and training give.
+``float32_weights``, ``added_modules``, ``empty_ranges``, ``small_gradients`` and ``missing_steps`` are the warnings
+that conversion, training and evaluation give.
 
 The trade-offs: a recorded step is slower, as every tensor is rounded a second time to be compared. Record every tenth
 step, say. What a compiled model computes is not seen: recording works in eager mode.

@@ -65,7 +65,7 @@ class Check:
     Attributes:
         operations: all matmuls and convolutions, forward and backward, in the order in which they first ran.
         bypassed: quantised layers none of whose operations was intercepted, although their weights got a gradient in a
-            step with operations that nothing intercepted.
+            step with operations that nothing intercepted, or that a module around them ran in float32.
         unused: quantised layers that took no part in the step.
         no_gradient: parameters need gradients, and no backward pass was seen.
         invariances: the answers of ``invariances``; empty where nobody asked.
@@ -229,7 +229,10 @@ def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True
     silent = [name for name in layer_precisions(model) if name not in used]
     with_gradient = {parameter.rpartition(".")[0] for parameter in trained}
     is_complete = all(e.intercepted for e in operations)
-    bypassed = () if is_complete else tuple(name for name in silent if name in with_gradient)
+    in_float32 = {e.layer for e in operations if not e.quantized}
+    bypassed = tuple(
+        name for name in silent if name in with_gradient and (not is_complete or _is_below(name, in_float32))
+    )
     unused = tuple(name for name in silent if name not in with_gradient)
     needs_gradient = any(p.requires_grad for p in model.parameters())
     no_gradient = needs_gradient and not trained and not any(e.backward for e in operations)
@@ -250,6 +253,11 @@ def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     parameters: dict[int, Any] = {id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)}
     copied: tuple[Any, ...] = copy_of_inputs(inputs, False, parameters)
     return copied
+
+
+def _is_below(name: str, layers: Collection[str]) -> bool:
+    """Return whether a layer is inside of one of others."""
+    return any(layer != name and f"{name}.".startswith(layer and f"{layer}.") for layer in layers)
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:

@@ -242,12 +242,13 @@ def _evaluation_mode(model: nn.Module, precisions: Mapping[str, LayerPrecision])
 @contextmanager
 def simulated(precisions: Mapping[str, LayerPrecision], on_affine_grids: bool = True) -> Iterator[None]:
     """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
-    before = [(p, p.execution, p.grids, p.in_force, p.zeros_unknown) for p in precisions.values()]
+    before = [(p, p.execution, p.grids, p.in_force, p.zeros_unknown, p.given_warnings) for p in precisions.values()]
     for p, *_ in before:
+        p.given_warnings = None
         p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS if on_affine_grids else p.grids, None
     try:
         yield
     finally:
-        for p, execution, grids, levels, zeros_unknown in before:
+        for p, execution, grids, levels, zeros_unknown, given_warnings in before:
             p.execution, p.grids, p.in_force = execution, grids, levels
-            p.zeros_unknown = zeros_unknown  # a warning is still to come
+            p.zeros_unknown, p.given_warnings = zeros_unknown, given_warnings  # a warning is still to come
