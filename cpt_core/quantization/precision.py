@@ -340,10 +340,7 @@ class LayerPrecision(nn.Module):
             if self.noise_key.is_meta:  # where copies are lost
                 self._move(value.device)
             getattr(self, name).copy_(value)
-=======
-            (self.noise_key if name == "noise_key" else self.get_buffer(name)).copy_(value)
         self.has_loaded = False
->>>>>>> 4dc8c65d (diagnostics: Warn of layers added after conversion and of empty ranges)
         if "noise_key" in state:
             self._offset = 0
             self._keep_apart()
