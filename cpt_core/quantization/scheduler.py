@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from cpt_core import extensions
 from cpt_core.quantization.active_bits import ALL_FLOAT32
-from cpt_core.quantization.convert import all_precisions
+from cpt_core.quantization.convert import all_precisions, warn_of_added_modules
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 from cpt_core.validation import check_bits, declared, whole
@@ -120,7 +120,7 @@ class PrecisionScheduler:
         model = None if self._model is None else self._model()
         if model is not None and self._searched_at != self.last_step:
             self._searched_at = self.last_step
-            extensions.services("added_modules").warn_of_added_modules(model)
+            warn_of_added_modules(model)
 
     def get_last_bits(self) -> list[int]:
         """Return the bits in force, one per schedule in the order they were given."""
@@ -257,7 +257,7 @@ def precision(
     """
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _patterns_of(layers, by_pattern, "bits")
-    extensions.services("added_modules").warn_of_added_modules(model)
+    warn_of_added_modules(model)
     before = [(layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()]
     try:
         for name, pattern in patterns.items():
