@@ -411,14 +411,10 @@ def is_converted(model: nn.Module) -> bool:
 
 def warn_of_added_modules(model: nn.Module) -> None:
     """Warn once of layers, and of graphs of ``torch.fx``, that came into a converted model and run in float32."""
-    unknown = (vars(module) for module in model.modules() if HOOK not in vars(module) and may_be_layer(module))
-    if any(unknown):
-        extensions.services("added_modules").warn_of_added_modules(model)
-
-
-def may_be_layer(module: nn.Module) -> bool:
-    """Return whether a module holds weights that are multiplied, or is a graph of ``torch.fx``."""
-    return "_graph" in vars(module) or holds_weights(module)
+    for module in model.modules():
+        if HOOK not in vars(module) and ("_graph" in vars(module) or holds_weights(module)):
+            extensions.services("added_modules").warn_of_added_modules(model)
+            return
 
 
 def precision_of(module: nn.Module) -> LayerPrecision | None:

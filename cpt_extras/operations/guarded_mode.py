@@ -175,7 +175,7 @@ class GuardedMode(QuantizedOpsMode):
             return super().call_handler(handler, function, args, kwargs)
         except Exception as error:
             for x in tensors_of(args, kwargs):
-                if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_of_torch(type(x)):
+                if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _traces(type(x)):
                     self._refuse(x, error)
                     return None
             raise
@@ -234,8 +234,8 @@ class GuardedMode(QuantizedOpsMode):
         return is_active
 
 
-def _is_of_torch(kind: type) -> bool:
-    """Return whether a kind of tensor is one of those with which torch traces code."""
+def _traces(kind: type) -> bool:
+    """Return whether torch traces code with tensors of this class."""
     return kind.__module__.startswith("torch._subclasses")
 
 
