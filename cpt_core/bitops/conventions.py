@@ -33,6 +33,11 @@ def row_name(operation: Operation) -> str:
     return operation.layer if operation.part in ("", NORM) else f"{operation.layer} ({operation.part})".lstrip()
 
 
+def is_matmul(operation: Operation) -> bool:
+    """Return whether an operation is a matmul or convolution, inside of a layer or not."""
+    return operation.part in ("", PRODUCTS)
+
+
 def priced_passes(operation: Operation, convention: str) -> tuple[str, ...]:
     """Return the passes of a training step that a convention prices."""
     if operation.part in UNPRICED_PARTS[convention]:

@@ -10,8 +10,8 @@ MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``.
 >>> plan = count_bitops(model, (torch.ones(4, 4),), StaticSchedule(8, 1))
 >>> plan.forward_macs, plan.total, plan.by_convention["paper"]
 (72, 124.0, 13.5)
->>> plan.float32  # shares of the MACs of the forward passes
-{'1': 0.5555555555555556}
+>>> plan.float32  # matmuls and convolutions that run in float32; BatchNorm is neither
+{}
 >>> plan.costs["traffic"]  # bytes
 328.0
 """
@@ -57,8 +57,8 @@ class BitOpsPlan:
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
-        float32: layer -> share of the forward MACs of the run that run in float32 there, by either convention: their
-            sum is the share of all of it.
+        float32: layer -> share of the run's ``ForwardMacs`` that runs in float32 there, by either convention: matmuls
+            and convolutions alone. Their sum is the share of all of it.
         by_convention: the total by each convention.
         at_32_bits: BitOps of the same operations, all in float32.
         unpriced: layer -> MACs of one forward pass that the convention leaves out: "paper" matmuls outside of layers,
@@ -239,7 +239,7 @@ def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer]
         steps=formats[convention][None].total(),
         macs=dict(macs),
         bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
-        float32=tallies["per_op"].float32(),
+        float32=tallies["per_op"].forward.float32_shares(),
         by_convention={name: tally.total() for name, tally in tallies.items()},
         at_32_bits=float(chosen.macs.total()),
         unpriced=dict(unpriced),

@@ -9,7 +9,7 @@
 module  kind             parameters    MACs  precision
 0       Linear                   15   66.7%  quantised
 1       Linear                    8   33.3%  float32 (left out)
-33.3% of the forward MACs run in float32: 1 33.3%
+33.3% of the forward MACs of matmuls and convolutions run in float32: 1 33.3%
 in force in 1 layer: bits=not set, execution=simulated
 """
 
@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import priced_passes, row_name
+from cpt_core.bitops.conventions import is_matmul, row_name
 from cpt_core.bitops.plan import count_step
-from cpt_core.bitops.tally import describe_float32
+from cpt_core.bitops.tally import ForwardMacs, describe_float32
 from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
 from cpt_core.validation import declared
 
@@ -35,7 +35,7 @@ class LayerSummary:
 
     Attributes:
         reason: why it is in float32, or "".
-        share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
+        share: of the multiply-accumulates of the forward pass's matmuls and convolutions; None without inputs.
         simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
             nobody asked for integers.
         note: the same in words, or that the module came after ``quantize_`` and whose bits it has, or "".
@@ -63,7 +63,7 @@ class Summary:
     """All modules with parameters or matmuls of their own; ``print`` it.
 
     Attributes:
-        float32_shares: layer -> share of the MACs of a forward pass that runs in float32 there; None without inputs.
+        float32_shares: layer -> share of the ``ForwardMacs`` that runs in float32 there; None without inputs.
         in_force: what quantised layers do at present, as their ``repr`` says it -> how many of them do so.
     """
 
@@ -101,7 +101,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     Args:
         model: any module; converted by ``quantize_`` or not.
         inputs: the arguments of its forward, of which only shapes matter. They add the share of every module in the
-            multiply-accumulates (MACs), as ``count_bitops`` counts them, and modules that multiply without parameters.
+            ``ForwardMacs``, and modules that multiply without parameters.
     """
     declared(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
@@ -149,14 +149,12 @@ def _describe_layer(layer: nn.Module, share: float | None) -> tuple[str, dict[st
 
 
 def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return module -> its share of the MACs of a forward pass, and layer -> the share that is in float32 there."""
+    """Return module -> its share of the ``ForwardMacs``, and layer -> the share that is in float32 there."""
     converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
-    macs: Counter[str] = Counter()
-    float32_macs: Counter[str] = Counter()
+    by_module, forward = ForwardMacs(), ForwardMacs()
     for operation in count_step(model, inputs):
-        if priced_passes(operation, "per_op"):
-            macs[operation.layer] += operation.macs
-            float32_macs[row_name(operation)] += 0 if operation.owner in converted else operation.macs
-    total = max(1, macs.total())
-    shares = {name: n / total for name, n in macs.items()}
-    return shares, {layer: n / total for layer, n in float32_macs.items() if n}
+        if is_matmul(operation):
+            is_quantized = operation.owner in converted
+            by_module.add(operation.layer, operation.macs, False)
+            forward.add(row_name(operation), operation.macs, is_quantized)
+    return by_module.float32_shares(), forward.float32_shares()

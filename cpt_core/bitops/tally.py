@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpt_core.bitops.conventions import PASSES, row_name
+from cpt_core.bitops.conventions import PASSES, is_matmul, row_name
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
 
@@ -36,11 +36,44 @@ class CountedPass(NamedTuple):
 
 
 @dataclass
+class ForwardMacs:
+    """MACs of the matmuls and convolutions of forward passes by layer: the one definition of shares.
+
+    ``check``, ``summary``, ``count_bitops`` and ``BitOpsLedger`` say with it what share of a model runs quantised. Left
+    out is what no layer rounds, although it has a price: normalisation, the gates of LSTMs, upsampling, and sums over
+    neighbours.
+    """
+
+    quantized: Counter[str] = field(default_factory=Counter)
+    float32: Counter[str] = field(default_factory=Counter)
+
+    def add(self, layer: str, macs: int, is_quantized: bool) -> None:
+        """Add an operation of a layer; ``is_quantized``: both of its operands."""
+        counter = self.quantized if is_quantized else self.float32
+        counter[layer] += macs
+
+    @property
+    def total(self) -> int:
+        """All MACs."""
+        return self.quantized.total() + self.float32.total()
+
+    @property
+    def quantized_share(self) -> float:
+        """The share of all MACs that runs quantised; 1 where there are none."""
+        return self.quantized.total() / self.total if self.total else 1.0
+
+    def float32_shares(self) -> dict[str, float]:
+        """Return layer -> its share of all MACs, of those that run in float32."""
+        return {layer: macs / self.total for layer, macs in self.float32.items() if macs}
+
+
+@dataclass
 class Tally:
     """Sums over operations, exact integers: MACs, and for other prices than BitOps ``Operation.elements``."""
 
     macs: Counter[CountedPass] = field(default_factory=Counter)
     elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
+    forward: ForwardMacs = field(default_factory=ForwardMacs)
 
     def add(self, operation: Operation, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
         """Add passes of an operation."""
@@ -48,6 +81,8 @@ class Tally:
             first, second = (getattr(formats, role) for role in PASSES[name])
             counted = CountedPass(row_name(operation), name, first, second)
             self.macs[counted] += times * operation.macs
+            if name == "forward" and is_matmul(operation):
+                self.forward.add(counted.layer, times * operation.macs, FULL_PRECISION not in (first, second))
             before = self.elements.get(counted, (0, 0, 0))
             self.elements[counted] = tuple(n + times * m for n, m in zip(before, operation.elements, strict=True))
 
@@ -62,16 +97,6 @@ class Tally:
             by_layer.setdefault(counted.layer, Counter())[counted.name] += macs * counted.squared_bits
         return by_layer
 
-    def float32(self) -> dict[str, float]:
-        """Return layer -> its share of all forward MACs, of those that have an operand in float32."""
-        forward = {counted: macs for counted, macs in self.macs.items() if counted.name == "forward"}
-        float32_macs: Counter[str] = Counter()
-        for counted, macs in forward.items():
-            if FULL_PRECISION in (counted.first, counted.second):
-                float32_macs[counted.layer] += macs
-        total = sum(forward.values())
-        return {layer: macs / total for layer, macs in float32_macs.items() if macs}
-
 
 def bits_of(format: Any) -> int:
     """Return the bits of an element."""
@@ -85,10 +110,11 @@ def widest(formats: Iterable[Formats]) -> Formats:
 
 
 def describe_float32(shares: Mapping[str, float], where: str = "float32") -> str:
-    """Return in words what share of the forward MACs runs in float32, and where; ``where`` has all layers."""
+    """Return in words which ``ForwardMacs`` run in float32, and where; ``where`` has all layers."""
     if not shares:
-        return "all forward MACs run quantised"
-    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {largest_layers(shares, '.1%', where)}"
+        return "all matmuls and convolutions run quantised"
+    share, named = f"{sum(shares.values()):.1%}", largest_layers(shares, ".1%", where)
+    return f"{share} of the forward MACs of matmuls and convolutions run in float32: {named}"
 
 
 def largest_layers(by_layer: Mapping[str, float], form: str, where: str) -> str:

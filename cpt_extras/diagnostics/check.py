@@ -26,6 +26,7 @@ from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was
+from cpt_core.bitops.tally import ForwardMacs
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
@@ -98,10 +99,18 @@ class Check:
         return sorted(plain, key=lambda e: -e.macs)
 
     @property
+    def forward(self) -> ForwardMacs:
+        """The MACs of the forward pass, of which shares are."""
+        forward = ForwardMacs()
+        for e in self.operations:
+            if not e.backward:
+                forward.add(e.layer, e.macs, e.quantized)
+        return forward
+
+    @property
     def quantized_share(self) -> float:
-        """MACs of the forward pass that ran quantised, of all."""
-        forward = [e for e in self.operations if not e.backward]
-        return sum(e.macs for e in forward if e.quantized) / max(1, sum(e.macs for e in forward))
+        """MACs of the matmuls and convolutions of the forward pass that ran quantised, of all."""
+        return self.forward.quantized_share
 
     def details(self) -> str:
         """Return a table of all operations."""
@@ -125,7 +134,7 @@ class Check:
 
     def __str__(self) -> str:
         lines = [self.details() if self.has_details else self._layers()]
-        macs = sum(e.macs for e in self.operations if not e.backward)
+        macs = self.forward.total
         lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
         for what, names in (
             ("listed as quantised, but used in float32", self.bypassed),

@@ -71,7 +71,7 @@ class BitOpsLedger:
     @property
     def float32(self) -> dict[str, float]:
         """Layer -> share of the forward MACs so far that ran in float32 there."""
-        return self._tallies["per_op"].float32()
+        return self._tallies["per_op"].forward.float32_shares()
 
     def bitops(self, convention: str = "per_op") -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs so far, exact integers."""

@@ -205,6 +205,21 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
         assert answers_of(copy.deepcopy(mixing), torch.randn(size, 4))[questions.SAMPLES].status == "not applicable"
 
 
+def test_one_content_of_a_position_is_no_evidence():
+    """Samples see each other here, but only where one is larger than any of the inputs."""
+    model = Does(lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,)))
+    assert answers_of(model, TOKENS[:, 0].clamp(-1, 1))[questions.SAMPLES].status == "not applicable"
+
+
+def test_outputs_that_never_move_are_no_evidence():
+    def forward(m, x):
+        is_quantized = m.odd.layer.precision.now.active
+        return torch.cat([m.layer(x), torch.relu(m.odd(x) - (0 if is_quantized else 1e3))], 1)
+
+    model = Does(forward, odd=Rounds((0,)), layer=nn.Linear(4, 4))
+    assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
+
+
 def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
     assert answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.SAMPLES].status == "not applicable"
 

@@ -37,7 +37,7 @@ def test_the_print_says_the_share_of_float32():
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=("attend",)))
     lines = str(cpt.summary(model, X)).splitlines()
     assert any(line.startswith("attend ") and line.endswith("27.8%  float32 (left out)") for line in lines)
-    assert "27.8% of the forward MACs run in float32: attend (products) 27.8%" in lines
+    assert "27.8% of the forward MACs of matmuls and convolutions run in float32: attend (products) 27.8%" in lines
     assert "MACs" not in str(cpt.summary(model))
 
 
@@ -53,3 +53,39 @@ def test_a_model_that_is_not_converted_is_in_float32():
     found = cpt.summary(net(), X)
     assert sum(found.float32_shares.values()) == 1
     assert not found.quantized
+
+
+def recurrent():
+    return Does(lambda m, x: m.head(m.norm(m.rnn(x)[0])), rnn=nn.LSTM(8, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 4))
+
+
+def convolutional():
+    def forward(m, x):
+        return m.head(m.norm(m.conv(x)).mean(-1))
+
+    return Does(forward, conv=nn.Conv1d(5, 4, 3), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
+
+
+def graph():
+    edges = cpt.Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
+    conv = cpt.GraphConv(8, 6)
+    return Does(lambda m, x: m.head(m.conv(edges, x[:, 0])), conv=conv, head=nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("make", [net, recurrent, convolutional, graph])
+def test_shares_are_the_same_whoever_is_asked(make):
+    """Of matmuls and convolutions alone: normalisation, gates and sums over neighbours are in none of them."""
+    left_out = "head" if make is not net else "linear"
+    model = cpt.quantize_(make(), cpt.QuantConfig(float32=(left_out,)))
+    checked, found = cpt.check(model, X, invariances=False), cpt.summary(model, X)
+    with cpt.BitOpsLedger(model) as ledger, cpt.precision(model, 4):
+        model(*X)
+    head = sum(e.macs for e in checked.float32)
+    shares = {left_out: head / sum(e.macs for e in checked.operations if not e.backward)}
+    assert (
+        found.float32_shares == cpt.count_bitops(model, X, cpt.StaticSchedule(4, 1)).float32 == ledger.float32 == shares
+    )
+    assert checked.quantized_share == pytest.approx(1 - shares[left_out], abs=1e-12)
+    assert 0.01 < shares[left_out] < 0.6
+    norms = [row.share for row in found.rows if row.name == "norm"]
+    assert norms in ([], [0.0])
