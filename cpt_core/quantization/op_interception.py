@@ -160,19 +160,19 @@ class QuantizedOpsMode(TorchFunctionMode):
         return self.run_function(function, args, kwargs)
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function by its handler where it has one."""
+        """Run a function by its handler where it has one; as torch has it where nothing is rounded or reported."""
         if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
         if handler is not None and self.is_inside():
-            if is_quantizable(args, kwargs):
+            if not is_quantizable(args, kwargs):
+                self.check_not_nested(args, kwargs)
+            elif not self.is_idle(args, kwargs):
                 with without_modes():
                     output = self.call_handler(handler, function, args, kwargs)
                 if output is not None:
                     return output
-            else:
-                self.check_not_nested(args, kwargs)
-        if function in COMPOSITE_OPS and self.is_inside():
+        if function in COMPOSITE_OPS and self.is_inside() and not self.is_idle(args, kwargs):
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
         return function(*args, **kwargs)
@@ -228,6 +228,16 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_inside(self) -> bool:
         """Return whether code of a running module calls."""
         return bool(self.running.stack)
+
+    def is_idle(self, args: Any, kwargs: Any) -> bool:
+        """Return whether a function is neither reported nor quantised, by layers of its weights or the running one."""
+        top = self.running.stack[-1].interception
+        if self.on_operation is not None or (top.precision is not None and top.precision.now.active):
+            return False
+        owners = [self.find_owner(x) for x in tensors_of(args, kwargs)]
+        layers = [owner for owner in owners if owner is not None] or [top]
+        precisions = [layer.precision for layer in layers if layer.precision is not None]
+        return not any(self.is_active(precision) for precision in precisions)
 
     # --- whose operation it is --------------------------------------------------------------------------------------
 

@@ -323,8 +323,10 @@ def tensordot(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor, dims:
     return einsum(mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b)
 
 
-def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Quantise ``torch.inner``: sums over the last dimension of both."""
+def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor | None:
+    """Quantise ``torch.inner``: sums over the last dimension of both; a number scales the other operand."""
+    if a.dim() == 0 or b.dim() == 0:
+        return None
     return tensordot(mode, torch.tensordot, a, b, ([-1], [-1]))
 
 

@@ -1,0 +1,123 @@
+"""Run the proofs over foreign models and functions: ``python -m bench.third_party``.
+
+``--only`` names parts, ``--update`` stores the counts in data/results/third_party.json. The exit status is 1 when a
+promise is broken that is not listed in known.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bench.third_party import databases, examination, invariances, suites
+from bench.third_party.foreign_models import FAMILIES
+from bench.third_party.known import unexpected_answers, unexpected_rows
+from cpt_extras.files import write_text
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import source
+
+FILE = "third_party.json"
+PARTS = ("layers", "functions", "invariances", "suites")
+
+
+def layers(number: int) -> list[examination.Row]:
+    return list(databases.module_rows(databases.module_database()[number]))
+
+
+def functions(number: int) -> list[examination.Row]:
+    return list(databases.function_rows(databases.function_database()[number]))
+
+
+def family(unit: tuple[str, int]) -> list[invariances.Answer]:
+    name, number = unit
+    return invariances.answers(list(FAMILIES[name]())[number])
+
+
+def quiet() -> None:
+    """Let a process compute on one thread and print nothing of other libraries."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    sys.stderr = open(os.devnull, "w")  # for as long as the process lives
+
+
+def in_processes(function: Any, units: Iterable[Any], jobs: int) -> list[Any]:
+    """Return the rows of all units."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=quiet) as pool:
+        return [row for rows in pool.map(function, units) for row in rows]
+
+
+def examined(rows: list[examination.Row], database: str, size: int) -> dict[str, Any]:
+    """Return the counts of a database and its faults."""
+    faults = [f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults]
+    return {"database": database, "entries": size, "counts": examination.count(rows), "faults": faults}
+
+
+def answered(answers: list[invariances.Answer]) -> dict[str, Any]:
+    """Return the counts of the invariances, the largest differences of those that hold, and those that do not."""
+    wrong = [asdict(a) for a in answers if a.outcome in ("broken", "crashed")]
+    held = [max(v for k, v in a.moved.items() if k != "float32") for a in answers if a.outcome == "holds"]
+    models = {(a.family, a.model) for a in answers}
+    return {
+        "bits": list(invariances.BITS),
+        "training passes": invariances.TRAINING_PASSES,
+        "models": len(models),
+        "questions": invariances.count(answers),
+        "largest difference of those that hold": float(f"{max(held, default=0.0):.2g}"),
+        "broken": wrong,
+    }
+
+
+def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the findings of a part, and what was not expected."""
+    if part == "layers":
+        size = len(databases.module_database())
+        rows = in_processes(layers, range(size), jobs)
+        return examined(rows, "module_db", size), unexpected_rows(rows)
+    if part == "functions":
+        size = len(databases.function_database())
+        rows = in_processes(functions, range(size), jobs)
+        return examined(rows, "op_db", size), unexpected_rows(rows)
+    if part == "invariances":
+        units = [(name, number) for name, cases in FAMILIES.items() for number in range(len(list(cases())))]
+        answers = in_processes(family, units, jobs)
+        return answered(answers), unexpected_answers(answers)
+    return suites.run()
+
+
+def main() -> None:
+    """Run the parts, print their counts and store them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--update", action="store_true", help=f"store the counts in data/results/{FILE}")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="number of processes")
+    options = parser.parse_args()
+    path = results_dir() / FILE
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    surprises: list[str] = []
+    for part in options.only:
+        start = time.monotonic()
+        found, unexpected = run_part(part, options.jobs)
+        surprises += unexpected
+        stored[part] = {**source(), "torch": torch.__version__, **found}
+        print(f"\n{part}, {time.monotonic() - start:.0f} s\n{json.dumps(found, indent=1)}", flush=True)
+    if options.update:
+        write_text(path, json.dumps({"command": "python -m bench.third_party --update", **stored}, indent=1) + "\n")
+    if surprises:
+        raise SystemExit("\n".join(["third-party: not expected:", *surprises]))
+    print("third-party: every promise was kept")
+
+
+if __name__ == "__main__":
+    main()
