@@ -68,7 +68,10 @@ def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     formula = OPERATOR_MACS.get(_name(func))
     if formula is not None:
         return int(formula(args, output))
-    flops = None if isinstance(func, HigherOrderOperator) else flop_registry.get(func._overloadpacket)
+    if isinstance(func, HigherOrderOperator):
+        return 0
+    out_of_place = getattr(torch.ops.aten, _name(func), None)  # torch counts addmm, and not addmm_
+    flops = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
 
 
