@@ -33,7 +33,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # tests/conftest.py, where what takes long comes first.
 PYTESTS := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants wheel image compat chromium browser lock clean distclean
+.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants third-party wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -99,6 +99,9 @@ demo-check: setup  ## run notebooks 03 to 07 at demo scale; every promised figur
 
 mutants: setup  ## break a copy in 400 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
 	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS)) $(if $(CHANGED),--changed $(CHANGED))
+
+third-party: setup  ## torch's databases, invariances of 200 models, tests of transformers and timm; ONLY=layers UPDATE=1
+	$(BIN)/python -m bench.third_party $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
 # From the source distribution, so that nothing gets into the wheel that is not in there.
 wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the wheel elsewhere and run it
