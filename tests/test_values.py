@@ -174,6 +174,7 @@ METHODS = {
 }  # fmt: skip
 # callable -> what is legal there alone; with a comma, another way to call it
 OWN = {
+    "copy_ranges": lambda: {"source": converted(), "target": converted()},
     "CyclicSchedule": lambda: {"name": "mine", "triangular": True},
     "DelayedSchedule": lambda: {"level": 32},
     "Format": lambda: {"bits": 4, "exponent": 2, "mantissa": 1, "specials": "none"},

@@ -289,13 +289,21 @@ def copy_ranges(source: nn.Module, target: nn.Module) -> None:
         ValueError: for models whose quantised layers differ.
     """
     declared(copy_ranges, {"source": source, "target": target})
-    source_layers, target_layers = all_precisions(source), all_precisions(target)
+    source_layers, target_layers = _precisions_in("source", source), _precisions_in("target", target)
     pairs = list(zip(source_layers.items(), target_layers.items(), strict=False))
     if len(source_layers) != len(target_layers) or not all(_correspond(*first, *second) for first, second in pairs):
         names = [", ".join(name or "the model itself" for name in layers) for layers in (source_layers, target_layers)]
         raise ValueError(f"source and target must have the same quantised layers, got {names[0]}; and {names[1]}")
     for (_, layer), (_, target_layer) in pairs:
         target_layer.set_running(layer.ranges())
+
+
+def _precisions_in(argument: str, model: nn.Module) -> dict[str, LayerPrecision]:
+    """Return the precisions of a model that is given as an argument."""
+    try:
+        return all_precisions(model)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None
 
 
 def _correspond(name: str, layer: LayerPrecision, wrapped_name: str, wrapped_layer: LayerPrecision) -> bool:
