@@ -349,7 +349,7 @@ def test_the_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_the_three_lines_of_the_first_screen_run():
-    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 2]
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 3, 2]
     lines = README.read_text().split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 3
     names = {"cpt": cpt_core, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}

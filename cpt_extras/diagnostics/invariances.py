@@ -283,12 +283,17 @@ class _Questions:
         decode = partial(_decode, self.runs.model, names)
 
         def run(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
-            return self.runs.outputs(self.inputs, is_quantized, calls, partial(decode, is_cached=True))
+            outputs = self.runs.outputs(self.inputs, is_quantized, calls, partial(decode, is_cached=True))
+            if calls is not None:  # those of the last token
+                ends = [i for i, call in enumerate(calls) if call.caller is None]
+                del calls[: ends[-2] + 1]
+            return outputs
 
         def full(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
             return self.runs.outputs(self.inputs, is_quantized, calls, partial(decode, is_cached=False))
 
-        return self._compare(name, run, "float32 gives other outputs, too", None, full)
+        last = Part({}, axis.size, axis.size - 1, 1)
+        return self._compare(name, run, "float32 gives other outputs, too", full=full, of_layers=last)
 
     def _masked(self, name: str) -> Invariance:
         answers = [self._perturb(name, kept, "") for kept in self._masked_changes()]
@@ -364,8 +369,19 @@ class _Questions:
             note = f"the model refuses such inputs: {_shortened(problem)}"
             return Invariance(name, NOT_APPLICABLE, note=note)
 
-    def _compare(self, name: str, run: Run, note: str, part: Part | None = None, full: Run | None = None) -> Invariance:
-        """Compare another run with that of the inputs, or with ``full``; in float32 where quantised outputs differ."""
+    def _compare(
+        self,
+        name: str,
+        run: Run,
+        note: str,
+        part: Part | None = None,
+        full: Run | None = None,
+        of_layers: Part | None = None,
+    ) -> Invariance:
+        """Compare another run with that of the inputs, or with ``full``; in float32 where quantised outputs differ.
+
+        ``part``: of the outputs that is compared; ``of_layers``: of those of layers, where it is another one.
+        """
         before = self.quantized if full is None else full(True)
         moved = largest_move(_matched_outputs(before, run(True), part))
         if moved <= TOLERANCE:
@@ -373,7 +389,7 @@ class _Questions:
         before = self.float32 if full is None else full(False)
         if largest_move(_matched_outputs(before, run(False), part)) > TOLERANCE:
             return Invariance(name, NOT_APPLICABLE, note=note)
-        layer = self._first_layer(full or self._forward(self.inputs), run, partial(_same_part, part))
+        layer = self._first_layer(full or self._forward(self.inputs), run, partial(_same_part, of_layers or part))
         return Invariance(name, BROKEN, moved, layer)
 
     def _forward(self, inputs: tuple[Any, ...]) -> Run:
@@ -419,7 +435,10 @@ class _Questions:
 
 
 def _first_of(groups: Iterable[Sequence[LayerCall]], moves: Callable[[Sequence[LayerCall], str], bool]) -> str | None:
-    """Return the first layer whose outputs move, in the order in which calls end; ``groups``: one call of every run."""
+    """Return the first layer whose outputs move, in the order in which calls end; "" where it is the model itself.
+
+    ``groups``: the same call in every run.
+    """
     for calls in groups:
         if len({call.layer for call in calls}) > 1:
             return None  # the model takes another way
@@ -428,7 +447,7 @@ def _first_of(groups: Iterable[Sequence[LayerCall]], moves: Callable[[Sequence[L
         while calls[0].caller is not None and moves(calls, "inputs"):  # moved by what called it
             calls = [call.caller or call for call in calls]
         return calls[0].layer
-    return None
+    return ""  # no part of the model
 
 
 # --- comparing outputs ------------------------------------------------------------------------------------------------
