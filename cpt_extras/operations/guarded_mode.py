@@ -35,7 +35,6 @@ from cpt_core.quantization.op_interception import (
     enter_module,
     held_tensors,
     leave_module,
-    tensors_of,
 )
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.recomputation import CheckpointedFunction, active_checkpoints
@@ -167,29 +166,15 @@ class GuardedMode(QuantizedOpsMode):
         return _runs_in(stack[-1].frame, sys._getframe(2))
 
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """Let a handler compute a function; TypeError for tensors of another class that cannot be rounded.
-
-        Layers that quantise nothing leave such tensors to torch.
-        """
+        """Let a handler compute a function; say clearly which tensors of other classes it cannot serve."""
         try:
             return super().call_handler(handler, function, args, kwargs)
         except Exception as error:
-            for x in tensors_of(args, kwargs):
-                if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _traces(type(x)):
-                    self._refuse(x, error)
-                    return None
-            raise
+            from cpt_extras.operations import unsupported_tensors  # seldom needed
 
-    def _refuse(self, x: Tensor, error: Exception) -> None:
-        """Raise TypeError for a tensor of another class, with which an operation failed in a layer that quantises."""
-        layer = self.find_owner(x) or self.running.stack[-1].interception
-        if layer.precision is None or not layer.precision.now.active:
-            return
-        raise TypeError(
-            f"layer {layer.name!r} multiplies a {type(x).__module__}.{type(x).__name__}, which is no plain tensor and "
-            "cannot be quantised here. Give quantised layers plain floating-point weights and inputs: a weight that is "
-            "quantised, or spread over processes by tensor parallelism (parallelize_module), cannot be used with them"
-        ) from error
+            if not unsupported_tensors.belong_to_torch(self, error, args, kwargs):
+                raise
+            return None
 
     def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it ran in the forward of a module."""
@@ -232,11 +217,6 @@ class GuardedMode(QuantizedOpsMode):
             for checkpoint in self._checkpoints_inside(entry, sys._getframe(), _autograd_state()):
                 checkpoint.note(precision)
         return is_active
-
-
-def _traces(kind: type) -> bool:
-    """Return whether torch traces code with tensors of this class."""
-    return kind.__module__.startswith("torch._subclasses")
 
 
 def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
