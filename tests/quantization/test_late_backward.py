@@ -141,8 +141,15 @@ MODELS = {
 # --- programs: what happens between the forward and the backward pass -------------------------------------------------
 
 
+def set_bits(model):
+    """Set the bits of all layers, which are in force outside of blocks."""
+    for layer in all_precisions(model).values():
+        layer.set_bits(8, 8)
+
+
 def in_block(model, x, run):
     """Leave the block before the backward pass."""
+    set_bits(model)
     with precision(model, 4, q_grad=3):
         y = run(model, x)
     return y.square().sum()
@@ -150,6 +157,7 @@ def in_block(model, x, run):
 
 def in_block_of_itself(model, x, run):
     """Stay in the block: the reference of ``in_block``."""
+    set_bits(model)
     with precision(model, 4, q_grad=3):
         run(model, x).square().sum().backward()
 
@@ -414,3 +422,15 @@ def test_hugging_face_checkpoints_recompute_at_bits_of_forward():
         y.square().sum().backward()
         found.append([p.grad for p in model.encoder.parameters()])
     assert all(identical(found[0], other) for other in found[1:])
+
+
+def test_nested_checkpoint_around_layers_notes_inner_ones():
+    def compute(model, x, run):
+        return model[2](run(model[0], x).relu())
+
+    keep = CHECKPOINTS["not reentrant"]
+    found = []
+    for inner, outer in ((plain, plain), (keep, keep)):
+        run = partial(outer, lambda model, x, inner=inner: compute(model, x, inner))
+        found.append(results(mlp, in_block, run))
+    assert identical(*found)
