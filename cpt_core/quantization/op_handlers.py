@@ -15,8 +15,8 @@ the grid of a weight that is computed, such as a masked one.
 Add a function here: a handler, and a line of ``HANDLERS``.
 
 In float32, by name: a sum over one element (the angles of rotary positions are such products, and no sums; its operands
-would have ranges of one number, which are exact); operands that are sparse, complex or no floating numbers; and what is
-told where to write (``out=``).
+would have ranges of one number, which are exact), unless it weights the only position, as the first step with a cache
+does; operands that are sparse, complex or no floating numbers; and what is told where to write (``out=``).
 
 Differs: the paper and its code quantise the layers of their own models; nothing there says what other operations do.
 """
@@ -175,7 +175,7 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
         layer = mode.layer_of(b)
     elif is_first_weight:
         layer = mode.layer_of(a)
-    if a.shape[-1:] == (1,) and layer.kind != "linear":
+    if a.shape[-1:] == (1,) and layer.kind != "linear" and not is_one_position(mode, a):
         layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
 
@@ -191,6 +191,13 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
         return _multiply_activations(mode, layer, compute, operands)
 
     return in_float32(layer.precision, a, run, a, b, bias)
+
+
+def is_one_position(mode: QuantizedOpsMode, a: Tensor) -> bool:
+    """Return whether a (..., M, 1) weights the only position that there is, as in the first step with a cache."""
+    module = mode.running.stack[-1]
+    shape = tuple(a.shape[-2:])
+    return shape in module.probabilities or shape in module.scores
 
 
 def _multiply_activations(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:
