@@ -554,7 +554,6 @@ DGL_LAYERS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "EdgeConv": ("EdgeConv", SIZES, {}),
     "DenseGraphConv": ("DenseGraphConv", SIZES, {}),
     "DenseSAGEConv": ("DenseSAGEConv", SIZES, {}),
-    "DenseChebConv": ("DenseChebConv", (*SIZES, 2), {}),
 }
 
 

@@ -1,0 +1,91 @@
+"""What does not move in float32 does not move at low bits: some foreign models; ``make third-party`` asks all."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from bench.third_party.foreign_models import FAMILIES
+from bench.third_party.invariances import Case, answers, count, relative_difference
+from bench.third_party.known import unexpected_answers
+from cpt_core.quantization.roles import QUANTIZERS, Quantizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
+
+EVERY = {"decoders": 4, "encoders": 4, "recurrent": 1, "graphs": 1, "zoo": 9}  # of the models of a family
+CASES = [case for family, every in EVERY.items() for case in islice(FAMILIES[family](), 0, None, every)]
+
+
+def test_families_are_large():
+    sizes = {family: len(list(cases())) for family, cases in FAMILIES.items()}
+    assert sizes.keys() == EVERY.keys()
+    assert sizes["decoders"] > 30
+    assert sizes["encoders"] > 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.family} {case.name}" for case in CASES])
+def test_outputs_stay_where_float32_stays(case):
+    found = answers(case)
+    assert unexpected_answers(found) == []
+    assert len(found) == len(case.questions)
+
+
+# --- the harness sees what it is made for -----------------------------------------------------------------------------
+
+
+class BatchMean(nn.Module):
+    """A module whose outputs depend on the batch at low bits alone, or always."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.linear, self.always = nn.Linear(8, 8), always
+
+    def forward(self, x):
+        y = self.linear(x)
+        is_quantised = self.linear.precision.now.active if hasattr(self.linear, "precision") else False
+        return y + y.mean(0) if self.always or is_quantised else y
+
+
+def one_sample(run):
+    x = torch.randn(3, 8)
+    yield run(x)[:1], run(x[:1])
+
+
+def outcomes(module):
+    case = Case("test", "module", lambda: module, lambda run: run(torch.randn(3, 8)), {"one sample": one_sample})
+    return [(answer.outcome, answer.error) for answer in answers(case)]
+
+
+def test_harness_finds_outputs_that_hold():
+    assert outcomes(nn.Sequential(nn.Linear(8, 8))) == [("holds", "")]
+
+
+def test_harness_finds_broken_outputs():
+    assert outcomes(BatchMean(always=False)) == [("broken", "")]
+
+
+def test_harness_lets_float32_decide():
+    assert outcomes(BatchMean(always=True)) == [("does not apply", "")]
+
+
+def test_harness_reports_crashes():
+    case = Case(
+        "test", "module", lambda: nn.Linear(8, 8), lambda run: run(torch.randn(3, 9)), {"one sample": one_sample}
+    )
+    found = answers(case)
+    assert [answer.outcome for answer in found] == ["crashed"]
+    assert unexpected_answers(found)[0].startswith("test, module, all: crashed {} RuntimeError")
+    assert count(found) == {"test: all": {"crashed": 1}}
+
+
+def test_harness_finds_ranges_of_the_batch_at_hand():
+    """Without a running range every batch has a range of its own."""
+    config = cpt.QuantConfig(quantizers={**QUANTIZERS, "linear_input": Quantizer("per_tensor")})
+    model = cpt.quantize_(nn.Sequential(nn.Linear(8, 8)), config).eval()
+    with cpt.precision(model, 4), torch.no_grad():
+        assert max(relative_difference(*pair) for pair in one_sample(model)) > 1e-3
