@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 # operators of torch that add, and functions whose vectorised forms differ in the last digit
 OPERATORS = frozenset(
-    "_addmm_activation _convolution _log_softmax _safe_softmax _softmax addbmm addmm addmv addr baddbmm bmm "
-    "convolution cumsum dot einsum erf exp expm1 gelu linalg_vector_norm linear log log1p log2 logsumexp matmul mean "
+    "_addmm_activation _convolution _grouped_mm _log_softmax _safe_softmax _softmax addbmm addmm addmv addr baddbmm "
+    "bmm convolution cumsum dot einsum erf exp expm1 gelu linalg_vector_norm linear log log1p log2 logsumexp matmul mean "
     "mm mv native_group_norm native_layer_norm norm pow rsqrt sigmoid silu softplus std sum tanh var var_mean "
     "vdot".split()
 )
@@ -33,11 +33,22 @@ class ExactSums(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _is_exact_in_float64(func) or kwargs.get("dtype") is not None:
             return func(*args, **kwargs)
+        is_grouped = func._schema.name == "aten::_grouped_mm"
+        function = grouped_matmul if is_grouped else func
         try:
-            output = func(*tree_map(_as_float64, args), **tree_map(_as_float64, kwargs))
+            output = function(*tree_map(_as_float64, args), **tree_map(_as_float64, kwargs))
         except (RuntimeError, NotImplementedError):  # nothing computes it in float64
             return func(*args, **kwargs)
         return tree_map(_as_float32, output) if _has_float32((args, kwargs)) else output
+
+
+def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    """Multiply groups of rows of a (M, K) by one of the matrices b (G, K, N) each; RuntimeError for other shapes."""
+    if ends is None or (a.dim(), b.dim()) != (2, 3):
+        raise RuntimeError("only groups of rows are multiplied in float64")
+    starts = [0, *ends.tolist()]
+    parts = [a[start:end] @ matrix for start, end, matrix in zip(starts[:-1], starts[1:], b, strict=True)]
+    return torch.cat([*parts, a.new_zeros(len(a) - starts[-1], b.shape[-1])])
 
 
 def _is_exact_in_float64(func: Any) -> bool:

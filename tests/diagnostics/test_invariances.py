@@ -450,3 +450,16 @@ def test_exact_sums_do_not_depend_on_the_number_of_rows():
     assert exact[0].dtype == torch.float32
     assert not torch.equal(*plain)
     assert torch.allclose(exact[0], plain[0], atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch multiplies no groups")
+def test_exact_sums_of_groups_of_rows():
+    """As mixtures of experts have them: how many rows an expert has depends on the other tokens."""
+    torch.manual_seed(0)
+    x, experts = torch.randn(9, 96), torch.randn(3, 96, 8)
+    ends = torch.tensor([2, 2, 9], dtype=torch.int32)
+    with torch.no_grad(), ExactSums():
+        found = torch._grouped_mm(x, experts, offs=ends)
+        assert torch.equal(found[4:5], torch._grouped_mm(x[4:5], experts, offs=ends.clamp(0, 1) * (ends > 2)))
+    wanted = torch.cat([x[:2] @ experts[0], x[2:] @ experts[2]])
+    assert (found.dtype, torch.allclose(found, wanted, atol=1e-4)) == (torch.float32, True)
