@@ -237,7 +237,7 @@ def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
 
 def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
     is_paper_layer = kind in PAPER_LAYERS or (config.attention == "paper" and op_handlers.is_paper_attention(module))
-    roles = _roles(kind, config, is_paper_layer)
+    roles = _roles(kind, config, is_paper_layer, holds_weights(module))
     if kind == "lstm":
         from cpt_core.quantization import lstm  # its handler; few models have one
 
@@ -261,10 +261,11 @@ def attach(module: nn.Module, precision: LayerPrecision) -> None:
         vars(module)["precision"] = precision
 
 
-def _roles(kind: str, config: QuantConfig, is_paper_layer: bool) -> dict[str, Quantizer]:
+def _roles(kind: str, config: QuantConfig, is_paper_layer: bool, has_weights: bool) -> dict[str, Quantizer]:
     """Return the quantisers of a layer: those of its kind without prefix; of other operations with a zero point.
 
-    Other operations have no running ranges, but one per vector: of a convolution, per position.
+    Other operations have no running ranges, but one per vector: of a convolution, per position. An exception is the
+    input of a weight that a module computes, see ``op_handlers.roles_of``.
     """
     own = f"{kind}_"
     roles = {role.removeprefix(own): q for role, q in config.quantizers.items() if role.startswith(own)}
@@ -275,6 +276,8 @@ def _roles(kind: str, config: QuantConfig, is_paper_layer: bool) -> dict[str, Qu
         return roles
     if not is_paper_layer:
         roles = {role: replace(quantizer, zero_point=True) for role, quantizer in roles.items()}
+        if has_weights:
+            roles["masked_input"] = Quantizer("per_tensor", running=True, zero_point=True)
     if kind in ("linear", "conv"):  # as a masked weight
         roles["computed_weight"] = replace(roles["weight"], zero_point=True)
     for role, quantizer in config.quantizers.items():

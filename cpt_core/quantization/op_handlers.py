@@ -55,9 +55,9 @@ def is_paper_attention(module: nn.Module) -> bool:
 def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     layer = mode.layer_of(weight)
-    if input.shape[-1] == 1 and layer.kind != "linear":
+    roles = roles_of(mode, layer, "linear", weight)
+    if input.shape[-1] == 1 and layer.kind != "linear" and roles[0] != "masked_input":
         layer = in_full_precision(layer)
-    roles = input_role(layer, "linear"), weight_role(mode, layer, "linear", weight)
 
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return x.numel() * w.shape[0]
@@ -76,10 +76,18 @@ def input_role(layer: Interception, kind: str) -> str:
     return "conv_input" if kind == "conv" else "attention_query"
 
 
-def weight_role(mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor) -> str:
-    """Return the role of a weight; of one that a layer computes it is another than that of its parameter."""
-    has_other_role = layer.kind == kind and not mode.is_weight(weight)
-    return "computed_weight" if has_other_role else f"{kind}_weight"
+def roles_of(mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor) -> tuple[str, str]:
+    """Return the roles of input and weight of a linear operation or convolution.
+
+    A weight that is computed may be masked, and hide inputs from outputs: its input has a running range then, for the
+    range of a vector would let hidden inputs change the others.
+    """
+    if mode.is_weight(weight):
+        return input_role(layer, kind), f"{kind}_weight"
+    if layer.kind == kind:
+        return f"{kind}_input", "computed_weight"
+    has_range = layer.precision is not None and "masked_input" in layer.precision.quantizers
+    return "masked_input" if has_range else input_role(layer, kind), f"{kind}_weight"
 
 
 def in_full_precision(layer: Interception) -> Interception:
@@ -125,17 +133,18 @@ def run_convolution(
     The weight (O, C, ...) has a range per output channel; where ``is_transposed`` it is (C, O, ...), and ``compute``
     takes (O, C, ...). ``options``: what executors have to know.
 
-    The input of a convolution layer has one running range; that of a convolution in the forward of another module has
-    one per position, over the channels. A single channel would have ranges of one number: it runs in float32.
+    The input of a convolution layer, or of a masked weight, has one running range; that of a convolution in the forward
+    of another module has one per position, over the channels. A single channel would have ranges of one number: it
+    runs in float32.
     """
     input, weight, bias = operands
     layer = mode.layer_of(weight)
-    is_layer = layer.kind == "conv"
+    roles = roles_of(mode, layer, "conv", weight)
+    has_running_range = layer.kind == "conv" or roles[0] == "masked_input"
     is_unbatched = input.dim() < weight.dim()
     batch = input.unsqueeze(0) if is_unbatched else input
-    if batch.shape[1] == 1 and not is_layer:
+    if batch.shape[1] == 1 and not has_running_range:
         layer = in_full_precision(layer)
-    roles = input_role(layer, "conv"), weight_role(mode, layer, "conv", weight)
     name = function.__name__.partition(".")[0]
 
     def compute_channels_last(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -143,8 +152,9 @@ def run_convolution(
 
     def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         w = w.transpose(0, 1) if is_transposed else w
-        if is_layer or layer.precision is None:
-            return mode.run(layer, name, compute, (x, w, b), roles, macs, "conv_grad", options=options)
+        if has_running_range or layer.precision is None:
+            along = (1, None) if roles[0] == "masked_input" else (None, None)
+            return mode.run(layer, name, compute, (x, w, b), roles, macs, "conv_grad", along=along, options=options)
         by_position = x.movedim(1, -1), w, b
         return mode.run(layer, name, compute_channels_last, by_position, roles, macs, "conv_grad", along=(-1, None))
 
@@ -230,16 +240,17 @@ def _run_scores(mode: QuantizedOpsMode, layer: Interception, compute: Compute, o
 def find_mixing(mode: QuantizedOpsMode, rows: int, summed: int, columns: int) -> str:
     """Return which operand of a (M, K) @ b (K, N) weights positions, as probabilities do: "first", "second" or "".
 
-    The first does if it has the shape of the result of a softmax in the running module, or of scores, which are the
-    results of such operations where no operand weights positions; or if it is square and the result is not, as a
-    graph's adjacency or a matrix that mixes tokens is. The second does if it has, transposed, the shape of a softmax.
+    The first does if it has the shape of the result of a softmax in the running module, or of scores: square results of
+    an operation no operand of which weights positions. It also does if it is square and the result is not, as a graph's
+    adjacency or a matrix that mixes tokens is. The second does if it has, transposed, the shape of a softmax.
     """
     module = mode.running.stack[-1]
     if (rows, summed) in module.probabilities or (rows, summed) in module.scores or rows == summed != columns:
         return "first"
     if (columns, summed) in module.probabilities:
         return "second"
-    module.scores.append((rows, columns))
+    if rows == columns:
+        module.scores.append((rows, columns))
     return ""
 
 

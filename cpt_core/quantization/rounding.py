@@ -100,7 +100,7 @@ def _zero_point(low: Tensor, width: Tensor, steps: Tensor) -> tuple[Tensor, Tens
     low, high = low.clamp_max(0.0), (low + width).clamp_min(0.0)
     width = high - low
     scale = (width / steps).clamp_min(MIN_SCALE)
-    return (-low / scale).round(), scale, width
+    return torch.minimum((-low / scale).round(), steps), scale, width
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:

@@ -151,7 +151,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
             raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
         running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]
         empty = [role for role in running if not layer.range_tensor(role)[2] > 0]
-        is_ready = kind == "attention" and len(empty) < len(running)  # it may have no use for the other roles
+        is_ready = kind == "attention"  # it has ranges of its own for all but masked weights
         if empty and not is_ready:
             raise ValueError(
                 f"layer {name!r} has no running range of its {empty[0]} yet, on which evaluation rounds: train the "

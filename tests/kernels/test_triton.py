@@ -99,6 +99,7 @@ def test_layouts(kernels, cut, layout):
     for i, granularity in enumerate(KEPT, list(LAYOUTS).index(layout)):
         cut(PARTS if i % 2 else WHOLE)
         check(kernels, x, granularity, *((5, torch.tensor(-7)) if i % 2 else (3, None)), codes=i % 2)
+        check(kernels, x, f"{granularity}+zero", *((5, torch.tensor(-7)) if i % 2 else (3, None)), codes=False)
         assert i % 2 or identical(kernels.range(x, granularity), reference.range_of(x, granularity))  # else just seen
 
 
@@ -106,7 +107,8 @@ def test_layouts(kernels, cut, layout):
 @pytest.mark.parametrize("values", VALUES)
 def test_values(kernels, cut, values, sizes):
     cut(sizes)
-    check(kernels, VALUES[values], "per_row" if sizes is WHOLE else "per_tensor", 8, None)
+    for end in ("", "+zero"):
+        check(kernels, VALUES[values], ("per_row" if sizes is WHOLE else "per_tensor") + end, 8, None, codes=not end)
 
 
 @pytest.mark.parametrize("bits", range(1, 17))

@@ -137,7 +137,8 @@ inline Steps steps_of(float low, float width, const Grid& g) {
   // as rounding.round_with_zero_point
   const float high = low + width;
   const float top = high < 0.f ? 0.f : high, bottom = low > 0.f ? 0.f : low;  // NaN stays NaN
-  const float scale = scale_of(top - bottom, g.levels), zero = std::rint(-bottom / scale);
+  const float scale = scale_of(top - bottom, g.levels), nearest = std::rint(-bottom / scale);
+  const float zero = nearest > g.levels ? g.levels : nearest;
   return {0.f, scale, -zero, g.levels - zero};
 }
 

@@ -99,7 +99,7 @@ def _on_grid(
         high = tl.maximum(low + width, 0.0, propagate_nan=ALL)
         bottom = tl.minimum(low, 0.0, propagate_nan=ALL)
         scale = tl.maximum(tl.div_rn(high - bottom, n), MIN_SCALE, propagate_nan=ALL)
-        zero = _rint(tl.div_rn(-bottom, scale))
+        zero = tl.minimum(_rint(tl.div_rn(-bottom, scale)), n, propagate_nan=ALL)
         low, least, most = bottom * 0.0, -zero, n - zero
     else:
         scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=ALL)
