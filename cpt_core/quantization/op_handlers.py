@@ -180,12 +180,14 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
     would let masked ones, which are multiplied by 0, change the others.
     """
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
-    layer = mode.running.stack[-1].interception
+    module = mode.running.stack[-1]
+    layer = module.interception
     if is_second_weight:
         layer = mode.layer_of(b)
     elif is_first_weight:
         layer = mode.layer_of(a)
-    if a.shape[-1:] == (1,) and layer.kind != "linear" and not is_one_position(mode, a):
+    is_scaling = a.shape[-1:] == (1,) and tuple(a.shape[-2:]) not in (*module.probabilities, *module.scores)
+    if is_scaling and layer.kind != "linear":
         layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
 
@@ -201,13 +203,6 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
         return _multiply_activations(mode, layer, compute, operands)
 
     return in_float32(layer.precision, a, run, a, b, bias)
-
-
-def is_one_position(mode: QuantizedOpsMode, a: Tensor) -> bool:
-    """Return whether a (..., M, 1) weights the only position that there is, as in the first step with a cache."""
-    module = mode.running.stack[-1]
-    shape = tuple(a.shape[-2:])
-    return shape in module.probabilities or shape in module.scores
 
 
 def _multiply_activations(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:

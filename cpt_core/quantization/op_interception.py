@@ -234,10 +234,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         top = self.running.stack[-1].interception
         if self.on_operation is not None or (top.precision is not None and top.precision.now.active):
             return False
-        owners = [self.find_owner(x) for x in tensors_of(args, kwargs)]
-        layers = [owner for owner in owners if owner is not None] or [top]
-        precisions = [layer.precision for layer in layers if layer.precision is not None]
-        return not any(self.is_active(precision) for precision in precisions)
+        owners = [owner for x in tensors_of(args, kwargs) if (owner := self.find_owner(x)) is not None]
+        return not any(layer.precision is not None and self.is_active(layer.precision) for layer in owners or [top])
 
     # --- whose operation it is --------------------------------------------------------------------------------------
 
