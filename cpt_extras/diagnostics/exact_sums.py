@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 # operators of torch that add, and functions whose vectorised forms differ in the last digit
 OPERATORS = frozenset(
     "_addmm_activation _convolution _grouped_mm _log_softmax _safe_softmax _softmax addbmm addmm addmv addr baddbmm "
-    "bmm convolution cumsum dot einsum erf exp expm1 gelu linalg_vector_norm linear log log1p log2 logsumexp matmul mean "
-    "mm mv native_group_norm native_layer_norm norm pow rsqrt sigmoid silu softplus std sum tanh var var_mean "
+    "bmm convolution cumsum dot einsum erf exp expm1 gelu linalg_vector_norm linear log log1p log2 logsumexp matmul "
+    "mean mm mv native_group_norm native_layer_norm norm pow rsqrt sigmoid silu softplus std sum tanh var var_mean "
     "vdot".split()
 )
 
