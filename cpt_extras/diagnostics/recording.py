@@ -41,6 +41,10 @@ STATISTICS = ("low", "high", "relative_error", "snr_db", "clipped", "underflow",
 COLUMNS = ("step", "layer", "role", "level", "bits", "grid", "elements", *STATISTICS)
 MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
 
+SAME_ROLES = {
+    "weight": ("weight", "computed_weight")
+}  # a layer multiplies by its parameter, or by what it computes of it
+
 NOT_SEEN = "no eager code rounded it in training at a recorded step"
 COMPILED = "it is compiled: such code says nothing"
 RECURRENCE = "rounded inside the recurrence: the gradient that the input's product has, with other noise"
@@ -175,7 +179,7 @@ class Recording:
                 has_run = any(place.startswith(f"{name}/") for place in self._seen)
                 roles = [] if has_run else ["its operations"]
             for role in roles:
-                if f"{name}/{role}" not in self._seen:
+                if not self._seen & {f"{name}/{other}" for other in SAME_ROLES.get(role, (role,))}:
                     reasons[f"{name}/{role}"] = COMPILED if is_within(name, compiled) else NOT_SEEN
             if "hidden_l0" in precision.quantizers:
                 reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
@@ -251,7 +255,8 @@ class Recording:
 def _own_roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
     """Return the roles of a layer's own kind; that of a bias only where the layer, or a part of it, has one."""
     has_bias = any("bias" in name.split(".")[-1] for name, _ in layer.named_parameters())
-    own = [role for role in precision.quantizers if not role.startswith(("linear_", "conv_", "attention_"))]
+    other = "linear_", "conv_", "attention_", "computed_", "masked_"
+    own = [role for role in precision.quantizers if not role.startswith(other)]
     return [role for role in own if has_bias or role != "bias"]
 
 

@@ -137,7 +137,8 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
         (name, role)
         for name, p in layer_precisions(model).items()
         for role in p.quantizers
-        if not role.startswith(("linear_", "conv_", "attention_"))  # no module here computes what is not of its kind
+        # no module here computes what is not of its kind, nor its weight
+        if not role.startswith(("linear_", "conv_", "attention_", "computed_"))
     }
     bias = {(n, "bias") for n, _ in expected}
     assert set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias
@@ -417,6 +418,18 @@ def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
             y = model(drawn(5, 4)).sum()
         y.backward()
     assert recording.unseen == {"0/grad": recorder.NOT_SEEN}
+
+
+def test_a_weight_that_is_computed_is_seen():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * (self.weight > 0), self.bias)
+
+    model = cpt.quantize_(nn.Sequential(Masked(4, 3)))
+    with cpt.precision(model, 4, 8), cpt.diagnostics.record(model, every=1) as recording:
+        model(drawn(5, 4)).sum().backward()
+    assert recording.unseen == {}
+    assert "computed_weight" in set(recording.table()["role"])
 
 
 def test_checkpointed_layers_and_copies(model):
