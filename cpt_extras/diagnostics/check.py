@@ -179,9 +179,9 @@ def _table(rows: Sequence[tuple[str, ...]], numbers: Collection[int] = ()) -> st
 
 
 def _precision_of(executed: Sequence[Executed]) -> str:
-    """Return in words what ran quantised of the operations of a layer."""
-    macs = sum(e.macs for e in executed)
-    share = sum(e.macs for e in executed if e.quantized) / max(1, macs)
+    """Return in words what ran quantised of the forward operations of a layer, and what nothing intercepted."""
+    forward = [e for e in executed if not e.backward] or executed
+    share = sum(e.macs for e in forward if e.quantized) / max(1, sum(e.macs for e in forward))
     missed = dict.fromkeys(e.operation for e in executed if not e.intercepted)
     words = {1.0: "quantised", 0.0: "float32"}.get(share, f"{share:.0%} quantised")
     return f"{words} (not intercepted: {', '.join(missed)})" if missed else words

@@ -388,3 +388,22 @@ def test_check_finds_float32_matmuls_of_a_backward_pass():
     found = check(quantize_(nn.Sequential(nn.Linear(4, 4), own)), (torch.randn(5, 4),))
     assert (found.ok, found.float32) == (False, [])
     assert [e for e in found.operations if not e.intercepted] == [Executed("1", "mm", True, False, False, 160)]
+
+
+def test_the_print_has_a_line_per_layer_and_the_details_one_per_operation():
+    parts = {"layer": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+    model = Does(lambda m, x: m.head(torch.cdist(h := m.layer(x), m.layer.weight) + h @ h.T @ h), **parts)
+    model = quantize_(model, QuantConfig(float32=("head",)))
+    found = check(model, (torch.randn(4, 4),), invariances=False)
+    lines = [line.split() for line in str(found).splitlines()]
+    assert lines[:4] == [
+        ["layer", "operations", "forward", "MACs", "backward", "MACs", "precision"],
+        ["layer", "linear", "64", "64", "quantised"],
+        ["(model)", "matmul,", "_cdist_forward,", "_cdist_backward", "192", "384", "67%", "quantised", "(not",
+         "intercepted:", "_cdist_forward,", "_cdist_backward)"],
+        ["head", "linear", "32", "64", "float32"],
+    ]  # fmt: skip
+    details = found.details().splitlines()
+    assert len(details) == 1 + len(found.operations)
+    assert str(check(model, (torch.randn(4, 4),), details=True)).startswith(found.details())
+    assert details[1].split() == ["layer", "linear", "forward", "64", "quantised"]
