@@ -151,7 +151,7 @@ class Check:
     def _answers(self) -> list[str]:
         """Return the invariances in words; those that are not applicable in one line."""
         asked = [answer for answer in self.invariances if answer.status != NOT_APPLICABLE]
-        rows = [("outputs that float32 keeps, when", "")]
+        rows = [("invariance", "")]
         lines = _table(rows + [(answer.name, str(answer)) for answer in asked]).splitlines()
         others = [answer.name for answer in self.invariances if answer.status == NOT_APPLICABLE]
         if others:
