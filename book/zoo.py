@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
+from bench.third_party.results import FILE as PROOFS
+from bench.third_party.results import OUTCOMES
 from bench.zoo import FILE, LOOPS
 from cpt_lab.paths import results_dir
 
@@ -53,7 +55,78 @@ def page() -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [f"| {row['library']} | {row['model']} | {' | '.join(_cells(row))} |" for row in models]
+    lines += proofs()
     return "\n".join(lines) + "\n"
+
+
+def proofs() -> list[str]:
+    """Return the section about torch's databases and about invariances."""
+    stored = json.loads((results_dir() / PROOFS).read_text(encoding="utf-8"))
+    invariances = stored["invariances"]
+    bits = " and ".join(map(str, invariances["bits"]))
+    lines = [
+        "",
+        "## Torch's own layers and functions",
+        "",
+        "Torch tests itself with lists of its layers and functions, and of inputs for each. `make third-party` runs "
+        "all of them beside a linear layer: plain, converted in float mode, at 3 bits, copied, and after "
+        "`cpt.restore_`.",
+        "",
+        f"| at commit `{stored['layers']['commit'][:10]}` | layers | functions |",
+        "|---|---|---|",
+    ]
+    tables = [stored[part]["counts"] for part in ("layers", "functions")]
+    for title, key in PROOF_ROWS:
+        lines.append(f"| {title} | {' | '.join(f'{counts.get(key, 0):,}' for counts in tables)} |")
+    lines += [
+        "",
+        "## What float32 keeps, low precision keeps",
+        "",
+        f"{invariances['models']} models with random weights trained for {invariances['training passes']} passes and "
+        f"answered in evaluation at {bits} bits. A property *holds* if outputs that do not move in float32 (by more "
+        "than one millionth) do not move at low bits either. It *holds in float64* if float32 adds up in another order "
+        "and that flips a rounding. The number of models:",
+        "",
+        f"| at commit `{invariances['commit'][:10]}` | {' | '.join(OUTCOMES)} |",
+        f"|---|{'---|' * len(OUTCOMES)}",
+    ]
+    for question, counts in invariances["questions"].items():
+        lines.append(f"| {question} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |")
+    reasons = dict.fromkeys(answer["reason"] for answer in invariances["broken"])
+    lines += ["", "Why some are broken:", ""] if reasons else []
+    for reason in reasons:
+        models = dict.fromkeys(a["model"].partition(",")[0] for a in invariances["broken"] if a["reason"] == reason)
+        lines.append(f"- {reason}: {', '.join(models)}.")
+    return lines + suite_section(stored.get("suites", {}))
+
+
+def suite_section(found: dict[str, Any]) -> list[str]:
+    """Return the section about tests of other libraries, if they ran."""
+    if "counts" not in found:
+        return []
+    counts = found["counts"]
+    return [
+        "",
+        f"## Tests of {found['suite']}",
+        "",
+        "Common tests of its models (training, checkpointing, saving and loading, tied weights, attention outputs and "
+        f"more) that pass with plain models: {counts['plain']['passed']}. With converted models in float mode pass "
+        f"{counts['float']['passed']}, at 8 bits {counts['8']['passed']}.",
+    ]
+
+
+PROOF_ROWS = (
+    ("cases", "examined"),
+    ("cases with gradients", "gradients compared"),
+    (
+        "cases without a fault: float mode equals plain torch bit for bit, copies and `restore_` are exact",
+        "without a fault",
+    ),
+    ("cases with products, all quantised", "products: quantised"),
+    ("cases with a product in float32 that `cpt.check` names", "products: named float32"),
+    ("cases with products of two numbers, which any grid holds exactly", "products: two numbers per range"),
+    ("cases without products, unchanged at 3 bits", "products: none"),
+)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -22,12 +22,12 @@ import torch
 
 from bench.third_party import databases, examination, invariances, suites
 from bench.third_party.foreign_models import FAMILIES
-from bench.third_party.known import unexpected_answers, unexpected_rows
+from bench.third_party.known import reason_of, unexpected_answers, unexpected_rows
+from bench.third_party.results import FILE
 from cpt_extras.files import write_text
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 
-FILE = "third_party.json"
 PARTS = ("layers", "functions", "invariances", "suites")
 
 
@@ -66,7 +66,7 @@ def examined(rows: list[examination.Row], database: str, size: int) -> dict[str,
 
 def answered(answers: list[invariances.Answer]) -> dict[str, Any]:
     """Return the counts of the invariances, the largest differences of those that hold, and those that do not."""
-    wrong = [asdict(a) for a in answers if a.outcome in ("broken", "crashed")]
+    wrong = [{**asdict(a), "reason": reason_of(a)} for a in answers if a.outcome in ("broken", "crashed")]
     held = [max(v for k, v in a.moved.items() if k != "float32") for a in answers if a.outcome == "holds"]
     models = {(a.family, a.model) for a in answers}
     return {

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import cpt_core as cpt
+from bench.third_party.results import OUTCOMES
 from cpt_core.bitops.counting import tensors_in
 
 BITS = (4, 8)
@@ -31,7 +32,6 @@ TRAINED_AT = 8
 TRAINING_PASSES = 3
 TOLERANCE = 1e-6  # relative to the largest number of the output
 FLOAT64_TOLERANCE = 1e-9
-OUTCOMES = ("holds", "holds in float64", "broken", "does not apply", "crashed")
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Run = Callable[..., Any]
