@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ def run() -> tuple[dict[str, Any], list[str]]:
     if folder is None:
         print(f"suites: skipped, {reason}", flush=True)
         return {"skipped": reason}, []
-    results = {precision: run_precision(folder, precision) for precision in PRECISIONS}
+    with ThreadPoolExecutor(len(PRECISIONS)) as pool:
+        outcomes = list(pool.map(lambda precision: run_precision(folder, precision), PRECISIONS))
+    results = dict(zip(PRECISIONS, outcomes, strict=True))
     plain = results["plain"]
     passing = {test for test, outcome in plain.items() if outcome == "PASSED"}
     found: dict[str, Any] = {"suite": f"transformers {version('transformers')}", "counts": {}, "failures": {}}
     unexpected = [] if passing else ["suites: no test of transformers passes with plain models"]
-    for precision, outcomes in results.items():
-        failed = sorted(test for test in passing if outcomes.get(test) != "PASSED")
+    for precision, outcome in results.items():
+        failed = sorted(test for test in passing if outcome.get(test) != "PASSED")
         found["counts"][precision] = {"passed": len(passing) - len(failed), "failed": len(failed)}
         found["failures"][precision] = failed
         unexpected += [f"suites at {precision}: {test}" for test in failed if not is_known(test, precision)]
