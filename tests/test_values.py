@@ -123,7 +123,8 @@ VALUES = {
     "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)),
     "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "specials": "nan", "stateful": (),
     "step": 3, "steps": 8, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
-    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),),
+    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),), "argument": "progress", "attention": "paper",
+    "zero_point": True,
 }  # fmt: skip
 # the same of what is made anew for every call
 MADE = {

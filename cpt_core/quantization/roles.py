@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cpt_core.quantization.rounding import ZERO_POINT
 from cpt_core.validation import choose, declared
 
 GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
 ROUNDINGS = ("nearest", "stochastic")
+ZERO_POINT = "+zero"  # behind a granularity: 0 is on the grid
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cpt_core.quantization.roles import ZERO_POINT
+
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
-ZERO_POINT = "+zero"  # behind a granularity: 0 is on the grid
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
 
 

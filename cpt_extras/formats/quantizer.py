@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, Quantizer
-from cpt_core.quantization.rounding import ZERO_POINT
+from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, ZERO_POINT, Quantizer
 from cpt_core.validation import choose, declared, shown, whole
 from cpt_extras.formats.format import OPTIONS, Format
 

@@ -13,8 +13,7 @@ from torch import nn
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import HOOK
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.roles import Quantizer
-from cpt_core.quantization.rounding import ZERO_POINT
+from cpt_core.quantization.roles import ZERO_POINT, Quantizer
 from cpt_extras.cpu_info import multiplies_codes
 from cpt_extras.formats.ladder_rounding import ladders_of_layer
 from cpt_extras.int8.lstm import int8_reason

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cpt_core.quantization import rounding
+from cpt_core.quantization.roles import ZERO_POINT
 
 if TYPE_CHECKING:
     from cpt_extras.formats.format import Format
@@ -25,7 +26,7 @@ def parts_of(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity.removesuffix(rounding.ZERO_POINT), _format_named(name) if name else None
+        _parts[grid] = granularity.removesuffix(ZERO_POINT), _format_named(name) if name else None
     return _parts[grid]
 
 
