@@ -236,7 +236,8 @@ def prepared(name):
 # odd value -> arguments of any callable for which it is legal; None is where it is the default, and for these
 TAKEN = {
     "None": "progress Graph.set_constant.features",
-    "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate roles details invariances",
+    "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate roles details invariances "
+    "zero_point",
     "-1": "seed",
     "0": "d hold delay floor step seed hadamard mantissa",
     "2.5": "rate power minutes margin",

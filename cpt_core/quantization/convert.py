@@ -279,7 +279,7 @@ def _roles(kind: str, config: QuantConfig, is_paper_layer: bool, has_weights: bo
         if has_weights:
             roles["masked_input"] = Quantizer("per_tensor", running=True, zero_point=True)
     if kind in ("linear", "conv"):  # as a masked weight
-        roles["computed_weight"] = replace(roles["weight"], zero_point=True)
+        roles["computed_weight"] = replace(roles["weight"], running=False, zero_point=True)
     for role, quantizer in config.quantizers.items():
         if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
             granularity = "per_row" if quantizer.running else quantizer.granularity

@@ -34,6 +34,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.feature_axes import feature_dim
 from cpt_core.quantization.op_interception import OP_HANDLERS, Interception, Operands, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
@@ -159,7 +160,9 @@ def run_convolution(
         return mode.run(layer, name, compute_channels_last, by_position, roles, macs, "conv_grad", along=(-1, None))
 
     y = in_float32(layer.precision, input, run, batch, weight, bias)
-    return y.squeeze(0) if is_unbatched else y
+    y = y.squeeze(0) if is_unbatched else y
+    mode.mark_features(y, (0 if is_unbatched else 1) - y.dim())
+    return y
 
 
 def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
@@ -190,6 +193,7 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
     if is_scaling and layer.kind != "linear":
         layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
+    are_turned = feature_dim(a) == -2, feature_dim(b) == -2
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         operands = a, b, bias
@@ -200,25 +204,35 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
             return _run_matmul(
                 mode, layer, compute, operands, weight_roles, transposed=(False, is_matrix), is_swapped=True
             )
-        return _multiply_activations(mode, layer, compute, operands)
+        return _multiply_activations(mode, layer, compute, operands, are_turned)
 
     return in_float32(layer.precision, a, run, a, b, bias)
 
 
-def _multiply_activations(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:
-    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight."""
+def _multiply_activations(
+    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands, are_turned: tuple[bool, bool]
+) -> Tensor:
+    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight; ``are_turned``: see ``feature_axes``."""
     a, b, _ = operands
+
+    def context(transposed: tuple[bool, bool], along: tuple[int, int], is_swapped: bool = False) -> Tensor:
+        roles = ATTENTION_CONTEXT
+        return _run_matmul(
+            mode, layer, compute, operands, roles, transposed=transposed, along=along, is_swapped=is_swapped
+        )
+
     if a.dim() == 1 or b.dim() == 1:
-        transposed = False, b.dim() > 1
-        along = None, -1
-        return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=transposed, along=along)
+        is_matrix = b.dim() > 1
+        roles = ATTENTION_SCORES
+        return _run_matmul(mode, layer, compute, operands, roles, transposed=(False, is_matrix), along=(None, -1))
     (rows, summed), columns = a.shape[-2:], b.shape[-1]
-    mixing = find_mixing(mode, rows, summed, columns)
-    if mixing == "first":
+    weights = find_token_weights(mode, (rows, summed, columns), *are_turned)
+    if weights == "first":
         return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT)
-    if mixing == "second":  # values, transposed, times probabilities, transposed
-        transposed = True, True
-        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT, transposed=transposed, is_swapped=True)
+    if weights == "second":  # values, transposed, times probabilities, transposed
+        return context((True, True), (-1, -2), is_swapped=True)
+    if weights == "state":  # keys, transposed, times values
+        return context((True, False), (-2, -2))
     return _run_scores(mode, layer, compute, operands)
 
 
@@ -232,25 +246,42 @@ def _run_scores(mode: QuantizedOpsMode, layer: Interception, compute: Compute, o
     return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=(False, True), along=(None, -1))
 
 
-def find_mixing(mode: QuantizedOpsMode, rows: int, summed: int, columns: int) -> str:
-    """Return which operand of a (M, K) @ b (K, N) weights positions, as probabilities do: "first", "second" or "".
+def find_token_weights(
+    mode: QuantizedOpsMode, sizes: tuple[int, int, int], is_first_turned: bool, is_second_turned: bool
+) -> str:
+    """Return what a product of a (M, K) and b (K, N), neither of them a weight, has to do with tokens.
 
-    The first does if it has the shape of the result of a softmax in the running module, or of scores: square results of
-    an operation no operand of which weights positions. It also does if it is square and the result is not, as a graph's
-    adjacency or a matrix that mixes tokens is. The second does if it has, transposed, the shape of a softmax.
+    Args:
+        mode: of the model.
+        sizes: M, K and N.
+        is_first_turned: whether the features of a are its rows, see ``feature_axes``.
+        is_second_turned: whether the features of b are its rows.
+
+    Returns:
+        "first": K counts tokens, which the first operand weights, as probabilities do. It has the shape of a softmax,
+            or of earlier scores; or nothing says that K counts features.
+        "second": the same of the second operand, by the shape of a softmax.
+        "state": K counts tokens, and the first operand is transposed, as in ``keys.mT @ values``.
+        "scores": K counts features: the second operand is transposed, or the result is square.
     """
+    rows, summed, columns = sizes
     module = mode.running.stack[-1]
-    if (rows, summed) in module.probabilities or (rows, summed) in module.scores or rows == summed != columns:
+    if (rows, summed) in module.probabilities:
         return "first"
     if (columns, summed) in module.probabilities:
         return "second"
+    if not is_second_turned:
+        if is_first_turned:
+            return "state"
+        if (rows, summed) in module.scores or rows != columns:
+            return "first"
     if rows == columns:
         module.scores.append((rows, columns))
-    return ""
+    return "scores"
 
 
 def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = None, *rest: Any, **more: Any) -> None:
-    """Note the shape of probabilities for ``find_mixing``, and leave the softmax to torch."""
+    """Note the shape of probabilities for ``find_token_weights``, and leave the softmax to torch."""
     if not isinstance(dim, int) or input.dim() < 2:
         return
     dim = dim % input.dim()

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
+from cpt_core.quantization.feature_axes import MOVES, follow_features, mark
 from cpt_core.quantization.precision import LayerPrecision
 
 without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
@@ -109,7 +110,7 @@ class RunningModule:
     Attributes:
         module: that runs.
         interception: what it knows.
-        scores: (rows, columns) of the scores of tokens that it has computed, see ``op_handlers.find_mixing``.
+        scores: (rows, columns) of the scores of tokens that it has computed, see ``op_handlers.find_token_weights``.
         probabilities: (rows, columns) of the results of softmax.
     """
 
@@ -125,10 +126,16 @@ class RunningModule:
 
 
 class _RunningModules(threading.local):
-    """The stack of running modules of one thread."""
+    """The stack of running modules of one thread.
+
+    Attributes:
+        stack: the running modules, the innermost one last.
+        has_moved: whether a function has moved the features of a tensor since the model began to run.
+    """
 
     def __init__(self) -> None:
         self.stack: list[RunningModule] = []
+        self.has_moved = False
 
 
 class QuantizedOpsMode(TorchFunctionMode):
@@ -154,7 +161,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.on_operation is None:
             if function not in OP_HANDLERS and function not in COMPOSITE_OPS:  # as most functions
-                return function(*args, **kwargs)
+                return self.run_as_torch(function, args, kwargs)
         elif function in COUNTED_FUNCTIONS:
             return self._count_whole(function, args, kwargs)
         return self.run_function(function, args, kwargs)
@@ -175,7 +182,20 @@ class QuantizedOpsMode(TorchFunctionMode):
         if function in COMPOSITE_OPS and self.is_inside() and not self.is_idle(args, kwargs):
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
-        return function(*args, **kwargs)
+        return self.run_as_torch(function, args, kwargs)
+
+    def run_as_torch(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function as torch has it, and follow the features of its tensors."""
+        output = function(*args, **kwargs)
+        if (function in MOVES or self.running.has_moved) and not torch.compiler.is_compiling():
+            self.running.has_moved |= follow_features(function, args, kwargs, output)
+        return output
+
+    def mark_features(self, output: Tensor, dim: int) -> None:
+        """Note that the features of an output are in a dimension other than the last."""
+        if not torch.compiler.is_compiling():
+            mark(output, dim)
+            self.running.has_moved = True
 
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Let a handler compute a function."""
@@ -221,6 +241,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             return  # a hook failed before the module was entered
         left = stack.pop()
         if not stack:
+            self.running.has_moved = False
             self.__exit__(None, None, None)
         else:  # a module may compute the scores of another
             stack[-1].take_shapes(left)

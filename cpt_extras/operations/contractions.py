@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.feature_axes import feature_dim
 from cpt_core.quantization.op_handlers import (
     ATTENTION_CONTEXT,
     ATTENTION_SCORES,
-    find_mixing,
+    find_token_weights,
     functions_named,
     in_full_precision,
     input_role,
@@ -192,9 +193,10 @@ def _contract(
     for letter, size in _sizes(terms[1], b).items():
         sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
     layer = _layer_of_contraction(mode, weights, a, b)
-    if all(sizes[letter] == 1 for letter in summed) and layer.kind != "linear":
+    if _is_scaling(mode, terms, summed, sizes) and layer.kind != "linear":
         layer = in_full_precision(layer)
-    plan = _plan_contraction(mode, layer, terms, summed, sizes, weights)
+    features = _feature_letter(terms[0], a), _feature_letter(terms[1], b)
+    plan = _plan_contraction(mode, layer, terms, summed, sizes, weights, features)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         tensors = {0: a, 1: b}
@@ -247,20 +249,47 @@ def _plan_contraction(
     summed: list[str],
     sizes: dict[Any, int],
     weights: tuple[bool, bool],
+    features: tuple[str, str],
 ) -> _Contraction:
-    """Return the roles of both operands and their ranges: over the sum, but of values over their features."""
+    """Return the roles of both operands and their ranges, see ``run_matmul``; ``features``: the letter of those."""
     if any(weights):
         order = (1, 0) if weights == (True, False) else (0, 1)
         roles = ("linear_weight", "linear_weight") if all(weights) else (input_role(layer, "linear"), "linear_weight")
         return _Contraction(order, (summed, summed), roles, "linear_grad")
-    rows = [x for x in terms[0] if x.isalpha() and x not in terms[1] and x not in summed]
-    columns = [x for x in terms[1] if x.isalpha() and x not in terms[0] and x not in summed]
-    mixing = find_mixing(mode, _product(sizes, rows), _product(sizes, summed), _product(sizes, columns))
-    if mixing == "first" and columns:
-        return _Contraction((0, 1), (summed, columns), ATTENTION_CONTEXT, "attention_grad")
-    if mixing == "second" and rows:
-        return _Contraction((1, 0), (rows, summed), ATTENTION_CONTEXT, "attention_grad")
-    return _Contraction((0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad")
+    rows, columns = _free_letters(terms, summed, 0), _free_letters(terms, summed, 1)
+    counts = _product(sizes, rows), _product(sizes, summed), _product(sizes, columns)
+    weights_of_tokens = find_token_weights(mode, counts, features[0] in rows, features[1] in summed)
+    ranged = {
+        "first": (summed, columns),
+        "second": (rows, summed),
+        "state": (rows, columns),
+        "scores": (summed, summed),
+    }[weights_of_tokens]
+    if weights_of_tokens == "scores" or not (ranged[0] and ranged[1]):
+        return _Contraction((0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad")
+    order = (1, 0) if weights_of_tokens == "second" else (0, 1)
+    return _Contraction(order, ranged, ATTENTION_CONTEXT, "attention_grad")
+
+
+def _is_scaling(mode: QuantizedOpsMode, terms: tuple[str, str], summed: list[str], sizes: dict[Any, int]) -> bool:
+    """Return whether a sum has one element, and the first operand is no probability of the only token."""
+    if not all(sizes[letter] == 1 for letter in summed):
+        return False
+    shape = _product(sizes, _free_letters(terms, summed, 0)), 1
+    module = mode.running.stack[-1]
+    return shape not in (*module.probabilities, *module.scores)
+
+
+def _free_letters(terms: tuple[str, str], summed: list[str], index: int) -> list[str]:
+    """Return the letters that one operand has alone, and that are not summed over."""
+    return [x for x in terms[index] if x.isalpha() and x not in terms[1 - index] and x not in summed]
+
+
+def _feature_letter(term: str, x: Tensor) -> str:
+    """Return the letter of an operand's features; "" where they are behind an ellipsis."""
+    letters = term.rpartition(".")[2]
+    place = -feature_dim(x)
+    return letters[-place] if place <= len(letters) else ""
 
 
 def _product(sizes: dict[Any, int], letters: list[str]) -> int:

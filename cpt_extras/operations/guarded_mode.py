@@ -135,6 +135,8 @@ class GuardedMode(QuantizedOpsMode):
         entry: Any = self.running.stack.pop()
         if self.running.stack:
             self.running.stack[-1].take_shapes(entry)
+        else:
+            self.running.has_moved = False
         if entry.switched_on:
             self._switch_off()
 

@@ -202,3 +202,73 @@ def test_attention_ignores_padding_on_the_left():
         y = model(x)
         model.function = attend
         torch.testing.assert_close(model(padded)[:, 4:], y, rtol=0, atol=1e-5)
+
+
+def attended(scores):
+    """Return probabilities of tokens, the last three of which are masked."""
+    return scores.masked_fill(torch.arange(TOKENS) >= 9, -math.inf).softmax(-1)
+
+
+CROSS = {  # queries times keys of another number of tokens
+    "keys copied": lambda x, y: attended(x @ y.mT.contiguous()) @ y,
+    "keys scaled and copied": lambda x, y: attended(x @ (y.transpose(1, 2) * 0.5).clone()) @ y,
+    "keys joined": lambda x, y: attended(x @ torch.cat([y.mT[..., :5], y.mT[..., 5:]], -1)) @ y,
+    "keys permuted": lambda x, y: attended(torch.einsum("bqd,bdk->bqk", x, y.permute(0, 2, 1).contiguous())) @ y,
+    "keys of heads": lambda x, y: attended(torch.matmul(x[:, None], y[:, None].transpose(2, 3)))[:, 0] @ y,
+}
+
+
+@pytest.mark.parametrize("name", CROSS)
+@pytest.mark.parametrize("queries", [1, 5, FEATURES])
+def test_masked_token_changes_no_query(name, queries):
+    """Queries attend to tokens, the last three of which are masked; also as many queries as features."""
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(Function(lambda m, x: x)))[0]
+    x, y = torch.randn(2, queries, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    changed = y.clone()
+    changed[:, 9:] *= 9
+
+    model.function = lambda m, inputs: CROSS[name](*inputs)
+    with cpt.precision(model, 4), torch.no_grad():
+        assert torch.equal(model((x, y)), model((x, changed)))
+
+
+def pooled(m, inputs):
+    x, keep = inputs
+    return (keep / keep.sum(-1, keepdim=True))[:, None] @ x
+
+
+def state(m, inputs):
+    x, keep = inputs
+    keys = (positive(x) * keep[..., None]).mT
+    return positive(x)[:, :1] @ (keys @ x)
+
+
+def state_by_einsum(m, inputs):
+    x, keep = inputs
+    values = x * keep[..., None]
+    return torch.einsum("btd,bte->bde", positive(x), values)
+
+
+@pytest.mark.parametrize("function", [pooled, state, state_by_einsum])
+def test_masked_token_changes_no_sum_over_tokens(function):
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(Function(function)))[0]
+    x, keep = torch.randn(2, TOKENS, FEATURES), (torch.arange(TOKENS) < 9).float().expand(2, -1)
+    changed = x.clone()
+    changed[:, 9:] *= 9
+    for bits in ("float", 4):
+        with cpt.precision(model, bits), torch.no_grad():
+            assert torch.equal(model((x, keep)), model((changed, keep)))
+
+
+def test_node_of_another_block_changes_nothing():
+    """A rectangular adjacency, as of a batch of nodes and their neighbours."""
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(Function(lambda m, x: x[0] @ x[1])))[0]
+    adjacency, h = (torch.rand(4, 9) < 0.4).float(), torch.randn(9, 5)
+    changed = h.clone()
+    changed[3] = 5 * torch.randn(5)
+    with cpt.precision(model, 4), torch.no_grad():
+        moved = (model((adjacency, h)) != model((adjacency, changed))).any(1)
+    assert torch.equal(moved, adjacency[:, 3] != 0)

@@ -15,7 +15,7 @@ from torch.nn.attention import bias
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.roles import QUANTIZERS
+from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
@@ -145,7 +145,10 @@ def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
     matrix = flat.get(name, lambda w: w)(weight)
     outputs = matrix if name in ("transposed", "linear", "inner") else matrix.mT
     rows = x.detach().flatten(1) if name == "tensordot" else x.detach()
-    expected = quantize(rows, 3, with_zero("attention_query")) @ quantize(outputs, 3, with_zero("linear_weight")).mT
+    own_range = "per_tensor" if name == "linear" else "per_row"  # of the input of a computed weight
+    expected = (
+        quantize(rows, 3, Quantizer(own_range, zero_point=True)) @ quantize(outputs, 3, with_zero("linear_weight")).mT
+    )
     if name in ("addmm", "linear"):
         expected = expected + quantize(module.b[: len(outputs)].detach(), 3, with_zero("bias"))
     with precision(module, 3), torch.no_grad():
