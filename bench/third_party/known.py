@@ -15,7 +15,6 @@ ZEROS_OF_CONVOLUTIONS = (
     "a convolution layer has the paper's grid, on which 0 need not lie; padded places hold zeros that are rounded"
 )
 ANOTHER_COMPUTATION = "a step of the recurrence multiplies other operands than a pass over the whole sequence"
-SHAPES_COINCIDE = "the features of a head are as many as the positions, so scores are taken for probabilities"
 # (pattern of the model, question) -> reason
 KNOWN_ANSWERS: dict[tuple[str, str], str] = {
     **dict.fromkeys(
@@ -31,8 +30,6 @@ KNOWN_ANSWERS: dict[tuple[str, str], str] = {
         ZEROS_OF_CONVOLUTIONS,
     ),
     ("minimax,*", "cached = full"): ANOTHER_COMPUTATION,
-    ("diffllama,*", "cached = full"): SHAPES_COINCIDE,
-    ("SiglipModel", "one sample = in its batch"): SHAPES_COINCIDE,
 }
 
 

@@ -266,14 +266,15 @@ def find_token_weights(
     """
     rows, summed, columns = sizes
     module = mode.running.stack[-1]
-    if (rows, summed) in module.probabilities:
-        return "first"
-    if (columns, summed) in module.probabilities:
+    may_be_second = (columns, summed) in module.probabilities and (is_first_turned or rows != columns)
+    if may_be_second and (is_second_turned or (rows, summed) not in module.probabilities):
         return "second"
     if not is_second_turned:
+        if (rows, summed) in module.probabilities or (rows, summed) in module.scores:
+            return "first"
         if is_first_turned:
             return "state"
-        if (rows, summed) in module.scores or rows != columns:
+        if rows != columns:
             return "first"
     if rows == columns:
         module.scores.append((rows, columns))
