@@ -2,10 +2,11 @@
 
 A range runs along features, never over tokens. Of two activations that are multiplied, shapes alone do not tell which
 axis is which: keys (features, tokens) look like values (tokens, features). The mode of a model sees every function, so
-it follows the features through transpositions, by an attribute of the tensor, and through functions that keep the
-shape, such as copies. How a tensor lies in memory plays no part.
+it follows the features through transpositions, and through functions that keep the shape, such as copies. How a tensor
+lies in memory plays no part.
 
-Compiled code has no such attributes. There the order in memory tells, which is the same as long as nothing is copied.
+The place is an attribute of the tensor, which compilers cannot follow. In compiled code the order in memory tells, which
+says the same of views; not of copies, and of features that a convolution puts first.
 """
 
 from __future__ import annotations
@@ -19,35 +20,54 @@ from torch import Tensor
 ATTRIBUTE = "_feature_dim"  # of tensors whose features are not in the last dimension: the dimension, from the end
 
 
-def feature_dim(x: Tensor) -> int:
-    """Return the dimension of a tensor's features, counted from the end."""
-    if torch.compiler.is_compiling():
-        is_turned = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
-        return -2 if is_turned else -1
-    return getattr(x, ATTRIBUTE, -1)
+class FeatureAxes:
+    """The places of features of the tensors of one running model.
 
+    Attributes:
+        has_moved: whether the features of any tensor are not in its last dimension.
+    """
 
-def follow_features(function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> bool:
-    """Note where the features of an output are; return whether they are not in its last dimension."""
-    source = args[0] if args else None
-    if isinstance(source, (list, tuple)) and source:  # of tensors that are joined
-        source = source[0]
-    if not isinstance(source, Tensor):
-        return False
-    place = getattr(source, ATTRIBUTE, -1)
-    if function in MOVES and source.dim():
-        order = MOVES[function](source.dim(), args[1:], kwargs)
-        place = order.index(place % source.dim()) - source.dim()
-        if place != -1:
-            mark(output, place)
-        return place != -1
-    if place != -2:
-        return False
-    outputs = output if isinstance(output, (list, tuple)) else (output,)
-    kept = [x for x in outputs if isinstance(x, Tensor) and _keeps_axes(source, x)]
-    for x in kept:
-        mark(x, place)
-    return bool(kept)
+    def __init__(self) -> None:
+        self.has_moved = False
+
+    def clear(self) -> None:
+        """Look for moved features no longer, when the model has run."""
+        self.has_moved = False
+
+    def dim(self, x: Tensor) -> int:
+        """Return the dimension of a tensor's features, counted from the end."""
+        if torch.compiler.is_compiling():
+            is_turned = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+            return -2 if is_turned else -1
+        return getattr(x, ATTRIBUTE, -1)
+
+    def mark(self, x: Tensor, dim: int) -> None:
+        """Note the dimension of a tensor's features, counted from the end."""
+        if not torch.compiler.is_compiling():
+            self.has_moved = True
+            setattr(x, ATTRIBUTE, dim)
+
+    def follow(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Note where the features of a function's output are."""
+        if torch.compiler.is_compiling():
+            return
+        source = args[0] if args else None
+        if isinstance(source, (list, tuple)) and source:  # of tensors that are joined
+            source = source[0]
+        if not isinstance(source, Tensor):
+            return
+        place = self.dim(source)
+        if function in MOVES and source.dim():
+            order = MOVES[function](source.dim(), args[1:], kwargs)
+            place = order.index(place % source.dim()) - source.dim()
+            if place != -1:
+                self.mark(output, place)
+            return
+        if place != -2:
+            return
+        for x in output if isinstance(output, (list, tuple)) else (output,):
+            if isinstance(x, Tensor) and _keeps_axes(source, x):
+                self.mark(x, place)
 
 
 def _keeps_axes(source: Tensor, output: Tensor) -> bool:
@@ -56,11 +76,6 @@ def _keeps_axes(source: Tensor, output: Tensor) -> bool:
         return False
     kept = [source.shape[i] == output.shape[i] for i in (-1, -2)]
     return all(kept) or (any(kept) and source.dim() == output.dim())
-
-
-def mark(x: Tensor, dim: int) -> None:
-    """Note the dimension of a tensor's features, counted from the end."""
-    setattr(x, ATTRIBUTE, dim)
 
 
 def _exchanged(dims: int, first: int, second: int) -> list[int]:

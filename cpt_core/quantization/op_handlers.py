@@ -34,7 +34,6 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.feature_axes import feature_dim
 from cpt_core.quantization.op_interception import OP_HANDLERS, Interception, Operands, QuantizedOpsMode
 from cpt_core.quantization.precision import in_float32
 
@@ -161,7 +160,7 @@ def run_convolution(
 
     y = in_float32(layer.precision, input, run, batch, weight, bias)
     y = y.squeeze(0) if is_unbatched else y
-    mode.mark_features(y, (0 if is_unbatched else 1) - y.dim())
+    mode.running.features.mark(y, (0 if is_unbatched else 1) - y.dim())
     return y
 
 
@@ -193,7 +192,8 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
     if is_scaling and layer.kind != "linear":
         layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
-    are_turned = feature_dim(a) == -2, feature_dim(b) == -2
+    features = mode.running.features
+    are_turned = features.dim(a) == -2, features.dim(b) == -2
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         operands = a, b, bias

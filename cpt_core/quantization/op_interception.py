@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
-from cpt_core.quantization.feature_axes import MOVES, follow_features, mark
+from cpt_core.quantization.feature_axes import MOVES, FeatureAxes
 from cpt_core.quantization.precision import LayerPrecision
 
 without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
@@ -130,12 +130,12 @@ class _RunningModules(threading.local):
 
     Attributes:
         stack: the running modules, the innermost one last.
-        has_moved: whether a function has moved the features of a tensor since the model began to run.
+        features: where the features of its tensors are.
     """
 
     def __init__(self) -> None:
         self.stack: list[RunningModule] = []
-        self.has_moved = False
+        self.features = FeatureAxes()
 
 
 class QuantizedOpsMode(TorchFunctionMode):
@@ -187,15 +187,9 @@ class QuantizedOpsMode(TorchFunctionMode):
     def run_as_torch(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function as torch has it, and follow the features of its tensors."""
         output = function(*args, **kwargs)
-        if (function in MOVES or self.running.has_moved) and not torch.compiler.is_compiling():
-            self.running.has_moved |= follow_features(function, args, kwargs, output)
+        if function in MOVES or self.running.features.has_moved:
+            self.running.features.follow(function, args, kwargs, output)
         return output
-
-    def mark_features(self, output: Tensor, dim: int) -> None:
-        """Note that the features of an output are in a dimension other than the last."""
-        if not torch.compiler.is_compiling():
-            mark(output, dim)
-            self.running.has_moved = True
 
     def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Let a handler compute a function."""
@@ -241,7 +235,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             return  # a hook failed before the module was entered
         left = stack.pop()
         if not stack:
-            self.running.has_moved = False
+            self.running.features.clear()
             self.__exit__(None, None, None)
         else:  # a module may compute the scores of another
             stack[-1].take_shapes(left)

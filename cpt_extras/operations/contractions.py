@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.feature_axes import feature_dim
 from cpt_core.quantization.op_handlers import (
     ATTENTION_CONTEXT,
     ATTENTION_SCORES,
@@ -195,7 +194,8 @@ def _contract(
     layer = _layer_of_contraction(mode, weights, a, b)
     if _is_scaling(mode, terms, summed, sizes) and layer.kind != "linear":
         layer = in_full_precision(layer)
-    features = _feature_letter(terms[0], a), _feature_letter(terms[1], b)
+    places = mode.running.features
+    features = _feature_letter(terms[0], places.dim(a)), _feature_letter(terms[1], places.dim(b))
     plan = _plan_contraction(mode, layer, terms, summed, sizes, weights, features)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
@@ -285,11 +285,10 @@ def _free_letters(terms: tuple[str, str], summed: list[str], index: int) -> list
     return [x for x in terms[index] if x.isalpha() and x not in terms[1 - index] and x not in summed]
 
 
-def _feature_letter(term: str, x: Tensor) -> str:
-    """Return the letter of an operand's features; "" where they are behind an ellipsis."""
+def _feature_letter(term: str, dim: int) -> str:
+    """Return the letter of the features of an operand, whose dimension is given; "" where an ellipsis has them."""
     letters = term.rpartition(".")[2]
-    place = -feature_dim(x)
-    return letters[-place] if place <= len(letters) else ""
+    return letters[dim] if -dim <= len(letters) else ""
 
 
 def _product(sizes: dict[Any, int], letters: list[str]) -> int:

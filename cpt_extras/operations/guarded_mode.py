@@ -136,7 +136,7 @@ class GuardedMode(QuantizedOpsMode):
         if self.running.stack:
             self.running.stack[-1].take_shapes(entry)
         else:
-            self.running.has_moved = False
+            self.running.features.clear()
         if entry.switched_on:
             self._switch_off()
 

@@ -175,7 +175,7 @@ class CustomRoot(nn.Module):
         self.linear, self.conv, self.breaks = nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1), breaks
 
     def forward(self, x):
-        h = self.conv(torch.relu(self.linear(x)).mT).mT
+        h = self.linear(self.conv(torch.relu(self.linear(x)).mT).mT)
         if self.breaks:
             torch._dynamo.graph_break()
         return self.linear(h @ h.mT @ x)
