@@ -5,7 +5,7 @@ axis is which: keys (features, tokens) look like values (tokens, features). The 
 it follows the features through transpositions, and through functions that keep the shape, such as copies. How a tensor
 lies in memory plays no part.
 
-The place is an attribute of the tensor, which compilers cannot follow. In compiled code the order in memory tells, which
+The place is an attribute of the tensor, which compilers cannot follow. In compiled code the order in memory tells. It
 says the same of views; not of copies, and of features that a convolution puts first.
 """
 
@@ -71,11 +71,11 @@ class FeatureAxes:
 
 
 def _keeps_axes(source: Tensor, output: Tensor) -> bool:
-    """Return whether a function leaves the last two dimensions in their places: copies, parts, and joined parts do."""
+    """Return whether a function leaves positions last: copies, parts, joined parts and heads of features do."""
     if output.dim() < 2:
         return False
-    kept = [source.shape[i] == output.shape[i] for i in (-1, -2)]
-    return all(kept) or (any(kept) and source.dim() == output.dim())
+    is_joined = source.dim() == output.dim() and source.shape[-2] == output.shape[-2]
+    return is_joined or source.shape[-1] == output.shape[-1]
 
 
 def _exchanged(dims: int, first: int, second: int) -> list[int]:

@@ -173,9 +173,10 @@ class CustomRoot(nn.Module):
     def __init__(self, breaks):
         super().__init__()
         self.linear, self.conv, self.breaks = nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1), breaks
+        self.mix = nn.Linear(8, 8)
 
     def forward(self, x):
-        h = self.linear(self.conv(torch.relu(self.linear(x)).mT).mT)
+        h = self.mix(self.conv(torch.relu(self.linear(x)).mT).mT)
         if self.breaks:
             torch._dynamo.graph_break()
         return self.linear(h @ h.mT @ x)

@@ -63,6 +63,14 @@ def chunk_state(m, x):
     return q @ before + (q @ k.mT * causal_mask(x)) @ v
 
 
+def heads_of_convolutions(m, x):
+    """As in SqueezeBERT: queries and keys are outputs of a convolution, whose features come first."""
+    features = F.conv1d(x.mT, m.weight)
+    keys = features.view(len(x), 2, 3, -1)
+    scores = keys.permute(0, 1, 3, 2) @ keys
+    return (scores.masked_fill(~causal_mask(x), -math.inf).softmax(-1) @ x[:, None]).mean(1)
+
+
 def two_attentions(m, x):
     """As in differential attention, with as many features as tokens in the prefix: shapes say nothing."""
     wide = F.pad(x, (0, CUT - FEATURES), value=0.5)
@@ -72,6 +80,7 @@ def two_attentions(m, x):
 
 CAUSAL = {
     "two attentions": Function(two_attentions),
+    "heads of convolutions": Function(heads_of_convolutions, 6, 6, 1),
     "eager": Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x),
     "keys copied": Function(lambda m, x: masked_softmax(x @ x.mT.contiguous(), x) @ x),
     "values turned in memory": Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x.mT.contiguous().mT),
