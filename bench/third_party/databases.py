@@ -10,6 +10,7 @@ import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -26,22 +27,27 @@ UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 SEED = 0
 
 
-def import_internals() -> None:
-    """Put a stand-in where ``expecttest`` is missing."""
+@contextmanager
+def importing_internals() -> Iterator[None]:
+    """Let torch's lists be imported: without ``expecttest``, and without freezing the flags of its backends."""
     try:
         import expecttest  # noqa: F401
     except ImportError:
         stand_in = ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
+    flag = "__allow_nonbracketed_mutation_flag"  # importing them forbids the whole process to set flags
+    before = vars(torch.backends)[flag]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    vars(torch.backends)[flag] = before
 
 
 @cache
 def module_database() -> list[Any]:
     """Return torch's list of layers."""
-    import_internals()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with importing_internals():
         from torch.testing._internal.common_modules import module_db
     return list(module_db)
 
@@ -49,9 +55,7 @@ def module_database() -> list[Any]:
 @cache
 def function_database() -> list[Any]:
     """Return torch's list of functions."""
-    import_internals()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with importing_internals():
         from torch.testing._internal.common_methods_invocations import op_db
     return [info for info in op_db if torch.float32 in info.supported_dtypes("cpu") and info.name not in UNINITIALISED]
 

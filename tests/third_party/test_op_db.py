@@ -76,7 +76,7 @@ def test_examination_reports_a_product_of_one_number_as_float32():
 
 def test_examination_reports_an_exact_product_that_is_called_quantised(monkeypatch):
     monkeypatch.setattr(op_handlers, "in_full_precision", lambda layer: layer)
-    row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 5))
+    row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 4))
     assert (row.products, row.faults) == ("claimed, but exact", ["exact, but check calls it quantised"])
     assert count([row])["without a fault"] == 0
 
@@ -103,3 +103,8 @@ def test_examination_skips_what_draws_unseeded_numbers():
     state = iter(range(100))
     row = examined(lambda x: x + next(state), torch.randn(3))
     assert row.skipped == "not deterministic"
+
+
+def test_importing_the_databases_leaves_flags_of_backends_free():
+    function_database()
+    assert not torch.backends.flags_frozen()
