@@ -37,11 +37,12 @@ def importing_internals() -> Iterator[None]:
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
     flag = "__allow_nonbracketed_mutation_flag"  # importing them forbids the whole process to set flags
-    before = vars(torch.backends)[flag]
+    names = torch.backends.disable_global_flags.__globals__
+    before = names[flag]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    vars(torch.backends)[flag] = before
+    names[flag] = before
 
 
 @cache
