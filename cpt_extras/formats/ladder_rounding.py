@@ -30,9 +30,9 @@ from cpt_extras.formats.ladder import FormatLadder, ladder_of
 from cpt_extras.formats.quantizer import FormatQuantizer, grid_of
 
 # Role -> dimension over which its operation sums, where it is not the last; the roles of a layer itself have no prefix.
-OPERATION_SUMS = {"attention_key": -2, "attention_value": -2, "conv_input": 1, "conv_weight": 1, "conv_grad": 1}
+OPERATION_SUMS = {"attention_key": -2, "attention_value": -2, "conv_weight": 1, "conv_grad": 1}
 LAYER_SUMS = {
-    "conv": {"input": 1, "weight": 1, "grad": 1},
+    "conv": {"input": 1, "weight": 1, "computed_weight": 1, "grad": 1},
     "attention": {"key": -2, "value": -2},
     "graph": {"weight": -2},
 }

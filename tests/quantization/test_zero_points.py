@@ -1,12 +1,13 @@
 """Grids with a zero point: what is exactly 0 stays 0, outside of the paper's layers and wherever a user asks for it."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import PRESETS, layer_precisions
@@ -52,8 +53,10 @@ def test_zero_point_ignores_zeros_that_join(name, bits):
     """Padding changes no other number, also where all numbers have one sign."""
     x = drawn(name, 6, 5) + (0 if name == "zeros" else 0.01)
     padded = F.pad(x, (2, 3))
-    how = Quantizer("per_row", zero_point=True)
+    how, steps = Quantizer("per_row", zero_point=True), torch.tensor(num_steps(bits))
     assert torch.equal(quantize(padded, bits, how)[:, 2:7], quantize(x, bits, how))
+    plain = PlainOperators.fake_quantize(padded, steps, how.grid)[0][:, 2:7]
+    assert torch.equal(plain, PlainOperators.fake_quantize(x, steps, how.grid)[0])
 
 
 def test_zero_point_gradients_are_unbiased_and_keep_zeros():
@@ -292,3 +295,23 @@ def test_bert_preset_has_the_authors_attention():
     assert PRESETS["bert"].attention == "paper"
     with pytest.raises(ValueError, match="attention"):
         cpt.QuantConfig(attention="per_word")
+
+
+class Copy(nn.Module):
+    def forward(self, weight):
+        return weight.clone()
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv2d(64, 32, 3)])
+def test_computed_weight_has_the_blocks_of_a_parameter(layer):
+    """Blocks of a number format lie along the sum, whoever computes the weight."""
+    config = cpt.QuantConfig(ladder={8: "mxfp8_e4m3"})
+    x = torch.randn(2, 64) if isinstance(layer, nn.Linear) else torch.randn(2, 64, 3, 3)
+    plain, computed = copy.deepcopy(layer), copy.deepcopy(layer)
+    parametrize.register_parametrization(computed, "weight", Copy())
+    found = []
+    for module in (plain, computed):
+        model = cpt.quantize_(nn.Sequential(module), config)
+        with cpt.precision(model, 8), torch.no_grad():
+            found.append(model(x))
+    assert torch.equal(*found)
