@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Does, identical, mode_of, reported, running_ranges
+from helpers import Does, ForeignCheckpoint, identical, mode_of, reported, running_ranges
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -444,24 +444,7 @@ class Attention(nn.Module):
         return self.out(self.how(self.attend, *self.qkv(x).chunk(3, -1)))
 
 
-class Checkpoint(torch.autograd.Function):
-    """One of those that others have written."""
-
-    @staticmethod
-    def forward(state, run, *xs):
-        state.function, state.xs = run, xs
-        with torch.no_grad():
-            return run(*xs)
-
-    @staticmethod
-    def backward(state, *gradients):
-        xs = [x.detach().requires_grad_() for x in state.xs]
-        with torch.enable_grad():
-            y = state.function(*xs)
-        return None, *torch.autograd.grad(y, xs, gradients)
-
-
-HOW = {"none": lambda run, *xs: run(*xs), "own": Checkpoint.apply}
+HOW = {"none": lambda run, *xs: run(*xs), "own": ForeignCheckpoint.apply}
 HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
 HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](partial(HOW["torch's, True"], run), *xs)
 

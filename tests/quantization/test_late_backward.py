@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from helpers import NEAREST, identical
+from helpers import NEAREST, ForeignCheckpoint, identical
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,24 +23,6 @@ from cpt_extras.search.role_schedules import RoleSchedules
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 RISING = make_schedule("CR", q_min=2, q_max=8, total_steps=20, n_cycles=1)
 REENTRANT = {"reentrant": True, "not reentrant": False}
-
-
-class Custom(torch.autograd.Function):
-    """A checkpoint as other libraries have it."""
-
-    @staticmethod
-    def forward(state, run, *xs):
-        state.function, state.xs = run, xs
-        with torch.no_grad():
-            return run(*xs)
-
-    @staticmethod
-    def backward(state, *gradients):
-        xs = [x.detach().requires_grad_() for x in state.xs]
-        with torch.enable_grad():
-            y = state.function(*xs)
-        torch.autograd.backward(y, gradients)
-        return None, *(x.grad for x in xs)
 
 
 def plain(run, *xs):
@@ -71,7 +53,7 @@ def saved_on_cpu(run, *xs):
 
 
 CHECKPOINTS = {name: partial(checkpoint, use_reentrant=how) for name, how in REENTRANT.items()}
-CHECKPOINTS |= {"custom": Custom.apply, "nested": nested, "mixed": mixed, "saved on cpu": saved_on_cpu}
+CHECKPOINTS |= {"custom": ForeignCheckpoint.apply, "nested": nested, "mixed": mixed, "saved on cpu": saved_on_cpu}
 
 
 class Block(nn.Module):

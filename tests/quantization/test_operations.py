@@ -483,3 +483,4 @@ def test_an_einsum_that_sums_over_nothing_is_no_product():
     with precision(model, 3):
         x = model[0](torch.randn(5, 4))
         assert torch.equal(model[1](x), x.unsqueeze(-1) * model[1].w)
+        assert [operation.function for operation in reported(model, torch.randn(5, 4))] == ["linear"]
