@@ -9,8 +9,8 @@ its operations to ``mode.run``. What an operand is decides its role:
 - two operands neither of which is a weight are those of attention: each has a range per token, see ``run_matmul``.
 
 So no range spans samples, tokens or nodes but a running range, which evaluation does not change; and how a tensor lies
-in memory plays no part. Outside of the paper's layers every grid has a zero point (``round_with_zero_point``), as has
-the grid of a weight that is computed, such as a masked one.
+in memory plays no part in eager code, see ``feature_axes``. Outside of the paper's layers every grid has a zero point
+(``round_with_zero_point``), as has the grid of a weight that is computed, such as a masked one.
 
 Add a function here: a handler, and a line of ``HANDLERS``.
 
@@ -177,9 +177,9 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands.
 
-    Both operands have ranges along the sum, over K, with one exception: where K counts positions and neither is a
-    weight, as in ``probabilities @ values``, the values have a range per position, over N. A range over the positions
-    would let masked ones, which are multiplied by 0, change the others.
+    Both operands have ranges along the sum, over K, unless K counts positions and neither is a weight, as in
+    ``probabilities @ values`` and ``keys.mT @ values``: keys and values have a range per position, over their features.
+    A range over the positions would let masked ones, which are multiplied by 0, change the others.
     """
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
     module = mode.running.stack[-1]
