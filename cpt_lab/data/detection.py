@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +24,7 @@ from torchvision.transforms import v2
 from cpt_lab.data.common import each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.image_readers import open_rgb, picture_size
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
@@ -73,6 +74,7 @@ class DetectionData:
     valid: tuple[Annotated, ...]
     test: tuple[Annotated, ...]
     checksum: str  # of annotations and pixels, or of annotations and the sizes of the files
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
 
 def annotated_picture(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pandas as pd
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import SPLITS, some_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_lab.paths import data_dir
@@ -47,6 +48,7 @@ class EntailmentData:
     test: dict[str, pd.DataFrame]  # by language, in the recipe's order
     title: str  # what the numbers are measured on, as figures must call it
     checksum: str  # of all of this
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
 
 def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:

@@ -6,7 +6,7 @@ Shapes: N nodes, E edges, F features.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb, read_ogb_folder, read_planetoid
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
 
@@ -36,6 +37,7 @@ class GraphData:
     test: Tensor
     checksum: str  # of all of this
     ogb: str | None = None  # name for OGB's ``Evaluator``, or None
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
     @property
     def answers(self) -> Tensor:

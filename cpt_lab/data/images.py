@@ -7,7 +7,7 @@ Shapes: N images, C channels, H x W pixels.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import class_count, each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
@@ -46,6 +47,7 @@ class ImageData:
     valid: Split
     test: Split
     checksum: str  # of pixels and labels in memory, or of the list of files
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
     @property
     def answers(self) -> Tensor:

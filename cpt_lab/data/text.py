@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cpt_lab.data.common import SPLITS, generator_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
 from cpt_lab.paths import data_dir
 
@@ -41,6 +42,7 @@ class TextData:
     start: int  # the number that stands before the first word: that of ``<eos>``, or of a line break
     title: str  # for figures
     checksum: str  # of the files
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
 
 def load_text(recipe: LanguageModelRecipe) -> TextData:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import batch_keys, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.data.report import DataReport, empty_report
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
@@ -42,6 +43,7 @@ class _Data:
     vocabulary: int
     title: str
     checksum: str
+    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
 
 
 class EntailmentTask:
@@ -222,7 +224,7 @@ def load_encoded(recipe: EntailmentRecipe) -> _Data:
     parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
     train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name) for name, pairs in parts.items())
     tests = dict(zip(data.test, test, strict=True))
-    return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum)
+    return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum, data.report)
 
 
 def _random(recipe: EntailmentRecipe) -> _Data:

@@ -1,0 +1,154 @@
+"""Data reports: what a reader found, used, left out and changed, a sentence per fact.
+
+Nothing of a data set is left out, converted, scaled, merged or split without a fact in its report. A reader adds facts
+while it reads; the loaded data set carries the report, a sweep prints it before training, and result rows hold its
+digest. Needs no torch.
+
+>>> report = DataReport("my-images/")
+>>> report.add("read", "20 pictures of 2 classes")
+>>> report.leave_out("pictures of this kind are not read", ["cat/1.heic", "cat/2.heic"])
+>>> print(report)
+data report of my-images/
+  read      20 pictures of 2 classes
+  left out  2 files .heic: pictures of this kind are not read (cat/1.heic, cat/2.heic)
+"""
+
+import hashlib
+import json
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+TOPICS = {
+    "read": "files, layout, sizes and types as they were found",
+    "left out": "what is there and plays no part, and why",
+    "changed": "what was converted, scaled, turned or merged",
+    "split": "how many samples each split has, and how they were divided",
+    "overlap": "samples that two splits share",
+    "values": "range of the values after reading",
+    "classes": "samples per class",
+    "markers": "words or labels with a meaning of their own",
+}
+NOTICES = ("left out", "changed", "overlap")  # topics that tell how training differs from the files
+MAX_NAMES = 3  # files named in one fact
+MAX_COUNTS = 12  # classes listed with their counts
+LINE_WIDTH = 118
+
+
+class Fact(NamedTuple):
+    """A sentence on one topic of ``TOPICS``."""
+
+    topic: str
+    text: str
+
+
+class DataReport:
+    """Facts about one data set, in the order of ``TOPICS``.
+
+    Args:
+        dataset: name or path of the data set, as the recipe has it.
+        facts: facts to begin with, such as those of a stored report.
+    """
+
+    def __init__(self, dataset: str, facts: Iterable[tuple[str, str]] = ()) -> None:
+        self.dataset = dataset
+        self._facts: list[Fact] = []
+        for topic, text in facts:
+            self.add(topic, text)
+
+    def add(self, topic: str, text: str) -> None:
+        """Add a fact; a fact that is already there is not repeated, and characters that do not print are escaped.
+
+        Raises:
+            ValueError: for an unknown topic.
+        """
+        if topic not in TOPICS:
+            raise ValueError(f"topic: expected one of {', '.join(TOPICS)}, got {topic!r}")
+        fact = Fact(topic, "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+        if fact not in self._facts:
+            self._facts.append(fact)
+
+    def leave_out(self, reason: str, names: Collection[str]) -> None:
+        """Add a fact for files that are not read: their number per ending, the first names, and the reason."""
+        by_ending = defaultdict(list)
+        for name in names:
+            by_ending[PurePath(name).suffix.lower() or "without ending"].append(name)
+        for ending, found in sorted(by_ending.items()):
+            kind = f"{count_of(len(found), 'file')} {ending}"
+            self.add("left out", f"{kind}: {reason} ({list_some(sorted(found))})")
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """All facts, sorted by topic."""
+        order = list(TOPICS)
+        return tuple(sorted(self._facts, key=lambda fact: order.index(fact.topic)))
+
+    @property
+    def notices(self) -> tuple[Fact, ...]:
+        """The facts that tell how training differs from what the files hold."""
+        return tuple(fact for fact in self.facts if fact.topic in NOTICES)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ where any fact differs."""
+        content = json.dumps([list(fact) for fact in self.facts], ensure_ascii=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it, see ``from_dict``."""
+        return {"dataset": self.dataset, "facts": [list(fact) for fact in self.facts]}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "DataReport":
+        """Return a stored report; ValueError where a topic is unknown."""
+        return cls(stored["dataset"], [tuple(fact) for fact in stored["facts"]])
+
+    def __str__(self) -> str:
+        width = max((len(fact.topic) for fact in self._facts), default=0)
+        lines = [f"data report of {self.dataset}"]
+        previous = ""
+        for topic, text in self.facts:
+            label = "" if topic == previous else topic
+            first, *rest = textwrap.wrap(text, LINE_WIDTH - width - 4) or [""]
+            lines += [f"  {label:<{width}}  {first}", *(" " * (width + 6) + more for more in rest)]
+            previous = topic
+        return "\n".join(lines)
+
+
+def empty_report() -> DataReport:
+    """Return a report without facts, that of data that no reader made."""
+    return DataReport("")
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form.
+
+    >>> count_of(1, "file"), count_of(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def list_some(names: Collection[str], most: int = MAX_NAMES) -> str:
+    """Return the first names, and "..." where there are more.
+
+    >>> list_some(["a", "b", "c", "d"])
+    'a, b, c, ...'
+    """
+    shown = list(names)[:most]
+    return ", ".join([*shown, "..."] if len(names) > most else shown)
+
+
+def list_counts(counts: Mapping[str, int]) -> str:
+    """Return how often each value occurs, the most frequent first.
+
+    >>> list_counts({"RGB": 20, "L": 3})
+    'RGB 20, L 3'
+    """
+    ordered = Counter(counts).most_common()
+    shown = [f"{name} {count:,}" for name, count in ordered[:MAX_COUNTS]]
+    if len(ordered) > MAX_COUNTS:
+        shown.append(f"and {len(ordered) - MAX_COUNTS} more from {ordered[-1][1]:,} up")
+    return ", ".join(shown)
