@@ -63,6 +63,7 @@ class LayerPrecision(nn.Module):
     given_warnings: set[str] | None = None  # shared by the layers of a model; None where nothing is to be said
     zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
     unseen = True  # no gradient of a training has come yet
+    num_changes = 0  # of the bits of all layers: what is cached of many layers is valid as long as it stays
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
     int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``int8.execution``
 
@@ -90,6 +91,7 @@ class LayerPrecision(nn.Module):
     @in_force.setter
     def in_force(self, value: Levels | None) -> None:
         self.now = self.grids.resolve(value, self._roles)
+        LayerPrecision.num_changes += 1
         if self.execution != "simulated":
             extensions.load("int8").note_active_bits(self)
         self._fill()

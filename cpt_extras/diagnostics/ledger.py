@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -49,12 +49,14 @@ class BitOpsLedger:
         self.model = model
         self._tallies = {convention: Tally() for convention in CONVENTIONS}
         self._computed_once: set[tuple[str, Formats]] = set()
+        self._widest: tuple[int, Formats] | None = None  # at a number of changes
         self.unpriced: Counter[str] = Counter()
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
-        unseen = self.unseen
-        skipped = [name for name, _ in self.model.named_modules() if is_within(name, unseen)]
+        unseen = frozenset(self.unseen)
+        self._widest = None  # layers may have been converted or restored
+        skipped = {name for name, _ in self.model.named_modules() if is_within(name, unseen)}
         self._context = counting(self.model, self._report, skipped, NativeCountingMode)
         self._context.__enter__()
         return self
@@ -127,8 +129,12 @@ class BitOpsLedger:
         return lambda: count(["error", "weight"])
 
     def _widest_formats(self) -> Formats:
-        precisions = [p for p in map(precision_of, self.model.modules()) if p is not None]
-        return widest([_active_formats(p) for p in precisions] or [IN_FLOAT32])
+        """Return the widest formats of all layers, read again only after a change: a model may have 10,000 layers."""
+        num_changes = LayerPrecision.num_changes
+        if self._widest is None or self._widest[0] != num_changes:
+            precisions = [p for p in map(precision_of, self.model.modules()) if p is not None]
+            self._widest = num_changes, widest([_active_formats(p) for p in precisions] or [IN_FLOAT32])
+        return self._widest[1]
 
 
 def _active_formats(precision: LayerPrecision) -> Formats:
@@ -141,6 +147,9 @@ def compiled_parts(model: nn.Module) -> tuple[str, ...]:
     return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
 
 
-def is_within(name: str, outer: Iterable[str]) -> bool:
+def is_within(name: str, outer: Collection[str]) -> bool:
     """Return whether a module is one of others, or inside one, by their names."""
-    return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)
+    if not outer:
+        return False
+    parts = name.split(".")
+    return "" in outer or any(".".join(parts[:depth]) in outer for depth in range(1, len(parts) + 1))

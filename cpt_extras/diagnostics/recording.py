@@ -170,7 +170,7 @@ class Recording:
     def unseen(self) -> dict[str, str]:
         """What is rounded in training and has no row so far, "layer/role", with the reason."""
         reasons: dict[str, str] = {}
-        compiled = compiled_parts(self._model)
+        compiled = frozenset(compiled_parts(self._model))
         for name, precision in self._layers.items():
             if not precision.listed:
                 continue

@@ -127,6 +127,17 @@ def test_every_backward_pass_counts_once():
     assert spent == [{"forward": forward, "error": n * error, "weight": n * weight} for n in (1, 2)]
 
 
+def test_ledger_prices_float32_layers_at_active_bits():
+    """The paper prices every layer at the bits of the model, which change between two passes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    quantize_(model, QuantConfig(float32=("1",)))
+    with BitOpsLedger(model) as ledger, torch.no_grad():
+        for bits, so_far in ((4, 4**2), (8, 4**2 + 8**2), (4, 2 * 4**2 + 8**2)):
+            with precision(model, bits):
+                model(torch.ones(1, 4))
+            assert ledger.bitops("paper")["1"]["forward"] == 16 * so_far
+
+
 def test_ledger_sees_what_does_not_run():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     x = torch.randn(2, 4)
