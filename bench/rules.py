@@ -25,6 +25,7 @@ from cpt_lab.analysis import claims
 from cpt_lab.analysis.effects import Claim
 from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.runs import table, tuned
+from cpt_lab.analysis.spreadsheets import write_csv
 from cpt_lab.paths import paper_dir
 
 ANALYSIS = "cpt_lab.analysis"
@@ -102,7 +103,7 @@ def main() -> None:
     lines = pd.DataFrame(map(asdict, new))
     lines["margin"] = [f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
                        for margin, test in zip(lines["margin"], lines["test"], strict=True)]  # fmt: skip
-    lines.to_csv(paper_dir() / "claims.csv", index=False)
+    write_csv(lines, paper_dir() / "claims.csv")
     changed = [b.id for a, b in zip(old, new, strict=True) if a != b]
     print(f"{len(changed)} of {len(new)} rules dated {now}: {', '.join(changed) or 'none has changed'}")
 

@@ -253,6 +253,7 @@ def rows(
     from cpt_lab.analysis import runs
     from cpt_lab.analysis.pages import terminal
     from cpt_lab.analysis.row_tables import by_arm
+    from cpt_lab.analysis.spreadsheets import write_csv
     from cpt_lab.sweeps.stores import store_path
 
     keys = [spec.key for spec in specs]
@@ -264,7 +265,7 @@ def rows(
     failed = int((found["status"] == "failed").sum())
     typer.echo(f"{len(found)} of {len(keys)} runs stored" + (f", {failed} of them failed" if failed else ""))
     if csv is not None:
-        found.drop(columns="evaluations").to_csv(csv, index=False)
+        write_csv(found.drop(columns="evaluations"), csv)
         typer.echo(f"written to {csv}")
 
 

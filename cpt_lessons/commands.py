@@ -92,10 +92,22 @@ def collect(
     folder: Annotated[Path, typer.Argument(help="of notebooks, or of one folder of them for every student")],
     out: Annotated[Path | None, typer.Option(help="write the table into this .csv, too")] = None,
 ) -> None:
-    """Tell by student what the exercises say: correct, not yet, not attempted, not run, not handed in."""
-    from cpt_lessons import notebooks as r
+    """Tell by student what the exercises say: correct, not yet, not attempted, not run, not handed in.
 
-    table = r.collected(folder)
+    A file that cannot be read is named with the reason, and the status is 1; the other students are in the table.
+    """
+    from cpt_lab.analysis.spreadsheets import write_csv
+    from cpt_lessons.submissions import read_submissions
+
+    submissions = read_submissions(folder)
+    for sentence in submissions.unreadable:
+        typer.echo(f"warning: {sentence}", err=True)
+    if submissions.without_notebook:
+        typer.echo(f"no notebook in: {', '.join(submissions.without_notebook)}", err=True)
+    table = submissions.checked_table(folder)
     typer.echo(table.to_string())
     if out:
-        table.to_csv(out, index_label="student")
+        write_csv(table, out, index_label="student")
+    if submissions.unreadable:
+        typer.echo(f"could not be read: {len(submissions.unreadable)}, see the warnings above", err=True)
+        raise typer.Exit(1)

@@ -24,13 +24,13 @@ from cpt_extras.optional_libraries import library
 from cpt_lab.analysis import report, trying
 from cpt_lab.analysis.pages import Section
 from cpt_lab.commands import digest, try_
-from cpt_lab.data.files import reading
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir, sweeps_dir
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
 from cpt_lessons.places import AT_ONCE, Place, Progress
+from cpt_lessons.submissions import read_submissions
 
 # Measured on two cores, two side by side: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
@@ -114,24 +114,10 @@ def collected(folder: Path) -> pd.DataFrame:
     Warns:
         UserWarning: of a notebook that cannot be read.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(p for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts):
-        answers_of = found.setdefault(path.relative_to(folder).parts[0].removesuffix(".ipynb"), {})
-        try:
-            with reading(path):
-                cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        except ValueError as error:
-            warnings.warn(str(error), stacklevel=2)
-            continue
-        asked = re.findall(r'exercises\.check\("([\d.]+)"', "\n".join("".join(cell["source"]) for cell in cells))
-        answers_of.update((exercise, "not run") for exercise in asked if exercise not in answers_of)
-        said = "\n".join("".join(o.get("text", "")) for cell in cells for o in cell.get("outputs", []))
-        answers_of.update(re.findall(r"^exercise ([\d.]+): (correct|not yet|not attempted)", said, re.M))
-    if not any(found.values()):
-        raise ValueError(f"no notebook below {folder} says anything of an exercise; they are to be run, and saved")
-    return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1).fillna("not handed in")
+    submissions = read_submissions(folder)
+    for sentence in submissions.unreadable:
+        warnings.warn(sentence, stacklevel=2)
+    return submissions.checked_table(folder)
 
 
 def reproduce(

@@ -387,7 +387,7 @@ def test_a_table_of_what_was_handed_in(tmp_path, command):
     (tmp_path / "bo.ipynb").write_text("{")
     with pytest.warns(UserWarning, match=r"bo\.ipynb cannot be read"):
         table = collected(tmp_path)
-    assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == ("correct", "not handed in")
+    assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == ("correct", "cannot be read")
     refused(r"there is no folder .*nobody", collected, tmp_path / "nobody", error=FileNotFoundError)
     refused(r"no notebook below .* says anything of an exercise", collected, tmp_path / "eve")
 

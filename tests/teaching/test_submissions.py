@@ -1,0 +1,168 @@
+"""Handed-in notebooks are files of other people: each that cannot be read is named and stops no other."""
+
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from cpt_lessons import submissions
+from cpt_lessons.notebooks import collected
+from cpt_lessons.submissions import read_submissions
+
+CHECK = {
+    "cell_type": "code",
+    "source": ['exercises.check("1.1", x)'],
+    "outputs": [{"text": ["exercise 1.1: correct\n"]}],
+}
+GOOD = json.dumps({"cells": [CHECK]})
+NO_NOTEBOOK, NO_LIST, NO_TEXT = "no notebook, which has a list of cells", "no list of outputs", "is no text"
+
+
+def cells(*given: object) -> str:
+    return json.dumps({"cells": [CHECK, *given]})
+
+
+# what is handed in -> words of the reason
+ODD = {
+    "no cells": ("{}", NO_NOTEBOOK),
+    "null": ("null", NO_NOTEBOOK),
+    "a list": ("[1]", NO_NOTEBOOK),
+    "a text": ('"cells"', NO_NOTEBOOK),
+    "format 3": ('{"worksheets": [{"cells": []}]}', NO_NOTEBOOK),
+    "cells are null": ('{"cells": null}', NO_NOTEBOOK),
+    "cells are an object": ('{"cells": {"a": 1}}', NO_NOTEBOOK),
+    "a cell is empty": (cells({}), "cell 2 has no source"),
+    "a cell is a text": (cells("x"), "cell 2 has no source"),
+    "a cell is a list": (cells([]), "cell 2 has no source"),
+    "the source is a number": (cells({"source": 3}), NO_TEXT),
+    "the source is null": (cells({"source": None}), NO_TEXT),
+    "a line is null": (cells({"source": ["a", None]}), NO_TEXT),
+    "outputs are null": (cells({"source": "a", "outputs": None}), NO_LIST),
+    "outputs are an object": (cells({"source": "a", "outputs": {"text": "x"}}), NO_LIST),
+    "an output is a text": (cells({"source": "a", "outputs": ["x"]}), NO_LIST),
+    "a printed text is a number": (cells({"source": "a", "outputs": [{"text": 1}]}), "an output of cell 2 is no text"),
+    "a printed line is an object": (cells({"source": "a", "outputs": [{"text": [{}]}]}), "an output of cell 2"),
+    "not JSON": ("{", "Expecting property name"),
+    "empty": ("", "it is empty"),
+    "nested": ("[" * 100_000, "nested too deep"),
+    "binary": (b"\x00\x89PNG\xff", "save it as UTF-8"),
+    "Latin-1": (GOOD.replace("correct", "korrekt ü").encode("latin-1"), "save it as UTF-8"),
+    "UTF-16": (GOOD.encode("utf-16"), "save it as UTF-8"),
+}
+
+
+@pytest.fixture
+def handed_in(tmp_path):
+    """Two good notebooks, and what becomes of a third."""
+
+    def write(student: str, content: str | bytes, name: str = "03.ipynb") -> Path:
+        path = tmp_path / "class" / student / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    write("anna", GOOD)
+    write("ben", GOOD)
+    return write
+
+
+def check_others(found: submissions.Submissions) -> None:
+    assert found.table.loc[["anna", "ben"], "1.1"].tolist() == ["correct", "correct"]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_read_submissions_names_an_odd_notebook(kind, handed_in, tmp_path):
+    content, reason = ODD[kind]
+    path = handed_in("zoe", content)
+    found = read_submissions(tmp_path / "class")
+    check_others(found)
+    assert found.table.loc["zoe", "1.1"] == "cannot be read"
+    (sentence,) = found.unreadable
+    assert sentence.startswith(f"{path} cannot be read: ")
+    assert reason in sentence
+    with pytest.warns(UserWarning, match="03.ipynb cannot be read"):
+        assert collected(tmp_path / "class").equals(found.table)
+
+
+def test_read_submissions_names_what_is_no_file(handed_in, tmp_path):
+    zoe = handed_in("zoe", GOOD).parent
+    os.mkfifo(zoe / "a_pipe.ipynb")
+    (zoe / "b_folder.ipynb").mkdir()
+    (zoe / "c_loop.ipynb").symlink_to(zoe / "c_loop.ipynb")
+    (zoe / "d_nothing.ipynb").symlink_to(tmp_path / "nowhere.ipynb")
+    (zoe / "e_zeros.ipynb").symlink_to("/dev/zero")
+    (zoe / "loop").symlink_to(zoe)
+    (zoe / "elsewhere").symlink_to("/")
+    found = read_submissions(tmp_path / "class")
+    check_others(found)
+    assert found.table.loc["zoe", "1.1"] == "correct"
+    names = [sentence.split(" ")[0].rpartition("/")[2] for sentence in found.unreadable]
+    others = ["a_pipe.ipynb", "b_folder.ipynb", "c_loop.ipynb", "d_nothing.ipynb", "e_zeros.ipynb"]
+    assert names == ["elsewhere", *others]
+    assert "is a link to /, which is not followed" in found.unreadable[0]
+
+
+def test_read_submissions_refuses_a_huge_notebook(handed_in, tmp_path):
+    with handed_in("zoe", GOOD).open("ab") as file:
+        file.truncate(20_000_000_000)  # it takes no space on the disk
+    found = read_submissions(tmp_path / "class")
+    check_others(found)
+    assert "it has 20,000 MB, more than 100; clear its outputs" in found.unreadable[0]
+
+
+def test_read_submissions_names_a_folder_that_cannot_be_opened(handed_in, tmp_path, monkeypatch):
+    zoe = handed_in("zoe", GOOD).parent
+    listed = os.scandir
+
+    def scandir(path):
+        if Path(path) == zoe:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found = read_submissions(tmp_path / "class")
+    check_others(found)
+    assert found.unreadable == [f"{zoe} cannot be read: Permission denied"]
+
+
+def test_read_submissions_reads_what_tools_write(handed_in, tmp_path):
+    """A byte order mark, sources as one text, an ending in capitals, escapes that are half a letter."""
+    handed_in("bom", b"\xef\xbb\xbf" + GOOD.encode())
+    source = {"cell_type": "code", "source": "a", "outputs": [{"text": "\ud800 \nexercise 1.1: not yet"}]}
+    handed_in("half", json.dumps({"cells": [source, {"cell_type": "markdown", "source": "b"}]}))
+    handed_in("capitals", GOOD, "03.IPYNB")
+    handed_in("mac", GOOD)
+    handed_in("mac", b"\x00\x05\x16\x07", "._03.ipynb")
+    handed_in("__MACOSX", b"\x00\x05\x16\x07", "._03.ipynb")
+    (tmp_path / "class" / "without").mkdir()
+    found = read_submissions(tmp_path / "class")
+    check_others(found)
+    correct = dict.fromkeys(("anna", "ben", "bom", "capitals", "mac"), "correct")
+    assert found.table["1.1"].to_dict() == {**correct, "half": "not yet"}
+    assert (found.unreadable, found.without_notebook) == ([], ["without"])
+
+
+def test_collect_names_every_bad_notebook_and_shows_the_others(handed_in, tmp_path, command):
+    handed_in("=cmd|calc", GOOD)
+    handed_in(os.fsdecode(b"z\xff\n\x1b[31m"), b"\xff")
+    handed_in("yan", "[]")
+    status, out, err = command("collect", tmp_path / "class", "--out", tmp_path / "table.csv")
+    assert status == 1
+    assert {"anna", "ben", "yan", "=cmd|calc", "z\\udcff\\n\\x1b[31m"} <= {line.split()[0] for line in out.splitlines()}
+    assert [line.partition(" cannot be read: ")[0] for line in err.splitlines()] == [
+        f"warning: {tmp_path}/class/yan/03.ipynb",
+        f"warning: {tmp_path}/class/z\\udcff\\n\\x1b[31m/03.ipynb",
+        "could not be read: 2, see the warnings above",
+    ]
+    table = pd.read_csv(tmp_path / "table.csv", index_col="student", dtype=str)
+    assert table.loc[["'=cmd|calc", "anna"], "1.1"].tolist() == ["correct", "correct"]
+
+
+def test_collect_of_bad_notebooks_alone_is_an_error(tmp_path, command):
+    (tmp_path / "bo.ipynb").write_text("{")
+    status, _, err = command("collect", tmp_path)
+    assert status == 2
+    assert "bo.ipynb cannot be read: Expecting property name" in err
+    assert "no notebook below" in err.splitlines()[-1]
