@@ -363,6 +363,20 @@ def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> An
     return found
 
 
+@app.command()
+def data(
+    dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
+    model: Annotated[str | None, typer.Option(help="Model whose picture size counts; the first if left out.")] = None,
+    scale: Scale = "demo",
+    task: Task = None,
+) -> None:
+    """Print what is read of a data set, what is left out and what is changed; train nothing."""
+    recipe = _recipe(dataset, model, scale, task)
+    from cpt_lab.tasks.base import load_data
+
+    typer.echo(load_data(recipe).report)
+
+
 @app.command("try")
 def try_(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],

@@ -16,6 +16,7 @@ import pandas as pd
 from cpt_extras.figures import picture
 from cpt_extras.files import write_text
 from cpt_extras.search.search_result import FULL, WIDTHS, Arm, Result, Tried, tried
+from cpt_lab.analysis import data_reports
 from cpt_lab.analysis.estimates import quality, unit_of
 from cpt_lab.analysis.metrics import metric_of
 from cpt_lab.analysis.pages import Section, render
@@ -74,6 +75,7 @@ def try_recipe(
     name = re.sub(r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}")
     name += f"-{zlib.crc32(said.encode()):08x}" * (name != said)  # for a-b/ is another folder than a/b/
     store, unit, title, of = runs_dir() / "try" / f"{name}-{scale}" / "rows.jsonl", "", "", ""
+    tried_rows: list[Row] = []
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
         nonlocal unit, title, of
@@ -81,6 +83,7 @@ def try_recipe(
         if failed := [row for row in rows if row["status"] == "failed"]:
             reason = failed[0]["error"].strip().splitlines()[-1]
             raise RuntimeError(f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}")
+        tried_rows.extend(rows)
         frame = table(rows)
         unit, title, of = unit_of(frame), rows[0]["title"], metric_of(frame)
         values = pd.Series(quality(frame, 1, "_current")).where((frame["status"] == "ok").to_numpy())
@@ -94,7 +97,7 @@ def try_recipe(
     found = replace(found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess)
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    shown = sections(found)
+    shown = [*sections(found), *data_reports.section(*data_reports.stored_reports([store], tried_rows))]
     write_text(page, render("page.html.j2", title=found.title, notes=[], sections=shown))
     if drawn := shown[0].figure:
         page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address

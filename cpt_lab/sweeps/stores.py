@@ -2,14 +2,15 @@
 
 A store is a file of JSON lines such as ``runs/demo/image.jsonl``; a row holds the spec of a run, its status, metrics,
 costs and where it came from. Rows are appended, never edited, and any number of processes may append, also from
-several machines on a shared file system. ``image.curves/``, ``image.checkpoints/``, ``image.locks/`` and
-``image.logs/`` stand beside it. Needs no torch.
+several machines on a shared file system. ``image.curves/``, ``image.checkpoints/``, ``image.locks/``,
+``image.logs/`` and the data reports in ``image.data/`` stand beside it. Needs no torch.
 
 >>> place(Path("runs/demo/image.jsonl"), "curves", "0123").as_posix()
 'runs/demo/image.curves/0123.parquet'
 """
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,6 +22,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from cpt_extras.files import nan_to_none, sync, write_atomically
+from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
@@ -32,7 +34,7 @@ from cpt_lab.sweeps.lines import newest as newest
 
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
-_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log"}
+_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log", "data": ".json"}
 
 
 class StoreError(OSError):
@@ -193,6 +195,40 @@ def check_same_data(store: Path, rows: Iterable[Row], spec: RunSpec, checksum: s
             f"{' and '.join(other)}, what is there now has {checksum}; put those data back, or keep the new rows "
             "apart: set CPT_RUNS_DIR to another folder, or give the data another name"
         )
+
+
+# --- data reports ---------------------------------------------------------------------------------
+def write_data_report(store: Path, report: DataReport) -> None:
+    """Store a data report beside the rows that hold its digest, where it is not stored yet.
+
+    Raises:
+        StoreError: when it cannot be written.
+    """
+    path = place(store, "data", report.digest)
+    if path.exists():
+        return
+    content = json.dumps(report.to_dict(), indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; checkpoints are kept") from error
+
+
+def load_data_report(store: Path | str, digest: str) -> DataReport:
+    """Return the data report with the digest of a row; FileNotFoundError when there is none.
+
+    Raises:
+        ValueError: when the file is damaged, or is not the report with that digest.
+    """
+    path = place(Path(store), "data", digest)
+    try:
+        report = DataReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no data report: {error}") from error
+    if report.digest != digest:
+        raise ValueError(f"{path} was changed after it was written: its digest is {report.digest}")
+    return report
 
 
 # --- curves ---------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ import torch
 from tqdm.auto import tqdm
 
 from cpt_lab.data.files import check_data
+from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores, usable_memory
 from cpt_lab.provenance import commit
@@ -126,8 +128,23 @@ def _check_data(
                 raise
         else:
             stores.check_same_data(store, rows, spec, task.data.checksum)
+            if spec.recipe in here:
+                _print_data_report(spec, task.data.report)
             if spec.recipe.channels_last:
                 lay_out(task.model(), spec.recipe)
+
+
+_printed: set[tuple[str, str]] = set()  # data sets and digests whose report this process has printed
+
+
+def _print_data_report(spec: RunSpec, report: DataReport) -> None:
+    """Print a data report to stderr before training, once per process; embedded data always have the same."""
+    dataset = spec.recipe.dataset
+    named = EXPERIMENTS[spec.recipe.task].named.get(dataset)
+    if (dataset, report.digest) in _printed or (named is not None and named.embedded):
+        return
+    _printed.add((dataset, report.digest))
+    tqdm.write(str(report), sys.stderr)
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:

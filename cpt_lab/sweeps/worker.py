@@ -123,6 +123,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
         run = yield from _trained(job, device, should_stop)
         row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
+        stores.write_data_report(job.store, run.report)
     except (Stopped, StoreError):
         raise
     except Exception:
@@ -174,6 +175,7 @@ def _results(run: Run, device: str) -> Row:
         "peak_memory": peak_memory(device),
         **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
         "data_checksum": run.checksum,
+        "data_report": run.report.digest,
     }
 
 

@@ -26,6 +26,7 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.files import nan_to_none
 from cpt_extras.search.layered import LayeredSchedule
+from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
@@ -57,6 +58,7 @@ class Run(State):
     title: str
     checksum: str
     why_not_captured: str  # why steps were not replayed, or ""
+    report: DataReport  # what was read, left out and changed of the data
 
     def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
         """Return one metric; KeyError when the run has no such number."""
@@ -163,6 +165,7 @@ def steps_of(
         **vars(state), spec=spec, metrics=metrics, model=session.model, title=session.task.title,
         bitops=processes.by_first(partial(bitops_of, session)),  # takes its time too, which is none of training
         checksum=session.task.data.checksum, why_not_captured=session.why_not_captured,
+        report=session.task.data.report,
     )  # fmt: skip
 
 

@@ -1,0 +1,52 @@
+"""Data reports on pages: what readers found, left out and changed of the data that runs were trained on."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from cpt_lab.analysis.pages import Section
+from cpt_lab.data.report import NOTICES, DataReport
+from cpt_lab.sweeps.lines import Row, load_rows
+from cpt_lab.sweeps.stores import load_data_report, place
+
+TITLE = "What was read of the data"
+NOTHING_CHANGED = "Nothing was left out or changed, and no sample stands in two splits."
+NOT_STORED = "the report of these rows is not stored beside them"
+
+
+def stored_reports(files: Iterable[Path], rows: Iterable[Row] | None = None) -> tuple[list[DataReport], list[str]]:
+    """Return the different data reports that rows name, and a sentence for each that cannot be read.
+
+    Args:
+        files: stores, whose reports lie beside them.
+        rows: rows whose reports are meant; None for all rows of the stores.
+    """
+    found: dict[str, DataReport] = {}
+    missing: dict[str, str] = {}
+    for file in files:
+        if not place(file, "data", "").parent.is_dir():  # rows older than data reports
+            continue
+        for row in load_rows(file) if rows is None else rows:
+            digest = row.get("data_report")
+            if digest is None or digest in found:
+                continue
+            try:
+                found[digest] = load_data_report(file, digest)
+                missing.pop(digest, None)
+            except (FileNotFoundError, ValueError) as error:
+                reason = NOT_STORED if isinstance(error, FileNotFoundError) else str(error)
+                missing[digest] = f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
+    return list(found.values()), list(missing.values())
+
+
+def section(reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left") -> list[Section]:
+    """Return the section of a page with the facts of data reports; none where there are no reports."""
+    lines = [(report.dataset, fact.topic, fact.text, report.digest) for report in reports for fact in report.facts]
+    notes = tuple(missing)
+    if not lines and not notes:
+        return []
+    if lines and not any(topic in NOTICES for _, topic, _, _ in lines):
+        notes = (NOTHING_CHANGED, *notes)
+    table = pd.DataFrame(lines, columns=["data", "topic", "fact", "report"])
+    return [Section(TITLE, notes, table=table, style=style)]
