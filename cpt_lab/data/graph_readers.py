@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import io
 import logging
-import pickle
+import math
 import re
 import shutil
 import sys
@@ -23,8 +23,12 @@ import torch
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import SPLITS, whole_numbers
 from cpt_lab.data.files import not_here, reading, sources
+from cpt_lab.data.graph_facts import report_arrays, report_repeated_entries
+from cpt_lab.data.inert_pickle import array_of, load_inert, sparse_of
+from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.unread_files import report_unread
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
-from cpt_lab.paths import data_dir
+from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
@@ -45,7 +49,7 @@ class RawGraph:
     ogb: str | None = None
 
 
-def read_digits() -> RawGraph:
+def read_digits(report: DataReport) -> RawGraph:
     """Return the nearest-neighbour graph over scikit-learn's digits."""
     from sklearn.datasets import load_digits  # here, as they take a second
     from sklearn.neighbors import kneighbors_graph
@@ -57,6 +61,9 @@ def read_digits() -> RawGraph:
     by_class = [order[labels[order] == c] for c in range(10)]
     parts = {"train": slice(5), "valid": slice(5, 25), "test": slice(25, None)}
     split = {name: np.concatenate([c[part] for c in by_class]) for name, part in parts.items()}
+    report.add("read", "scikit-learn's digits, an edge from every picture to its 8 nearest neighbours")
+    report.add("changed", "pixels divided by 16")
+    report.add("split", "of every class 5 pictures are trained on, 20 validate, the rest tests, drawn with seed 0")
     title = "scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class"
     return RawGraph(title, (source, destination), pixels, labels, split)
 
@@ -71,51 +78,102 @@ NAMES = {
 }
 
 
-def read_archive(path: Path) -> RawGraph:
-    """Read a graph from an ``.npz`` archive of the documented layout."""
+CSR_NAMES = ("feat_indptr", "feat_indices", "feat_shape")
+MAX_VALUES = 2**32  # of a dense matrix: 17 GB as float32
+
+
+def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
+    """Read a graph from an ``.npz`` archive of the documented layout; what it does not use is in the report."""
+    report = empty_report() if report is None else report
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         arrays = {key: z[key] for key in z.files}
+        used: dict[str, str] = {}
         found: dict[str, np.ndarray] = {}
         for what, names in NAMES.items():
             key = next((n for n in names if n in arrays), None)
             if key is not None:
                 found[what] = arrays[key]
-            elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
-                csr = (arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape"))
-                found[what] = _dense(path, arrays.get("feat_data"), *csr)
+                used[key] = what
+            elif what == "features" and set(CSR_NAMES) <= arrays.keys():
+                used |= {name: what for name in (*CSR_NAMES, "feat_data") if name in arrays}
+                csr = [arrays[name] for name in CSR_NAMES]
+                found[what] = dense_matrix(path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report)
             elif what not in SPLITS:
                 raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
-        labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
-    edges, pyg = found["edges"], "edge_index" in arrays
-    if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
-        raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
-    # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
-    source, destination = edges if edges.shape[0] == 2 and (pyg or edges.shape[1] != 2) else edges.T
+        report_arrays(report, arrays, used)
+        labels = _labels(f"{path}: labels", found["labels"], report)
+    source, destination = _ends(path, found["edges"], "edge_index" in arrays, report)
     title, there = f"own graph ({path.stem})", [part for part in SPLITS if part in found]
     if not there:
         order = np.random.default_rng(0).permutation(np.flatnonzero(labels >= 0))
         found |= zip(SPLITS, np.split(order, [len(order) * 6 // 10, len(order) * 8 // 10]), strict=True)
         title += ", nodes drawn 6 : 2 : 2"
+        report.add("split", "the file has no split: nodes with a label were drawn 6 : 2 : 2, with seed 0")
     elif len(there) < len(SPLITS):
         raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
-    split = {part: _indices(path, part, found[part], len(labels)) for part in SPLITS}
+    split = {part: _indices(path, part, found[part], len(labels), report) for part in SPLITS}
     return RawGraph(title, (source, destination), found["features"], labels, split)
 
 
-def _dense(path: Path, data: np.ndarray | None, *csr: np.ndarray) -> np.ndarray:
-    """Return a matrix that is given in CSR form; without its values, ``data``, they are ones."""
-    names = ("feat_indptr", "feat_indices", "feat_shape")
+def _ends(path: Path, edges: np.ndarray, pyg: bool, report: DataReport) -> tuple[np.ndarray, np.ndarray]:
+    """Return sources and destinations of an array of edges in either shape."""
+    if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
+        raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
+    # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
+    sources_first = edges.shape[0] == 2 and (pyg or edges.shape[1] != 2)
+    if edges.shape == (2, 2):
+        report.add("read", f"edges of shape (2, 2): {'the sources first' if sources_first else 'a row is an edge'}")
+    source, destination = edges if sources_first else edges.T
+    return source, destination
+
+
+def _labels(what: str, given: np.ndarray, report: DataReport) -> np.ndarray:
+    """Return labels as whole numbers; NaN, which is -1 then, is counted."""
+    missing = int(np.isnan(given).sum()) if given.dtype.kind == "f" else 0
+    if missing:
+        report.add("changed", f"{count_of(missing, 'label')} NaN: nodes without a label")
+    return whole_numbers(what, given, missing=-1)
+
+
+def dense_matrix(
+    path: Path, names: tuple[str, str, str], data: np.ndarray | None, *csr: Any, report: DataReport
+) -> np.ndarray:
+    """Return a matrix that is given in CSR form, in float32.
+
+    Args:
+        path: of the file, for errors.
+        names: of the row ends, the columns and the shape, for errors.
+        data: the values; None for ones.
+        *csr: row ends, columns and shape: checked here, as numpy and scipy trust them.
+        report: gets a fact where an entry is given more than once.
+    """
     ends, places, size = (whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True))
-    fits = len(size) == 2 and len(ends) == size[0] + 1 and ends[0] == 0 and ends[-1] == len(places)
-    fits = fits and (data is None or data.shape == places.shape)
+    fits = len(size) == 2 and (size >= 0).all() and len(ends) == size[0] + 1
+    fits = fits and ends[0] == 0 and ends[-1] == len(places) and (data is None or data.shape == places.shape)
     if not fits or (np.diff(ends) < 0).any() or ((places < 0) | (places >= size[1])).any():
-        raise ValueError(f"{path}: feat_indptr and feat_indices do not fit feat_shape {tuple(size.tolist())}")
-    features = np.zeros(size, dtype=np.float32)
-    features[np.repeat(np.arange(size[0]), np.diff(ends)), places] = 1 if data is None else data
+        raise ValueError(f"{path}: {names[0]} and {names[1]} do not fit {names[2]} {tuple(size.tolist())}")
+    if data is not None and data.dtype.kind not in "iufb":
+        raise ValueError(f"{path}: features must be real numbers, got {data.dtype}")
+    features = _zeros(path, tuple(size.tolist()))
+    cells = np.repeat(np.arange(size[0]), np.diff(ends)) * size[1] + places
+    repeated = len(cells) - len(np.unique(cells))
+    if repeated:
+        report_repeated_entries(report, names[:2], repeated, summed=data is not None)
+    if repeated and data is not None:
+        np.add.at(features.reshape(-1), cells, data)  # as scipy adds them
+    else:
+        features.reshape(-1)[cells] = 1 if data is None else data
     return features
 
 
-def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray:
+def _zeros(path: Path, shape: tuple[int, int]) -> np.ndarray:
+    """Return a matrix of zeros in float32; ValueError where it would be too large."""
+    if math.prod(shape) > MAX_VALUES:
+        raise ValueError(f"{path}: features of shape {shape} would take {math.prod(shape) * 4 / 1e9:,.0f} GB")
+    return np.zeros(shape, dtype=np.float32)
+
+
+def _indices(path: Path, part: str, given: np.ndarray, nodes: int, report: DataReport) -> np.ndarray:
     """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
     if given.dtype != bool:
         as_mask = given.shape == (nodes,) and nodes > 2 and np.isin(given, (0, 1)).all()  # else nodes are named twice
@@ -125,11 +183,25 @@ def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray
         raise ValueError(f"{wanted}, got {given.shape}")
     if given.shape == (nodes, nodes):
         raise ValueError(f"{wanted}; {given.shape} could be either: keep one mask, (N,)")
-    return np.flatnonzero(given if given.ndim == 1 else given[0] if given.shape[1] == nodes else given[:, 0])
+    if given.ndim == 1:
+        return np.flatnonzero(given)
+    by_row = given.shape[1] == nodes
+    if (count := given.shape[0 if by_row else 1]) > 1:
+        report.add("left out", f"{count_of(count - 1, 'mask')} of the {part} split: the first of {count} is used")
+    return np.flatnonzero(given[0] if by_row else given[:, 0])
 
 
-def read_ogb_folder(path: Path, title: str) -> RawGraph:
+OGB_UNREAD = (
+    ("raw/edge-feat.csv.gz", "features of edges play no part"),
+    ("raw/edge_reltype.csv.gz", "edges are of one type here"),
+    ("raw/edge-*.csv.gz", "edges have ends alone here"), ("raw/node_year.csv.gz", "times of nodes play no part"),
+    ("raw/*.csv.gz", "no feature, label or edge that is read"), ("mapping/*", "names of nodes and classes"),
+)  # fmt: skip
+
+
+def read_ogb_folder(path: Path, title: str, report: DataReport | None = None) -> RawGraph:
     """Read a graph in OGB's raw layout, from its text alone."""
+    report = empty_report() if report is None else report
     splits = sorted(p for p in (path / "split").glob("*") if p.is_dir())
     if len(splits) != 1:
         raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
@@ -144,8 +216,11 @@ def read_ogb_folder(path: Path, title: str) -> RawGraph:
         if announced != [len(there)]:
             file = {"edge": "edge", "node": "node-feat"}[name]
             raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
-    labels = whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1)
+    labels = _labels(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), report)
     split = {part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS}
+    report.add("read", f"OGB's raw layout: edges {edges.shape}, features {features.shape}, labels {labels.shape}")
+    report.add("split", f"that of split/{splits[0].name}")
+    report_unread(report, path, list(files.values()), "not read", OGB_UNREAD)
     return RawGraph(title, (edges[:, 0], edges[:, 1]), features, labels, split)
 
 
@@ -165,13 +240,19 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
         return table
 
 
-def read_ogb(recipe: GraphRecipe) -> RawGraph:
+def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
     """Return a data set of OGB with its official split; ValueError where its counts are not the official ones."""
+    report = empty_report() if report is None else report
     name = recipe.dataset
     found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
     if not found:
         raise not_here(name)
-    graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title)
+    try:
+        graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title, report)
+    except ValueError as error:
+        raise ValueError(f"{error}; get it anew with: {command(f'download {name}')}") from error
+    for folder in found[:-1]:
+        report.add("left out", f"the folder {folder.name}/: {found[-1].name}/ is read")
     *official, graph.classes = OFFICIAL[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
     if counts != official:
@@ -233,49 +314,97 @@ def evaluator(name: str) -> Any:
             log.debug("ogb: %s", printed.getvalue())
 
 
-class _PlanetoidUnpickler(pickle.Unpickler):
-    """Planetoid's files are pickles of Python 2: what they need is unpickled, nothing else can run."""
-
-    MOVED = {"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"}  # noqa: RUF012
-    ALLOWED = (
-        "builtins.list collections.defaultdict numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct "
-        "scipy.sparse.csr_matrix _codecs.encode"
-    ).split()
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = "scipy.sparse" if module.startswith("scipy.sparse.") else self.MOVED.get(module, module)
-        if f"{module}.{name}" not in self.ALLOWED:
-            raise ValueError(f"a Planetoid file needs no {module}.{name}: not unpickled")
-        return super().find_class(module, name)
+PLANETOID_PARTS = ("y", "tx", "ty", "allx", "ally", "test.index")
 
 
-def read_planetoid(graph_file: Path) -> RawGraph:
-    """Cora, CiteSeer or PubMed as Planetoid's files have them, with their standard split."""
+def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGraph:
+    """Read Cora, CiteSeer or PubMed as Planetoid's files have them, with their standard split.
+
+    The files are pickles: nothing that they name is run, and their arrays are checked; see ``inert_pickle``.
+    """
+    report = empty_report() if report is None else report
     folder, prefix = graph_file.parent, graph_file.name.removesuffix("graph")
-
-    def part(name: str) -> Any:
-        path = folder / f"{prefix}{name}"
-        with reading(path), path.open("rb") as stream:
-            return _PlanetoidUnpickler(stream, encoding="latin1").load()
-
-    for name in ("y", "tx", "ty", "allx", "ally", "test.index"):
-        if not (folder / f"{prefix}{name}").exists():
-            raise ValueError(f"{folder} lacks {prefix}{name}")
-    with reading(folder):
-        y, ally, ty = part("y"), part("ally"), part("ty")
-        test = np.loadtxt(folder / f"{prefix}test.index", dtype=np.int64, ndmin=1)
-        if test.min() < 0:
-            raise ValueError(f"{folder}: {prefix}test.index names node {test.min()}")
-        nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
-        features = np.zeros((nodes, part("allx").shape[1]), dtype=np.float32)
-        one_hot = np.zeros((nodes, ally.shape[1]))
-        features[: len(ally)], one_hot[: len(ally)] = part("allx").toarray(), ally
-        features[test], one_hot[test] = part("tx").toarray(), ty
-        neighbours = part("graph")
-        source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
-        destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
-        labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
+    files = {name: folder / f"{prefix}{name}" for name in (*PLANETOID_PARTS, "graph")}
+    for path in files.values():
+        if not path.exists():
+            raise ValueError(f"{folder} lacks {path.name}")
+    y, ally, ty = (_one_hot(files[name]) for name in ("y", "ally", "ty"))
+    allx, tx = (_sparse(files[name], report) for name in ("allx", "tx"))
+    test = _test_nodes(files["test.index"])
+    _check_planetoid(folder, prefix, {"y": y, "ally": ally, "ty": ty, "allx": allx, "tx": tx}, test)
+    nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
+    features = _zeros(folder, (nodes, allx.shape[1]))
+    one_hot = np.zeros((nodes, ally.shape[1]))
+    features[: len(ally)], one_hot[: len(ally)] = allx, ally
+    features[test], one_hot[test] = tx, ty
+    if gap := nodes - len(ally) - len(test):
+        report.add("values", f"{count_of(gap, 'node')} that no file describes: all features 0, no label")
+    source, destination = _neighbours(files["graph"])
+    labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
     valid = np.arange(len(y), min(len(y) + 500, len(ally)))
     split = {"train": np.arange(len(y)), "valid": valid, "test": np.sort(test)}
+    report.add("read", f"Planetoid's files {prefix}*: features {features.shape}, labels {one_hot.shape}")
+    report.add("split", f"Planetoid's: the {len(y):,} nodes of {prefix}y, the next {len(valid):,}, those of test.index")
+    first_rows = ((f"{prefix}x", f"its rows are the first of {prefix}allx"),)
+    report_unread(report, folder, list(files.values()), "not read", first_rows)
     title = f"own graph ({prefix.split('.')[1]}, Planetoid split)"
     return RawGraph(title, (source, destination), features, labels, split)
+
+
+def _one_hot(path: Path) -> np.ndarray:
+    """Return labels (rows, classes) of zeros and at most a one in every row."""
+    with reading(path):
+        found = array_of(load_inert(path.read_bytes()))
+        if found.ndim != 2 or not np.isin(found, (0, 1)).all() or (found.sum(1) > 1).any():
+            raise ValueError(f"labels must be rows of zeros with a one at most, got shape {found.shape}")
+    return found
+
+
+def _sparse(path: Path, report: DataReport) -> np.ndarray:
+    with reading(path):
+        found = sparse_of(load_inert(path.read_bytes()))
+        names = ("indptr", "indices", "shape")
+        return dense_matrix(path, names, found.data, found.indptr, found.indices, np.array(found.shape), report=report)
+
+
+def _test_nodes(path: Path) -> np.ndarray:
+    with reading(path):
+        numbers = np.array(path.read_text(encoding="utf-8").split()).astype(np.int64)
+    if len(numbers) == 0:
+        raise ValueError(f"{path} names no node")
+    if numbers.min() < 0:
+        raise ValueError(f"{path.parent}: {path.name} names node {numbers.min()}")
+    return numbers
+
+
+def _check_planetoid(folder: Path, prefix: str, parts: dict[str, np.ndarray], test: np.ndarray) -> None:
+    """Check that Planetoid's files fit together: rows, columns and the nodes that are tested."""
+    shapes = {name: part.shape for name, part in parts.items()}
+    rows = {name: shape[0] for name, shape in shapes.items()}
+    fits = rows["allx"] == rows["ally"] and rows["tx"] == rows["ty"] == len(test) and rows["y"] <= rows["ally"]
+    fits = fits and len({shapes[name][1] for name in ("y", "ally", "ty")}) == 1 and shapes["allx"][1] == shapes["tx"][1]
+    if not fits or not np.array_equal(parts["y"], parts["ally"][: rows["y"]]):
+        said = ", ".join(f"{prefix}{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{folder}: the files do not fit together: {said}, {prefix}test.index ({len(test)},)")
+    if test.min() < rows["ally"]:
+        raise ValueError(f"{folder}: {prefix}test.index names node {test.min()}, which is a row of {prefix}allx")
+    if test.max() >= 2 * (rows["ally"] + len(test)):
+        raise ValueError(
+            f"{folder}: {prefix}test.index names node {test.max()}, the files describe {rows['ally'] + len(test)} nodes"
+        )
+
+
+def _neighbours(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return sources and destinations of a table of lists of neighbours."""
+    with reading(path):
+        content = path.read_bytes()
+        table = load_inert(content)
+        if not isinstance(table, dict) or not all(isinstance(v, list) for v in table.values()):
+            raise ValueError("a table of lists of neighbours expected")
+        if sum(map(len, table.values())) > len(content):
+            raise ValueError("it names more neighbours than it has bytes")
+        numbers = [*table, *(n for v in table.values() for n in v)]
+        if other_types := {type(n).__name__ for n in numbers} - {"int"}:
+            raise ValueError(f"nodes must be whole numbers, got {min(other_types)}")
+        source = np.repeat(np.array([*table], dtype=np.int64), [len(v) for v in table.values()])
+        return source, np.array(numbers[len(table) :], dtype=np.int64)

@@ -6,6 +6,7 @@ Shapes: N nodes, E edges, F features.
 """
 
 import hashlib
+import logging
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,9 +18,18 @@ from torch import Tensor
 from cpt_core.graphs.graph import Graph
 from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.data.graph_facts import (
+    report_edges,
+    report_features,
+    report_labels,
+    report_same_features,
+    report_split,
+)
 from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb, read_ogb_folder, read_planetoid
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,50 +63,81 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when the files do not have the documented layout, or their contents do not fit together.
     """
-    raw = _read(recipe)
+    report = DataReport(recipe.dataset)
+    raw = _read(recipe, report)
     features, labels, classes = _checked(recipe.dataset, raw)
-    graph = bidirected(*raw.edges, len(labels), recipe.self_loops)
+    report.add("read", count_of(len(labels), "node"))
+    report_features(report, raw.features, features.numpy())
+    report_split(report, labels.numpy(), raw.split)
+    report_labels(report, labels.numpy(), raw.split, classes)
+    report_same_features(report, features.numpy(), raw.split)
+    graph = bidirected(*raw.edges, len(labels), recipe.self_loops, report)
     raw.edges = (np.empty(0), np.empty(0))  # free them: on a large graph they are gigabytes
     if recipe.standardize:
         mean, std = features.mean(0), features.std(0, correction=0)
         features = (features - mean).div_(torch.where(std > 0, std, torch.ones_like(std)))
+        report.add("changed", "every feature shifted and scaled to mean 0 and variance 1 over all nodes")
+    report.log_notices(log)
     digest = hashlib.sha256()
     for part in (graph.indptr, graph.indices, features, labels, *(raw.split[s] for s in SPLITS)):
         digest.update(cast(Any, np.ascontiguousarray(part)))
     train, valid, test = (torch.from_numpy(raw.split[s].astype(np.int64)) for s in SPLITS)
     checksum = digest.hexdigest()[:16]
-    return GraphData(raw.title, graph, features, labels, classes, train, valid, test, checksum, raw.ogb)
+    return GraphData(raw.title, graph, features, labels, classes, train, valid, test, checksum, raw.ogb, report)
 
 
-def _read(recipe: GraphRecipe) -> RawGraph:
+# what graphs of several types have, in OGB's layout
+TYPED = ("raw/triplet-type-list.csv.gz", "raw/nodetype-has-label.csv.gz", "raw/relations", "raw/num-node-dict.csv.gz")
+
+
+def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
     dataset = recipe.dataset
     EXPERIMENT.check_dataset(dataset)
     if dataset == "digits-graph":
-        return read_digits()
+        return read_digits(report)
     if dataset in EXPERIMENT.named:
-        return read_ogb(recipe)
+        return read_ogb(recipe, report)
     path = own_path(dataset)
     if path.suffix == ".npz":
-        return read_archive(path)
+        return read_archive(path, report)
     if (path / "raw" / "edge.csv.gz").exists():
-        return read_ogb_folder(path, f"own graph ({path.name})")
+        return read_ogb_folder(path, f"own graph ({path.name})", report)
     for folder in (path, path / "raw"):
         if found := sorted(folder.glob("ind.*.graph")):
-            return read_planetoid(found[0])
+            if len(found) > 1:
+                names = ", ".join(file.name for file in found)
+                raise ValueError(f"{folder} holds several graphs: {names}; give the files of each a folder of its own")
+            return read_planetoid(found[0], report)
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
+    if typed := next((name for name in TYPED if (path / name).exists()), None):
+        raise ValueError(f"{path} holds a graph of several types of nodes or edges ({typed}); only one type is read")
     raise ValueError(f"{path} holds no graph: neither raw/edge.csv.gz (OGB's layout) nor ind.*.graph (Planetoid)")
 
 
-def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool) -> Graph:
+def bidirected(
+    source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool, report: DataReport | None = None
+) -> Graph:
     """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
 
-    ``source`` and ``destination``: (E,) numbers of N nodes, checked.
+    Args:
+        source: (E,) numbers of N nodes, checked; ``destination`` the other ends.
+        destination: see ``source``.
+        nodes: N.
+        self_loops: add an edge from every node to itself.
+        report: gets what was dropped, merged and added.
     """
     apart = source != destination
     ends = destination[apart], source[apart]
     directed = sparse.coo_matrix((np.ones(len(ends[0]), bool), ends), shape=(nodes, nodes)).tocsr()
     both = directed + directed.T
+    if report is not None:
+        counts = {"apart": len(ends[0]), "merged": directed.nnz, "both": both.nnz}
+        report_edges(report, source, destination, **counts)
+        if alone := int((np.diff(both.indptr) == 0).sum()):
+            report.add("read", f"{count_of(alone, 'node')} without an edge")
+    if self_loops and report is not None:
+        report.add("changed", "a self-loop added to every node")
     if self_loops:
         both = both + sparse.identity(nodes, bool, "csr")
     return Graph(torch.from_numpy(both.indptr), torch.from_numpy(both.indices))

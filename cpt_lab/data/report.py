@@ -15,6 +15,7 @@ data report of my-images/
 
 import hashlib
 import json
+import logging
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -89,6 +90,11 @@ class DataReport:
     def notices(self) -> tuple[Fact, ...]:
         """The facts that tell how training differs from what the files hold."""
         return tuple(fact for fact in self.facts if fact.topic in NOTICES)
+
+    def log_notices(self, log: logging.Logger) -> None:
+        """Log every notice at info level."""
+        for topic, text in self.notices:
+            log.info("%s: %s: %s", self.dataset, topic, text)
 
     @property
     def digest(self) -> str:

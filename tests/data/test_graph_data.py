@@ -1,6 +1,7 @@
 """Loaders of graphs: every layout that is documented, and what happens when its content is wrong."""
 
 import io
+import pickle
 import shutil
 import sys
 import zipfile
@@ -296,3 +297,95 @@ def test_what_is_not_there(tmp_path):
         refused(own(dataset), message, DataNotFoundError)
     refused(own(tmp_path), "holds no graph")
     refused(own(write(tmp_path, {"ind.x.graph": b""})), r"lacks ind\.x\.y")
+
+
+# --- Planetoid's pickles --------------------------------------------------------------------------
+
+
+def reached(name, value):
+    """Planetoid's files with one of them replaced; ``value`` may be a function of what it holds."""
+    files = planetoid()
+    key = f"ind.tiny.{name}"
+    if callable(value):
+        value = value(pickle.loads(files[key], encoding="latin1"))
+    return {**files, key: value if isinstance(value, bytes) else pickle.dumps(value, 2)}
+
+
+def damaged_matrix(part, place, value):
+    def damage(matrix):
+        array = getattr(matrix, part).copy()
+        array[place] = value
+        setattr(matrix, part, array)
+        return matrix
+
+    return damage
+
+
+def replaced(part, value):
+    def replace_part(matrix):
+        matrix.__dict__[part] = value
+        return matrix
+
+    return replace_part
+
+
+DO_NOT_FIT = r"ind\.tiny\.allx: indptr and indices do not fit shape"
+WRONG_PICKLES = {
+    "index far right": ("allx", damaged_matrix("indices", 0, 2_000_000_000), DO_NOT_FIT),
+    "index before the array": ("allx", damaged_matrix("indices", 3, -2_000_000), DO_NOT_FIT),
+    "index of a row behind": ("allx", damaged_matrix("indices", 0, 4), DO_NOT_FIT),
+    "row end too large": ("allx", damaged_matrix("indptr", -1, 2_000_000_000), DO_NOT_FIT),
+    "row ends that fall": ("allx", damaged_matrix("indptr", 2, 9), DO_NOT_FIT),
+    "rows that begin late": ("allx", damaged_matrix("indptr", 0, 1), DO_NOT_FIT),
+    "fewer rows than shape": ("allx", replaced("_shape", (8, 3)), DO_NOT_FIT),
+    "columns by the milliard": ("allx", replaced("_shape", (7, 1 << 40)), r"shape \(7, 1099511627776\) would take"),
+    "a shape of floats": ("allx", replaced("_shape", (7.0, 3)), "a shape that is no table"),
+    "a shape below zero": ("allx", replaced("_shape", (-7, 3)), "a shape that is no table"),
+    "indices of objects": ("allx", replaced("indices", np.array([0, "x"], dtype=object)), "holds no numbers, but 'O8'"),
+    "indices of fractions": ("allx", replaced("indices", np.full(20, 0.5)), "indices must be whole numbers"),
+    "indices in a list": ("allx", replaced("indices", [0] * 20), "an array expected, got list"),
+    "values of another number": ("allx", replaced("data", np.ones(3)), DO_NOT_FIT),
+    "an array for a matrix": ("allx", np.ones((7, 3)), r"ind\.tiny\.allx cannot be read: a sparse matrix expected"),
+    "a matrix for labels": ("ally", scipy.sparse.csr_matrix(np.eye(7, 3)), "an array expected, got csr"),
+    "several labels": ("ally", np.ones((7, 3), int), "rows of zeros with a one at most"),
+    "labels as numbers": ("y", np.arange(4), r"ind\.tiny\.y cannot be read: labels must be rows"),
+    "labels of other nodes": ("y", np.eye(3, dtype=int)[[2, 2, 2, 2]], "the files do not fit together"),
+    "fewer rows of labels": ("ally", np.eye(7, 3, dtype=int)[:6], "the files do not fit together"),
+    "test rows that lack": ("ty", np.eye(3, dtype=int)[:2], "the files do not fit together"),
+    "neighbours in text": ("graph", {0: "12"}, "a table of lists of neighbours expected"),
+    "neighbours named in text": ("graph", {0: ["1"]}, "nodes must be whole numbers, got str"),
+    "nodes named in text": ("graph", {"0": [1]}, "nodes must be whole numbers, got str"),
+    "a neighbour of zero length": ("graph", {0: [""]}, "nodes must be whole numbers, got str"),
+    "fractions of nodes": ("graph", {0: [0.0]}, "nodes must be whole numbers, got float"),
+    "neighbours beyond int64": ("graph", {0: [1 << 70]}, "ind.tiny.graph cannot be read: OverflowError"),
+    "neighbours that are none": ("graph", {0: [10]}, r"must name nodes 0\.\.9, got 10"),
+    "neighbours below zero": ("graph", {0: [-1]}, r"must name nodes 0\.\.9, got -1"),
+    "a list many times": ("graph", dict.fromkeys(range(10), [1] * 2_000), "more neighbours than it has bytes"),
+    "no table": ("graph", [[1]], "a table of lists of neighbours expected"),
+    "tested in training": ("test.index", b"0 8 9", "names node 0, which is a row of ind.tiny.allx"),
+    "tested far away": ("test.index", b"7 8 1000000000000", "names node 1000000000000, the files describe 10 nodes"),
+    "words for tests": ("test.index", b"7 8 nine", "test.index cannot be read: invalid literal"),
+    "no tests": ("test.index", b" \n", "test.index names no node"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PICKLES)
+def test_wrong_planetoid_file_is_refused_with_its_reason(case, tmp_path):
+    name, value, message = WRONG_PICKLES[case]
+    refused(own(write(tmp_path / "p", reached(name, value))), message)
+
+
+def test_planetoid_nodes_without_rows_are_a_fact(tmp_path):
+    """CiteSeer's test.index leaves out numbers that no file describes."""
+    folder = write(tmp_path / "p", {**planetoid(), "ind.tiny.test.index": b"8\n7\n11"})
+    found = load_graph(own(folder, standardize=False))
+    assert (len(found.labels), found.test.tolist()) == (12, [7, 8, 11])
+    assert found.labels[[9, 10]].tolist() == [-1, -1]
+    assert found.features[[9, 10]].eq(0).all()
+    assert "2 nodes that no file describes: all features 0, no label" in str(found.report)
+
+
+def test_several_planetoid_graphs_in_a_folder_are_refused(tmp_path):
+    files = planetoid()
+    both = {**files, **{name.replace("tiny", "other"): content for name, content in files.items()}}
+    refused(own(write(tmp_path / "p", both)), r"several graphs: ind\.other\.graph, ind\.tiny\.graph; give the files of")

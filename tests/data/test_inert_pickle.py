@@ -1,0 +1,144 @@
+"""Pickles of arrays: what is read is what pickle reads, nothing that a file names runs, and no content is trusted."""
+
+import operator
+import pickle
+import subprocess
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import scipy.sparse
+from helpers import refused
+
+from cpt_lab.data.inert_pickle import array_of, load_inert, sparse_of
+
+ARRAYS = {
+    "int32": np.arange(6, dtype=np.int32).reshape(2, 3),
+    "float64": np.linspace(0, 1, 5),
+    "big end first": np.arange(4, dtype=">i2"),
+    "columns first": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "flags": np.array([True, False]),
+    "empty": np.empty((0, 3), np.float32),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_array_is_that_of_pickle(name, protocol):
+    wanted = ARRAYS[name]
+    found = array_of(load_inert(pickle.dumps(wanted, protocol)))
+    assert found.shape == wanted.shape
+    assert np.array_equal(found, wanted)
+
+
+def test_sparse_matrix_has_the_arrays_of_scipys():
+    wanted = scipy.sparse.csr_matrix(np.eye(4, 5, dtype=np.float32))
+    found = sparse_of(load_inert(pickle.dumps(wanted, 2)))
+    assert found.shape == (4, 5)
+    for name in ("data", "indices", "indptr"):
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_table_of_lists_is_a_dict():
+    table = defaultdict(list, {0: [1, 2], 3: []})
+    assert load_inert(pickle.dumps(table, 2)) == {0: [1, 2], 3: []}
+
+
+class Call:
+    """A call that a pickle asks for."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (print, ("run",)), (eval, ("1 + 1",)), (np.zeros, ((2,),)), (operator.attrgetter, ("x",)),
+        (scipy.sparse.csc_matrix, ((2, 2),)), (np.frombuffer, (b"1234",)), (dict, ()),
+    ],
+)  # fmt: skip
+def test_names_that_arrays_do_not_need_are_refused(function, arguments, capsys):
+    refused("a file of arrays needs no .*: not unpickled", load_inert, pickle.dumps(Call(function, *arguments), 2))
+    assert capsys.readouterr().out == ""
+
+
+def test_list_of_a_pickle_copies_nothing():
+    assert type(load_inert(pickle.dumps(Call(list, "abc"), 2))).__name__ == "_List"
+
+
+def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):
+    """Return the pickle of an array whose state is made of the arguments."""
+    whole = pickle.dumps(np.arange(2, dtype="<i4"), 2)
+    state = load_inert(whole).state
+    assert state[1] == (2,)
+
+    class Dtype:
+        def __reduce__(self):
+            return np.dtype, (kind, False, True), (3, order, None, None, None, -1, -1, 0)
+
+    class Array:
+        def __reduce__(self):
+            return np.empty(0).__reduce__()[0], (np.ndarray, (0,), b"b"), (1, shape, Dtype(), False, data)
+
+    return pickle.dumps(Array(), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(shape=(3,)), r"an array of shape \(3,\) and type int32 has 8 bytes"),
+        (dict(shape=(1,)), r"an array of shape \(1,\) and type int32 has 8 bytes"),
+        (dict(shape=(1 << 62, 2)), "has 8 bytes"),
+        (dict(shape=(-2,)), "a shape that is no row or table"),
+        (dict(shape=(2.0,)), "a shape that is no row or table"),
+        (dict(shape=(True, 2)), "a shape that is no row or table"),
+        (dict(shape=(1, 1, 2)), "a shape that is no row or table"),
+        (dict(shape=[2]), "a shape that is no row or table"),
+        (dict(kind="O8"), "holds no numbers, but 'O8'"),
+        (dict(kind="V8"), "holds no numbers, but 'V8'"),
+        (dict(kind="U1"), "holds no numbers, but 'U1'"),
+        (dict(kind="c8"), "holds no numbers, but 'c8'"),
+        (dict(kind="i4,i4"), "holds no numbers, but 'i4,i4'"),
+        (dict(order="x"), "holds no numbers"),
+        (dict(data=[1, 2]), "the bytes of an array expected, got list"),
+        (dict(data=None), "the bytes of an array expected, got nonetype"),
+        (dict(data=b""), "has 0 bytes"),
+    ],
+)
+def test_array_with_another_content_is_refused(changes, message):
+    assert array_of(load_inert(array_pickle())).tolist() == [1, 2]
+    refused(message, array_of, load_inert(array_pickle(**changes)))
+
+
+HOSTILE = {  # each ends a process that hands it to pickle: by a crash, or by taking all memory
+    "tuples in tuples": b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.",
+    "a part numbered 2**31": b"\x80\x02]r\xff\xff\xff\x7f.",
+    "an unknown step": b"\x80\x02\x8f.",
+    "a persistent object": b"\x80\x02K\x01Q.",
+    "an extension": b"\x80\x02\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_steps_are_refused(case):
+    """In another process: what is not refused may end it."""
+    code = "import sys\nfrom cpt_lab.data.inert_pickle import load_inert\nload_inert(sys.stdin.buffer.read())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=HOSTILE[case], capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1].startswith("ValueError: ")
+    assert "not unpickled" in done.stderr.decode().splitlines()[-1]
+
+
+def test_what_is_no_array_is_named():
+    refused("an array expected, got dict", array_of, {})
+    refused("a sparse matrix expected, got array", sparse_of, load_inert(pickle.dumps(np.eye(2), 2)))
+    matrix = scipy.sparse.csr_matrix(np.eye(2))
+    del matrix.__dict__["indices"]
+    refused("a sparse matrix lacks indices", sparse_of, load_inert(pickle.dumps(matrix, 2)))
