@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+# How a file system says that it has no fsync: some FUSE, SMB and other network folders.
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_warned = False  # of a file system without fsync
 
 
 def nan_to_none(value: Any, lost: list[str] | None = None, place: str = "") -> Any:
@@ -73,6 +79,28 @@ def sync(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        sync_open_file(number, path)
     finally:
         os.close(number)
+
+
+def sync_open_file(number: int, path: Path) -> None:
+    """Wait until the disk has an open file; warn once of a file system that does not offer that."""
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_unsynced(path, error)
+
+
+def warn_unsynced(path: Path, error: OSError) -> None:
+    """Warn, once in a process, that a file system does not say when the disk has a file."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{path}: its file system does not say when the disk has what was written (fsync: {error.strerror}); files "
+            "outlive a process that is killed, but perhaps not a power cut",
+            stacklevel=3,
+        )

@@ -12,6 +12,7 @@ b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_lab.experiments.spec import key_of
+from cpt_lab.sweeps.row_index import index_of
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "diverged", "failed")
@@ -114,7 +116,13 @@ def integrity(stores: Iterable[Path]) -> Integrity:
 
 def beside(store: Path) -> Path:
     """Return the file of the digests of old rows."""
-    return Path(store).with_suffix(".sha256")
+    return linked_file(store).with_suffix(".sha256")
+
+
+def linked_file(store: Path) -> Path:
+    """Return the file that a store is, where its path is a link: locks, curves and checkpoints lie beside that one."""
+    store = Path(store)
+    return Path(os.path.realpath(store)) if store.is_symlink() else store
 
 
 def find_row(store: Path, key: str) -> Row | None:
@@ -125,19 +133,22 @@ def find_row(store: Path, key: str) -> Row | None:
 def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
     """Return the row of a run that counts, how many bytes the whole rows are, and whether the last has its line's end.
 
-    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all. ValueError when
-    one of these lines is broken.
+    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all. What this process
+    has passed over once is not read again, see ``row_index``. ValueError when one of these lines is broken.
     """
-    judge, word, lines, size, last = Judge(store), json.dumps(key).encode(), {}, 0, b"\n"
-    for number, line in enumerate(_lines(store), 1):
-        size, last = size + len(line), line
-        if word in line:
-            lines[number] = line
-    if size:
-        lines[number] = last
-    rows = [judge.row(*numbered) for numbered in lines.items()]
-    found = [row for row, fault in rows if row["key"] == key and fault in ("", BARE)]
-    return newest(found).get(key), size, last.endswith(b"\n")
+    try:
+        with open(store, "rb") as file, index_of(store) as index:
+            found = index.find(file, json.dumps(key).encode())
+    except FileNotFoundError:
+        return None, 0, True
+    lines, size, ended = found.lines, found.size, True
+    if found.rest and (tail := _unended(store, found.rest)):
+        lines = {**lines, found.whole + 1: tail}
+        size, ended = size + len(tail), False
+    judge = Judge(store)
+    rows = [judge.row(number, line) for number, line in sorted(lines.items())]
+    matching = [row for row, fault in rows if row["key"] == key and fault in ("", BARE)]
+    return newest(matching).get(key), size, ended
 
 
 def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,18 +22,19 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from cpt_extras.files import nan_to_none, sync, write_atomically
+from cpt_extras.files import nan_to_none, sync, sync_open_file, write_atomically
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
-from cpt_lab.sweeps.lines import SCHEMA_VERSION, Row, line_of, look
+from cpt_lab.sweeps.lines import SCHEMA_VERSION, TORN, Row, line_of, linked_file, look
 from cpt_lab.sweeps.lines import STATUSES as STATUSES
 from cpt_lab.sweeps.lines import find_row as find_row
 from cpt_lab.sweeps.lines import load_rows as load_rows
 from cpt_lab.sweeps.lines import newest as newest
 
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
+MAX_TRIES = 5  # of an append whose row others overwrite or cut off
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
 _ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log", "data": ".json"}
 
@@ -48,12 +50,14 @@ def store_path(scale: str, task: str) -> Path:
 
 def place(store: Path, kind: str, key: str) -> Path:
     """Return the file of one run: ``kind`` is "curves", "checkpoints", "locks", "logs"; a tracker's is a folder."""
+    store = linked_file(store)
     return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS.get(kind, '')}"
 
 
 # --- who may do what ------------------------------------------------------------------------------
 def _lock(store: Path) -> FileLock:
     """Return the lock of a store. It is the operating system's, so it ends with its holder, however that ends."""
+    store = linked_file(store)
     return FileLock(store.with_name(store.name + ".lock"), timeout=LOCK_SECONDS)
 
 
@@ -90,7 +94,8 @@ def append_row(store: Path, row: Row) -> Row:
 
     A finished row of the same run stays: then nothing is appended, and that row is returned. The torn beginning of a
     row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks its line's end
-    gets it.
+    gets it. The line is read again after it was written: on a file system whose locks do not exclude every writer it
+    may be gone, and is appended anew.
 
     JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
     diverged, see ``settled``.
@@ -100,27 +105,88 @@ def append_row(store: Path, row: Row) -> Row:
         ValueError: for a row with the key of another spec, and for a file that ends with what no writer of ours leaves.
     """
     row = settled(row)
+    store = linked_file(store)
     check_source(store, row.get("provenance", {}))
     key, line = row["key"], line_of(row)
     try:
-        with _lock(store), open(store, "ab", buffering=0) as f:
-            held, end, ended = look(store, key)
-            if held is not None and held["status"] != "failed":
-                return held
-            line = line if ended else b"\n" + line
-            f.truncate(end)
-            try:
-                if f.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(f.fileno())
-            except OSError:
-                f.truncate(end)
-                raise
-            if end == 0:
-                sync(store.parent)
+        with _lock(store):
+            for _ in range(MAX_TRIES):
+                held, end, ended = look(store, key)
+                if held is not None and held["status"] != "failed":
+                    return held
+                start = _write_line(store, end, ended, line)
+                if start is not None and _read_at(store, start, len(line)) == line:
+                    return row
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
-    return row
+    raise StoreError(
+        f"cannot write {store}: other writers overwrote the row {MAX_TRIES} times, so the locks of this file system "
+        f"exclude nobody; name a folder on another one with CPT_RUNS_DIR; {_kept(store, key)}"
+    )
+
+
+def _write_line(store: Path, end: int, ended: bool, line: bytes) -> int | None:
+    """Append a line and return where it begins; None when another writer is in the middle of one.
+
+    Args:
+        store: the file.
+        end: bytes of the whole rows in it.
+        ended: whether the last of them has its line's end.
+        line: the new line.
+    """
+    with open(store, "a+b", buffering=0) as file:
+        rest = _read_at(store, end)
+        if TORN.fullmatch(rest):
+            file.truncate(end)
+        elif rest:  # rows that came since ``end`` was seen, from a writer that our lock does not exclude
+            if not rest.endswith(b"\n"):
+                return None
+            ended = True
+        before = os.fstat(file.fileno()).st_size
+        text = line if ended else b"\n" + line
+        try:
+            _write_all(file, text)
+            start = file.tell() - len(line)
+            sync_open_file(file.fileno(), store)
+        except OSError:
+            _take_back(store, before, text)
+            raise
+    if before == 0:
+        sync(store.parent)
+    return start
+
+
+def _read_at(store: Path, start: int, size: int = -1) -> bytes:
+    with open(store, "rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def _write_all(file: Any, text: bytes) -> None:
+    """Write a text to the end of a file: the system may take it in parts, and says why it takes no more."""
+    rest = text
+    while rest:
+        before = os.fstat(file.fileno()).st_size
+        count = file.write(rest)
+        if not count:
+            raise OSError(errno.EIO, "the file system took a part of a row, and then nothing")
+        rest = rest[count:]
+        if rest and file.tell() != before + count:
+            raise OSError(errno.EIO, "another program wrote into the middle of a row")
+
+
+def _take_back(store: Path, before: int, text: bytes) -> None:
+    """Remove what is there of a text that could not be written whole; rows that others appended stay."""
+    with open(store, "r+b", buffering=0) as file:
+        file.seek(before)
+        written = file.read()
+        same = [one == other for one, other in zip(written, text, strict=False)]
+        ours = same.index(False) if False in same else len(same)
+        if ours == len(written):
+            file.truncate(before)
+        elif written[ours:].startswith(b"{"):  # their row follows: blanks before it are no part of it
+            file.seek(before)
+            file.write(b" " * ours)
 
 
 def settled(row: Row) -> Row:
@@ -143,7 +209,7 @@ def check_writable(store: Path) -> None:
 
     A store that does not exist is not made: a sweep that is refused leaves none.
     """
-    store = Path(store)
+    store = linked_file(store)
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
         if store.is_dir():
@@ -155,11 +221,23 @@ def check_writable(store: Path) -> None:
         with _lock(store):  # makes a file in that folder
             if store.exists():
                 open(store, "ab").close()
+                _warn_of_names(store)
     except Timeout as error:
         raise StoreError(f"cannot write {store}: {error.lock_file} is held by another process") from error
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; nothing was started") from error
     check_free(store)
+
+
+def _warn_of_names(store: Path) -> None:
+    """Warn of a file with several names (hard links): nothing tells which of them other sweeps use."""
+    names = store.stat().st_nlink
+    if names > 1:
+        warnings.warn(
+            f"{store} has {names} names (hard links): locks, curves and checkpoints are those of this name alone, so "
+            "use one name in all sweeps, or a symbolic link",
+            stacklevel=4,
+        )
 
 
 def check_source(store: Path, where: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from cpt_lab.machine import usable_cores, usable_memory
 from cpt_lab.provenance import commit
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
+from cpt_lab.sweeps.lines import linked_file
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.progress import Live, Signals
@@ -71,7 +72,7 @@ def run_grid(
         if processes.count() > 1:
             _check_shared(spec, options)
         task_of(spec)
-    store = Path(store).absolute()  # the runs are other processes, maybe in another folder
+    store = linked_file(Path(store).absolute())  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
     held = {row["key"]: row for row in stores.load_rows(store)}
     retried = ("failed",) if options.retry_failed else ()
