@@ -14,7 +14,7 @@ import torch
 from helpers import refused, said_by, specs_of
 
 from cpt_extras.optional_libraries import install_hint
-from cpt_lab.analysis import pages, trying
+from cpt_lab.analysis import data_reports, pages, trying
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
 from cpt_lab.analysis.runs import TYPES, load, table
@@ -504,7 +504,9 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert "bits are perhaps enough" in page  # one seed
     assert "plus is better, 1 point of accuracy is too little to matter" in page
     assert "points" in page
-    assert page.count("<tr>") == 1 + 11  # all but float32
+    trainings, _, data = page.partition(data_reports.TITLE)
+    assert trainings.count("<tr>") == 1 + 11  # all but float32
+    assert data.count("<tr>") > 1
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")
     (told,) = trying.answered("digits", "smoke")
     shown = pages.render("page.html.j2", title="", notes=[], sections=[told])

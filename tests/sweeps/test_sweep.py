@@ -144,7 +144,8 @@ def test_rows_are_complete(tmp_path):
     assert (row["status"], row["device"]) == ("ok", "cpu")
     assert set(row) == {
         "schema", "key", "spec", "relative_cost", "noise_exposure", "share_at_q_min", "provenance", "metrics", "bitops",
-        "steps", "seconds", "device", "title", "data_checksum", "data_report", "loss", "peak_memory", "status", "evaluations",
+        "steps", "seconds", "device", "title", "data_checksum", "data_report", "loss", "peak_memory", "status",
+        "evaluations",
     }  # fmt: skip
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
