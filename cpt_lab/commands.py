@@ -164,6 +164,7 @@ def run(
     together: Annotated[int | None, typer.Option(help="runs of a seed that train side by side in a process")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
+    rerun_old: Annotated[bool, typer.Option("--rerun-old", help="run again what has rows of other numerics")] = False,
     shard: Annotated[str, typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared")] = "",
     log: Annotated[str, typer.Option(help="send rows and curves to tensorboard, mlflow or trackio, too")] = "",
 ) -> None:
@@ -186,7 +187,9 @@ def run(
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
     send = sender(log) if log else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
-    options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, together, timeout, retry_failed)
+    options = SweepOptions(
+        executor, workers, threads, device, per_gpu, scheduler, together, timeout, retry_failed, rerun_old
+    )
     with joined() as leads:  # alone, or the first of the processes of torchrun
         failed = _run(grid, by_store, options, send) if leads else follow()
     if failed:

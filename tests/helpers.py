@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
+from cpt_core.numerics import NUMERICS
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, all_precisions
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, HOOK
@@ -217,7 +218,8 @@ def row_of(spec, value, metric="accuracy", status="ok"):
     point = {"split": "test", "when": "final", "precision": "q_max"}
     curve = [{"step": t, "test": {metric: value * t / spec.recipe.steps}} for t in (0, spec.recipe.steps)]
     return {
-        "key": spec.key, "spec": spec.to_dict(), "provenance": PROVENANCE, "status": status, "title": "made up",
+        "key": spec.key, "numerics": NUMERICS, "spec": spec.to_dict(), "provenance": PROVENANCE,
+        "status": status, "title": "made up",
         "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
         "noise_exposure": cost.noise_exposure(bits, spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),

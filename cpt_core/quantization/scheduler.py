@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cpt_core import extensions
+from cpt_core.numerics import NUMERICS, NUMERICS_WITHOUT_VERSION
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions, warn_of_added_modules
 from cpt_core.quantization.precision import LayerPrecision
@@ -164,6 +165,7 @@ class PrecisionScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors."""
         return {
+            "numerics": NUMERICS,
             "last_step": self.last_step,
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
@@ -172,13 +174,22 @@ class PrecisionScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers."""
+        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers.
+
+        ValueError also names entries that this release does not know. A state of other numerics loads with a warning.
+        """
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         whole("last_step", state["last_step"], 0)
+        numerics = whole("numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1)
         theirs = {"ladders": {}, **state}  # none in files that were stored before there were ladders
         mine = {**self.state_dict(), "layers": self._layers}
+        if unknown := sorted(map(repr, set(state) - set(mine))):
+            raise ValueError(
+                f"state has entries that this release does not know: {', '.join(unknown)}. It is of another release: "
+                "go on with that one, or load the model's weights alone and start a new schedule"
+            )
         wrappers = extensions.services("wrappers")
         theirs, mine = wrappers.unwrapped(theirs) or theirs, wrappers.unwrapped(mine) or mine
         for key in ("schedules", "q_grad", "ladders"):
@@ -197,6 +208,12 @@ class PrecisionScheduler:
             layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
+        if numerics != NUMERICS:
+            warnings.warn(
+                f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other "
+                "noise than it had, so that its losses are not those of one run; see cpt_core.numerics",
+                stacklevel=2,
+            )
 
 
 def assign_schedules(

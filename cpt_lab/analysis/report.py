@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from cpt_core.numerics import NUMERICS
 from cpt_extras.files import write_text
 from cpt_lab import provenance
 from cpt_lab.analysis import (
@@ -82,6 +83,7 @@ def write(
         "Low precision is simulated here: bit operations (BitOps) count work, they are not seconds. The words are "
         "explained at the end."
     )
+    notes += _numerics_note(runs)
     if scale == "smoke":
         notes.insert(0, SMOKE)
     sections = [
@@ -201,6 +203,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
         "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none.",
     ]
+    notes += _numerics_note(stored)
     if smoke := len(found) - len(stored):
         notes.append(f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more.")
     out = out or runs_dir() / "report.html"
@@ -244,12 +247,34 @@ def _sources(runs: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for store, part in runs.groupby("store"):
         devices, torch, commits = (", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit"))
+        numerics = _numerics(part)
         hours, days = part["seconds"].sum() / 3600, f"{part['day'].min()} to {part['day'].max()}"
         diverged = int(part["diverged"].sum())
         failed = int(((part["status"] == "failed") & ~part["diverged"]).sum())
-        lines.append((store, len(part), diverged, failed, devices, f"{hours:.2f}", torch, commits, days))
-    columns = ["store", "runs that count", "diverged", "failed", "device", "hours", "torch", "commit", "started"]
+        lines.append((store, len(part), diverged, failed, devices, f"{hours:.2f}", numerics, torch, commits, days))
+    columns = ["store", "runs that count", "diverged", "failed", "device", "hours", "numerics", "torch", "commit"]
+    columns.append("started")
     return pd.DataFrame(lines, columns=columns)
+
+
+def _numerics(runs: pd.DataFrame) -> str:
+    """Return the versions of the numerics that made some runs, with the number of runs of each where they differ."""
+    counts = runs["numerics"].astype("string").fillna("unknown").value_counts().sort_index(ascending=False)
+    if len(counts) == 1:
+        return str(counts.index[0])
+    return ", ".join(f"{version}: {counted(count, 'run')}" for version, count in counts.items())
+
+
+def _numerics_note(runs: pd.DataFrame) -> list[str]:
+    """Return a note where some of the runs were made with other numerics than today's."""
+    others = int((runs["numerics"].fillna(0) != NUMERICS).sum())
+    if not others:
+        return []
+    return [
+        f"{counted(others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
+        "gave other noise there, so these runs are neither paired with the others nor comparable run by run. The "
+        "column numerics of the last table names them."
+    ]
 
 
 def _versions() -> str:

@@ -19,6 +19,7 @@ import pandas as pd
 from cpt_core.validation import choose
 from cpt_lab.analysis.metrics import METRICS, main_metric, metric_named, worst_value
 from cpt_lab.experiments.spec import savings_of
+from cpt_lab.numerics import numerics_of, warn_of_other_numerics
 from cpt_lab.paths import ROOT, results_dir, runs_dir
 from cpt_lab.sweeps.stores import Row, load_rows, newest
 
@@ -67,6 +68,7 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
 
     Warns:
         OtherDataWarning: about runs that are left out because most runs of their recipe had other data.
+        OtherNumericsWarning: about runs that were made with other numerics than those of this package.
 
     Raises:
         ValueError: for a file that is no store, see ``load_rows``.
@@ -141,8 +143,9 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     ``learning_rates`` how many there are to choose from, ``valid`` the main metric on held-out data, by which they
     are chosen; ``start`` and ``stop`` of a deficit (0 and 0 without one, missing where there are several windows or
     the schedule is of another kind); ``equal_cost`` marks arms that only such an experiment has; ``first_loss`` and
-    ``last_loss`` of the training; ``lr_rule`` and ``milestones`` of the recipe, "" where it has none. The last column,
-    ``evaluations``, holds lists of dicts: the curves.
+    ``last_loss`` of the training; ``lr_rule`` and ``milestones`` of the recipe, "" where it has none; ``numerics``,
+    the version that made the row, missing where it is unknown. The last column, ``evaluations``, holds lists of dicts:
+    the curves.
     """
     rows = list(rows)
     lines = [{**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows]
@@ -153,11 +156,15 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     return frame.astype({**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"})
 
 
-def _with_decays(tabulate: Any) -> Any:
-    """Add the columns of the learning-rate decay, which most rules of the paper's claims do not read."""
+def _with_further_columns(tabulate: Any) -> Any:
+    """Add the columns of the learning-rate decay and the numerics, which most rules of the paper's claims do not read.
+
+    Warns:
+        OtherNumericsWarning: of rows that were not made with the numerics of this package.
+    """
 
     @wraps(tabulate)
-    def with_decays(rows: Iterable[Row]) -> pd.DataFrame:
+    def with_further_columns(rows: Iterable[Row]) -> pd.DataFrame:
         rows = list(rows)
         found = tabulate(rows)
         recipes = [row["spec"]["recipe"] for row in rows]
@@ -168,12 +175,15 @@ def _with_decays(tabulate: Any) -> Any:
         }
         for name, values in columns.items():
             found.insert(found.columns.get_loc("evaluations"), name, pd.array(values, dtype="string"))
+        versions = pd.array([numerics_of(row) for row in rows], dtype="Int64")
+        found.insert(found.columns.get_loc("evaluations"), "numerics", versions)
+        warn_of_other_numerics(rows, stacklevel=3)
         return found
 
-    return with_decays
+    return with_further_columns
 
 
-table = _with_decays(table)  # not above it: the fingerprint of a rule is that of the function without these columns
+table = _with_further_columns(table)  # not above it: rules have the fingerprint of the function without these columns
 
 
 def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_lab.experiments.spec import key_of
+from cpt_lab.numerics import is_comparable, numerics_of
 from cpt_lab.sweeps.row_index import index_of
 
 SCHEMA_VERSION = 1
@@ -32,7 +33,7 @@ BARE = "no digest"  # of a row that is older than they are, in a store that has 
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
 _TYPES = {
     "key": str, "status": str, "spec": dict, "provenance": dict, "metrics": list, "bitops": dict, "loss": list,
-    "evaluations": list, "error": str,
+    "evaluations": list, "error": str, "numerics": int,
 }  # fmt: skip
 _BEGIN, _LENGTH = b'{"digest": "', 32
 _REST = len(_BEGIN) + _LENGTH + len(b'", ')
@@ -158,7 +159,7 @@ def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
     doubts: list[str] = []
     bare = 0
     for store in stores:
-        judge, results = Judge(store), dict[str, tuple[int, Row]]()
+        judge, results = Judge(store), dict[tuple[str, int | None], tuple[int, Row]]()
         for number, line in enumerate(_lines(store), 1):
             row, fault = judge.row(number, line)
             if fault and fault != BARE:
@@ -167,7 +168,7 @@ def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
             bare += fault == BARE
             rows.append(row)
             if row["status"] != "failed":
-                first, other = results.setdefault(row["key"], (number, row))
+                first, other = results.setdefault((row["key"], numerics_of(row)), (number, row))
                 if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
                     doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
     return rows, Integrity(len(rows) + len(faults), bare, tuple(faults), tuple(doubts))
@@ -259,8 +260,9 @@ def _no_number(word: str) -> None:
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
     """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.
 
-    A finished row counts before a failed one, one from a clean tree before any other, then the one that started last;
-    of rows that agree in all this, one chosen by its content. In which order, or in which file, they come says nothing.
+    A finished row counts before a failed one, one of the numerics of this package before those of others, one from a
+    clean tree before any other, then the one that started last; of rows that agree in all this, one chosen by its
+    content. In which order, or in which file, they come says nothing.
     """
     out: dict[str, Row] = {}
     for row in rows:
@@ -270,9 +272,9 @@ def newest(rows: Iterable[Row]) -> dict[str, Row]:
     return out
 
 
-def _rank(row: Row) -> tuple[bool, bool, str]:
+def _rank(row: Row) -> tuple[bool, bool, bool, str]:
     where = row.get("provenance", {})
-    return row["status"] != "failed", where.get("dirty") is False, where.get("started", "")
+    return row["status"] != "failed", is_comparable(row), where.get("dirty") is False, where.get("started", "")
 
 
 def _content(row: Row) -> str:

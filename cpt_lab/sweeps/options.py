@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cpt_core.validation import choose, declared, whole
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.numerics import is_comparable
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")
@@ -29,6 +31,8 @@ class SweepOptions:
             11 on a CPU where that is faster, at smoke and demo scale.
         timeout: seconds after which a run is failed; not with ``workers=0``.
         retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
+        rerun_old: run specs again whose newest row was made with other numerics, see docs/sweeps.md; the old rows stay
+            in the file, and the new ones count.
         checkpoint_seconds: time between checkpoints of a run.
         progress: show a bar with what is done and how long the rest takes; None shows it to people only.
         on_step: ``on_step(spec, step, loss)`` after every step of every run; only with ``workers=0``.
@@ -43,9 +47,16 @@ class SweepOptions:
     together: int | None = None
     timeout: float | None = None
     retry_failed: bool = False
+    rerun_old: bool = False
     checkpoint_seconds: float = 60.0
     progress: bool | None = None
     on_step: Callable[[RunSpec, int, float], None] | None = None
+
+    def accepts(self, row: dict[str, Any]) -> bool:
+        """Return whether a stored row answers for its run, so that it is not run again."""
+        if row["status"] == "failed":
+            return not self.retry_failed
+        return is_comparable(row) or not self.rerun_old
 
     def __post_init__(self) -> None:
         choose("executor", self.executor, EXECUTORS)

@@ -22,9 +22,11 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from cpt_core.numerics import NUMERICS
 from cpt_extras.files import nan_to_none, sync, sync_open_file, write_atomically
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.numerics import numerics_of
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
 from cpt_lab.sweeps.lines import SCHEMA_VERSION, TORN, Row, line_of, linked_file, look
@@ -92,10 +94,10 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
 def append_row(store: Path, row: Row) -> Row:
     """Append a row as one line and return the row that counts.
 
-    A finished row of the same run stays: then nothing is appended, and that row is returned. The torn beginning of a
-    row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks its line's end
-    gets it. The line is read again after it was written: on a file system whose locks do not exclude every writer it
-    may be gone, and is appended anew.
+    A finished row of the same run and numerics stays: then nothing is appended, and that row is returned. The torn
+    beginning of a row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks
+    its line's end gets it. The line is read again after it was written: on a file system whose locks do not exclude
+    every writer it may be gone, and is appended anew.
 
     JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
     diverged, see ``settled``.
@@ -112,7 +114,7 @@ def append_row(store: Path, row: Row) -> Row:
         with _lock(store):
             for _ in range(MAX_TRIES):
                 held, end, ended = look(store, key)
-                if held is not None and held["status"] != "failed":
+                if held is not None and held["status"] != "failed" and numerics_of(held) == numerics_of(row):
                     return held
                 start = _write_line(store, end, ended, line)
                 if start is not None and _read_at(store, start, len(line)) == line:
@@ -358,6 +360,7 @@ def describe(spec: RunSpec) -> Row:
     return {
         "schema": SCHEMA_VERSION,
         "key": spec.key,
+        "numerics": NUMERICS,
         "spec": spec.to_dict(),
         "relative_cost": spec.relative_cost,
         "noise_exposure": spec.schedule.noise_exposure(spec.q_max) if spec.recipe.ladder == "affine" else None,

@@ -8,6 +8,7 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 """
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from cpt_core.numerics import NUMERICS
 from cpt_lab.data.files import check_data
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores, usable_memory
+from cpt_lab.numerics import OtherNumericsWarning, count_numerics, describe_counts
 from cpt_lab.provenance import commit
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
@@ -53,6 +56,9 @@ def run_grid(
     go on. Interrupted runs continue from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep
     ends with KeyboardInterrupt; twice: at once.
 
+    Rows of other numerics (``cpt_core.numerics``) count as done, with a warning: a long sweep does not start anew
+    because the package was updated. ``rerun_old`` runs them again.
+
     Args:
         store: a file of JSON lines; made when it does not exist.
         options: how to run them; None takes ``SweepOptions()``.
@@ -64,6 +70,9 @@ def run_grid(
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed; also for one
             under ``data/results`` when the tree differs from its commit.
+
+    Warns:
+        OtherNumericsWarning: when rows of other numerics answer for some of the runs.
     """
     options, specs = replace(options or SweepOptions(), **changes), list(specs)
     for spec in specs:
@@ -75,10 +84,10 @@ def run_grid(
     store = linked_file(Path(store).absolute())  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
     held = {row["key"]: row for row in stores.load_rows(store)}
-    retried = ("failed",) if options.retry_failed else ()
-    done = {key for key, row in held.items() if row["status"] not in retried}
+    done = {key for key, row in held.items() if options.accepts(row)}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     _check_data(specs, todo, held.values(), store, options)
+    _warn_of_old_rows(store, [held[spec.key] for spec in specs if spec.key in done], len(todo))
     if todo:
         stores.check_source(store, commit())
         _sweep(_jobs(todo, store, options), _executor(todo, options), options.progress)
@@ -88,6 +97,22 @@ def run_grid(
     # also of a process that was killed between its row and its checkpoint
     stores.remove_checkpoints(store, {row["key"] for row in rows if row["status"] != "failed"})
     return rows
+
+
+def _warn_of_old_rows(store: Path, rows: list[Row], missing: int) -> None:
+    """Warn that rows of other numerics answer for their runs, and say how to make them again."""
+    counts = count_numerics(rows)
+    if set(counts) <= {NUMERICS}:
+        return
+    others = f"; the {missing} missing runs will have numerics {NUMERICS}" if missing else ""
+    warnings.warn(
+        f"{store} answers for {len(rows)} of these runs with {describe_counts(counts)}, and numerics {NUMERICS} are "
+        f"today's{others}: equal seeds gave other noise, so do not compare across numerics. The rows are used as they "
+        "are; rerun_old=True (`cpt run GRID --rerun-old`) runs the old ones again and keeps both, and another store "
+        "(CPT_RUNS_DIR) starts afresh",
+        OtherNumericsWarning,
+        stacklevel=3,
+    )
 
 
 def _check_shared(spec: RunSpec, options: SweepOptions) -> None:

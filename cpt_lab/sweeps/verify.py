@@ -1,8 +1,9 @@
 """Do stored rows repeat?  Their specs are run again, and what comes out is compared with what was stored.
 
 Where what computes a run (processor, instructions, threads, libraries, kernels) is that of the row, every bit must be.
-The commit excuses nothing. Elsewhere what rounding cannot change is to agree exactly (``EXACT``), the first loss to
-``FIRST_LOSS`` or as far as seeds do, and the final metric as far as seeds do: docs/reproducing/repeating.md says why.
+The commit excuses nothing, but a row of other numerics (``cpt_core.numerics``) is not compared. Elsewhere what rounding
+cannot change is to agree exactly (``EXACT``), the first loss to ``FIRST_LOSS`` or as far as seeds do, and the final
+metric as far as seeds do: docs/reproducing/repeating.md says why.
 """
 
 import json
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 
+from cpt_core.numerics import NUMERICS
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.validation import whole
 from cpt_extras.kernels import gemm_backend
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.numerics import is_comparable, name_numerics, numerics_of
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit, version
 from cpt_lab.sweeps.lines import Row, load_rows
@@ -36,7 +39,7 @@ SPREADS = 5  # standard deviations between seeds
 BAND = 0.05  # for the final metric where a store has too few seeds: of accuracy or mAP (shares of 1), or relative
 RELATIVE = ("perplexity",)  # metrics whose band is a share of the stored value
 LEAST = 0.1  # of BAND: allowed in any case, a few test examples
-VERDICTS = ("bit for bit", "within tolerance", "NOT REPRODUCED")
+VERDICTS = ("bit for bit", "within tolerance", "not comparable", "NOT REPRODUCED")
 EXACT = ("key", "status", "relative_cost", "noise_exposure", "share_at_q_min", "data_checksum", "steps", "bitops")
 
 
@@ -62,7 +65,7 @@ class Finding:
     @property
     def reproduced(self) -> bool:
         """Whether the row stands."""
-        return self.verdict != VERDICTS[-1]
+        return self.verdict in VERDICTS[:2]
 
     def __str__(self) -> str:
         spec = self.row["spec"]
@@ -109,7 +112,12 @@ def verify(sample: Sample) -> Iterator[Finding]:
     kept = [row for path in results_dir().glob("*.jsonl") for row in load_rows(path) if row["status"] != "failed"]
     rows = list({row["key"]: row for row in [*kept, *sample.rows]}.values())
     for row in sample.picked:
-        yield compare(row, run_again(row), rows)
+        yield compare(row, run_again(row), rows) if is_comparable(row) else _not_comparable(row)
+
+
+def _not_comparable(row: Row) -> Finding:
+    """Return the finding of a row of other numerics, which is not run again."""
+    return Finding(row, "not comparable", said=(f"made with {name_numerics(numerics_of(row))}, today's is {NUMERICS}",))
 
 
 def summary(findings: list[Finding]) -> str:
@@ -166,6 +174,8 @@ def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
     """
     if found["status"] == "failed":
         return Finding(row, "NOT REPRODUCED", said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",))
+    if not is_comparable(row):
+        return _not_comparable(row)
     differs = tuple(_differing(row, found))
     stored, now = numbers(row), numbers(found)
     wrong = [name for name in stored | now if stored.get(name) != now.get(name)]
@@ -273,7 +283,8 @@ def _spread(row: Row, rows: list[Row], value: Callable[[Row], float | None]) -> 
     """
     arms = defaultdict(list)
     for other in rows:
-        if other["spec"]["recipe"] == row["spec"]["recipe"] and (at := value(other)) is not None:
+        alike = other["spec"]["recipe"] == row["spec"]["recipe"] and numerics_of(other) == numerics_of(row)
+        if alike and (at := value(other)) is not None:
             arms[_arm(other)].append(at)
     if sum(len(values) - 1 for values in arms.values()) < 3:
         return None

@@ -85,7 +85,7 @@ def _steps(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], 
                 return Outcome(key, "stopped" if should_stop() else "busy")
             on_start(key)
             held = stores.find_row(store, key)  # only now: it may have come while this process waited
-            if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
+            if held is not None and job.options.accepts(held):
                 return Outcome(key, "held", held)
             stores.check_free(store)
             stores.clean(store, key)

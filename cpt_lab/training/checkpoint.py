@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from cpt_core.numerics import NUMERICS, NUMERICS_WITHOUT_VERSION
 from cpt_extras.files import write_atomically
 from cpt_lab.training import processes
 from cpt_lab.training.session import Session
@@ -24,6 +25,14 @@ log = logging.getLogger(__name__)
 
 class DamagedError(ValueError):
     """The bytes of a checkpoint are not those that were written, or the data is not that of the run so far."""
+
+    label = "damaged"  # of the file that is set aside
+
+
+class OtherNumericsError(DamagedError):
+    """A checkpoint was written with other numerics: training that goes on from it would mix two of them."""
+
+    label = "other_numerics"
 
 
 @dataclass
@@ -65,6 +74,7 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "key": session.spec.key,
+        "numerics": NUMERICS,
         "data_checksum": session.task.data.checksum,
         "state": {**vars(state), "carry": session.carry},
         "model": session.model.state_dict(),
@@ -88,7 +98,8 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
 def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:
     """Return a session and how far it is: as the newest whole checkpoint has it, or at its start.
 
-    A damaged checkpoint is set aside beside the others, with ``.damaged`` in its name.
+    A damaged checkpoint is set aside beside the others, with ``.damaged`` in its name, and one of other numerics with
+    ``.other_numerics``.
 
     Raises:
         ValueError: for a checkpoint of another run, or one that this version of torch or of the model cannot use.
@@ -101,7 +112,7 @@ def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:
             state = load_checkpoint(file, session)
             break
         except DamagedError as error:
-            aside = file.with_suffix(f".damaged{file.suffix}")
+            aside = file.with_suffix(f".{error.label}{file.suffix}")
             if not processes.rank():
                 os.replace(file, aside)
             log.warning("%s: kept as %s; the run goes back to the checkpoint before, or to step 0", error, aside.name)
@@ -112,7 +123,7 @@ def load_checkpoint(path: Path, session: Session) -> State:
     """Put the session back as a checkpoint has it.
 
     Raises:
-        DamagedError: when it is not as it was written, or of other data; the session is then as before.
+        DamagedError: when it is not as it was written, of other data or other numerics; the session is then as before.
         ValueError: for one of another run, or one that torch cannot read.
     """
     _verify(path)
@@ -124,6 +135,8 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
     if content.get("data_checksum", session.task.data.checksum) != session.task.data.checksum:
         raise DamagedError(f"{path} was trained on other data than is there now")
+    if (numerics := content.get("numerics", NUMERICS_WITHOUT_VERSION)) != NUMERICS:
+        raise OtherNumericsError(f"{path} was written with numerics {numerics}, and today's is {NUMERICS}")
     written = [(content["random"], content["random_cuda"]), *content.get("random_of_others", [])]
     if len(written) != processes.count():
         raise ValueError(f"{path} was written by {len(written)} processes, and {processes.count()} would go on from it")

@@ -143,9 +143,9 @@ def test_rows_are_complete(tmp_path):
     (row,) = run_grid(specs_of("CR", steps=20), store, workers=0)
     assert (row["status"], row["device"]) == ("ok", "cpu")
     assert set(row) == {
-        "schema", "key", "spec", "relative_cost", "noise_exposure", "share_at_q_min", "provenance", "metrics", "bitops",
-        "steps", "seconds", "device", "title", "data_checksum", "data_report", "loss", "peak_memory", "status",
-        "evaluations",
+        "schema", "key", "numerics", "spec", "relative_cost", "noise_exposure", "share_at_q_min", "provenance",
+        "metrics", "bitops", "steps", "seconds", "device", "title", "data_checksum", "data_report", "loss",
+        "peak_memory", "status", "evaluations",
     }  # fmt: skip
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
