@@ -63,7 +63,7 @@ def report_edges(
         both: edges of the graph, in both directions, without self-loops.
     """
     edges = len(source)
-    report.add("read", count_of(edges, "edge"))
+    report.add("read", f"{count_of(edges, 'edge')}, taken in both directions")
     if loops := edges - apart:
         report.add("changed", f"{count_of(loops, 'self-loop')} of the file dropped")
     if doubled := apart - merged:

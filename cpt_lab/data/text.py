@@ -5,6 +5,7 @@ Every line ends in the word ``<eos>``; words that the training text does not hav
 
 import hashlib
 import itertools
+import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,11 +16,26 @@ from torch import Tensor
 
 from cpt_lab.data.common import SPLITS, generator_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
+from cpt_lab.data.text_lines import (
+    EOS,
+    UNKNOWN,
+    check_overlap,
+    report_breaks,
+    report_unknown_words,
+    strip_markers,
+    unify_breaks,
+)
+from cpt_lab.data.unread_files import is_hidden, report_unread
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
+from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import data_dir
 
-EOS, UNKNOWN = "<eos>", "<unk>"
+log = logging.getLogger(__name__)
+ENDINGS = (".txt", ".tokens", ".raw")  # .tokens and .raw are WikiText's
+NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}  # ends of names
+NOT_A_TEXT = "no text of a split by its name"
+LONG_WORD = 15  # letters on average: likely a text without blanks between words
 PTB_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}  # with <eos>
 PTB_SHA256 = {
     "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
@@ -50,47 +66,123 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
 
     Raises:
         DataNotFoundError: when files are missing, naming what gets them.
-        ValueError: for files that are empty, not UTF-8, too short, or not the official Penn Treebank.
+        ValueError: for files that are empty, not UTF-8, too short, not the official Penn Treebank, or mostly the same.
     """
     EXPERIMENT.check_dataset(recipe.dataset)
-    if recipe.dataset == "pydoc":
-        texts, title = _reference_text(), "Python's reference text"
-    elif recipe.dataset == "ptb":
-        files = {split: data_dir() / "ptb" / f"ptb.{split}.txt" for split in SPLITS}
-        if not all(path.is_file() for path in files.values()):
-            raise not_here("ptb")
-        texts, title = {split: _read(path) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
-        counts = {split: len(_words(text)) for split, text in texts.items()}
-        if counts != PTB_WORDS:
-            raise ValueError(f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}")
-    else:
-        texts, title = _own(own_path(recipe.dataset))
-    whole = {split: list(text) if recipe.unit == "characters" else _words(text) for split, text in texts.items()}
-    parts = {split: whole[split][: getattr(recipe, f"{split}_tokens")] for split in SPLITS}
-    for split, part in parts.items():
-        if len(part) < recipe.batch * (1 + (split == "train")):
-            few = f"the {split} text has {len(part)} {recipe.unit}, too few for a batch of {recipe.batch} columns"
-            raise ValueError(f"{recipe.dataset}: {few}")
+    report = DataReport(recipe.dataset)
+    texts, title = _texts(recipe, report)
+    lines = strip_markers(texts, report) if is_own(recipe.dataset) else texts
+    whole = {split: _units(split, text, recipe.unit, report) for split, text in lines.items()}
+    if recipe.dataset == "ptb":
+        _check_penn_treebank({split: len(_words(text)) for split, text in texts.items()})
+    parts = {split: _cut(split, whole[split], recipe, report) for split in SPLITS}
     start = "\n" if recipe.unit == "characters" else EOS
-    if len(set(parts["train"]) - {start}) < 2:
-        raise ValueError(f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt")
-    if texts["test"] == texts["train"]:
-        raise ValueError(f"{recipe.dataset}: the test text is the training text; a test needs another")
-    for split, part in parts.items():
-        if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
-            raise ValueError(f"{recipe.dataset}: nothing of the {split} text is in the training text")
+    _check_parts(recipe, parts, start)
+    check_overlap(recipe.dataset, lines, report, refuse=is_own(recipe.dataset))
     common = [unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)]
     vocabulary = list(dict.fromkeys([start, *common]))
     if not set().union(*parts.values()) <= set(vocabulary):
         vocabulary = list(dict.fromkeys([*vocabulary, UNKNOWN]))
     number = {unit: i for i, unit in enumerate(vocabulary)}
+    _report_vocabulary(recipe, parts, number, report)
+    report.log_notices(log)
+    train, valid, test = (
+        torch.tensor([number.get(unit, number.get(UNKNOWN, 0)) for unit in parts[split]]) for split in SPLITS
+    )
     return TextData(
-        **{split: torch.tensor([number.get(u, number.get(UNKNOWN, 0)) for u in part]) for split, part in parts.items()},
+        train,
+        valid,
+        test,
         vocabulary=tuple(vocabulary),
         start=number[start],
         title=_title(title, recipe, len(whole["train"]), len(common)),
         checksum=hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:16],
+        report=report,
     )
+
+
+def _texts(recipe: LanguageModelRecipe, report: DataReport) -> tuple[dict[str, str], str]:
+    """Return the three texts of a recipe as the files have them, and what they are called."""
+    if recipe.dataset == "pydoc":
+        return _reference_text(report), "Python's reference text"
+    if recipe.dataset != "ptb":
+        return _own(own_path(recipe.dataset), report)
+    files = {split: data_dir() / "ptb" / f"ptb.{split}.txt" for split in SPLITS}
+    if not all(path.is_file() for path in files.values()):
+        raise not_here("ptb")
+    report_unread(report, data_dir() / "ptb", list(files.values()), NOT_A_TEXT)
+    return {split: _read(path, report) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
+
+
+def _check_penn_treebank(counts: dict[str, int]) -> None:
+    if counts != PTB_WORDS:
+        raise ValueError(f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}")
+
+
+def _units(split: str, text: str, unit: str, report: DataReport) -> list[str]:
+    """Return the words or characters of a text."""
+    report_unknown_words(split, text, report)
+    if unit == "characters":
+        report.add("read", f"{split}: {count_of(len(text), 'character')}")
+        return list(text)
+    report_breaks(split, text, report)
+    words = _words(text)
+    lines = text.splitlines()
+    blank = sum(not line.strip() for line in lines)
+    filled = count_of(len(lines) - blank, "line")
+    report.add("read", f"{split}: {filled}, {count_of(len(words), 'word')} with an {EOS} for each line")
+    if blank:
+        report.add("left out", f"{split}: {count_of(blank, 'line')} without words")
+    return words
+
+
+def _cut(split: str, whole: list[str], recipe: LanguageModelRecipe, report: DataReport) -> list[str]:
+    """Return as much of a text as a recipe uses, and report the rest."""
+    part = whole[: getattr(recipe, f"{split}_tokens")]
+    if len(part) < len(whole):
+        report.add("left out", f"{split}: all but the first {len(part):,} of {len(whole):,} {recipe.unit}")
+    if split == "train" and (rest := len(part) % recipe.batch):
+        report.add("left out", f"train: the last {rest} of {len(part):,} {recipe.unit}, too few for all columns")
+    report.add("split", f"{split}: {len(part):,} {recipe.unit}")
+    return part
+
+
+def _check_parts(recipe: LanguageModelRecipe, parts: dict[str, list[str]], start: str) -> None:
+    """Refuse texts from which nothing can be learnt, or with which nothing can be measured."""
+    for split, part in parts.items():
+        if len(part) < recipe.batch * (1 + (split == "train")):
+            few = f"the {split} text has {len(part)} {recipe.unit}, too few for a batch of {recipe.batch} columns"
+            raise ValueError(f"{recipe.dataset}: {few}{_no_blanks(recipe, part)}")
+    if len(set(parts["train"]) - {start}) < 2:
+        raise ValueError(f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt")
+    for split, part in parts.items():
+        if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
+            hint = _no_blanks(recipe, part)
+            raise ValueError(f"{recipe.dataset}: nothing of the {split} text is in the training text{hint}")
+
+
+def _no_blanks(recipe: LanguageModelRecipe, words: list[str]) -> str:
+    """Return a hint where words are so long that a text is likely to have no blanks between them, else ""."""
+    letters = [len(word) for word in words if word != EOS]
+    if recipe.unit == "characters" or not letters or sum(letters) < LONG_WORD * len(letters):
+        return ""
+    mean = sum(letters) / len(letters)
+    return f'; its words have {mean:.0f} letters on average: read a text without blanks with unit="characters"'
+
+
+def _report_vocabulary(
+    recipe: LanguageModelRecipe, parts: dict[str, list[str]], number: dict[str, int], report: DataReport
+) -> None:
+    """Add how many words are known, and how many of each split become ``<unk>``."""
+    different = len(set(parts["train"]))
+    report.add("read", f"{different:,} different {recipe.unit} in the training text")
+    if recipe.vocabulary is not None and different > recipe.vocabulary:
+        known = f"{recipe.vocabulary:,} most frequent of {different:,} different {recipe.unit}"
+        report.add("left out", f"all but the {known}")
+    for split, part in parts.items():
+        if unknown := sum(unit not in number for unit in part):
+            share = f"{unknown:,} of {len(part):,} {recipe.unit}"
+            report.add("changed", f"{split}: {share} became {UNKNOWN}{_no_blanks(recipe, part)}")
 
 
 def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> str:
@@ -102,40 +194,71 @@ def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> st
     return f"{part}{name}{known}"
 
 
-def _own(path: Path) -> tuple[dict[str, str], str]:
+def _own(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
     """Return the three texts of a folder, or the parts of the one text that is there, and what they are called."""
-    files = [path] if path.is_file() else sorted(path.glob("*.txt"))
-    if len(files) != 1:
-        return {split: _read(_file_of(path, split)) for split in SPLITS}, path.name
-    lines = [line for line in _read(files[0]).splitlines(keepends=True) if line.strip()]
+    files = [path] if path.is_file() else _single_text(path)
+    if not files:
+        found = {split: _file_of(path, split) for split in SPLITS}
+        report_unread(report, path, list(found.values()), NOT_A_TEXT)
+        return {split: _read(file, report) for split, file in found.items()}, path.name
+    if path.is_dir():
+        report_unread(report, path, files, NOT_A_TEXT)
+    every = _read(files[0], report).splitlines(keepends=True)
+    lines = [line for line in every if line.strip()]
     if len(lines) < 10:
         raise ValueError(f"{files[0]} has {len(lines)} lines with words; one text is cut in three, and needs ten")
+    if len(every) > len(lines):
+        report.add("left out", f"{files[0].name}: {count_of(len(every) - len(lines), 'line')} without words")
+    report.add("split", f"{count_of(len(lines), 'line')} of one text cut 8 : 1 : 1, in their order")
     ends = [0, len(lines) * 8 // 10, len(lines) * 9 // 10, len(lines)]
     parts = ("".join(lines[a:b]) for a, b in itertools.pairwise(ends))
     return dict(zip(SPLITS, parts, strict=True)), f"{files[0].stem}, cut 8 : 1 : 1"
 
 
+def _single_text(folder: Path) -> list[Path]:
+    """Return the one .txt of a folder without texts of splits in other files, in a list, else none."""
+    texts = _texts_in(folder)
+    plain = [path for path in texts if path.suffix == ".txt"]
+    others = [path for path in texts if path not in plain and path.stem.endswith(sum(NAMES.values(), ()))]
+    return plain if len(plain) == 1 and not others else []
+
+
+def _texts_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that are texts by their endings."""
+    found = (path for ending in ENDINGS for path in folder.glob(f"*{ending}"))
+    return sorted(path for path in found if not is_hidden(path.relative_to(folder)))
+
+
 def _file_of(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}")
-    ends = ("valid", "val") if split == "valid" else (split,)
-    found = sorted(path for end in ends for path in folder.glob(f"*{end}.txt"))
+    texts = _texts_in(folder)
+    found = [path for path in texts if path.stem.endswith(NAMES[split])]
     if not found:
+        there = f"; it has {list_some([path.name for path in texts])}" if texts else ""
         raise DataNotFoundError(
-            f"{folder} has no file that ends in {split}.txt; a text needs one for {', '.join(SPLITS)}"
+            f"{folder} has no file that ends in {split}.txt{_also(split)}; a text needs one for "
+            f"{', '.join(SPLITS)}{there}"
         )
     if len(found) > 1:
         raise ValueError(f"{folder} has several texts for {split}: {', '.join(p.name for p in found)}; keep one")
     return found[0]
 
 
-def _read(path: Path) -> str:
-    with reading(path):
-        text = path.read_text(encoding="utf-8-sig")
+def _also(split: str) -> str:
+    """Return the other names of a split in words."""
+    others = [f"{name}.txt" for name in NAMES[split][1:]]
+    return f" (or {', '.join(others)})" if others else ""
+
+
+def _read(path: Path, report: DataReport) -> str:
+    with reading(path), path.open(encoding="utf-8", newline="") as file:
+        text = unify_breaks(path.name, file.read(), report)
     if "\0" in text:  # UTF-16, or no text at all
         raise ValueError(f"{path} is no text in UTF-8: it holds NUL characters")
     if not text.strip():
         raise ValueError(f"{path} has no words")
+    report.add("read", f"{path.name}, {count_of(len(text), 'character')}")
     return text
 
 
@@ -143,7 +266,7 @@ def _words(text: str) -> list[str]:
     return [word for line in text.splitlines() if (found := line.split()) for word in (*found, EOS)]
 
 
-def _reference_text() -> dict[str, str]:
+def _reference_text(report: DataReport) -> dict[str, str]:
     """The texts of Python's ``help("...")``; they differ a little between versions of Python."""
     try:
         from pydoc_data.topics import topics
@@ -152,6 +275,8 @@ def _reference_text() -> dict[str, str]:
     text = "".join(topics[name] for name in sorted(topics))
     if len(text) < (needed := sum(PYDOC_CHARACTERS.values())):
         raise ValueError(f"the reference text of this Python has {len(text)} characters, {needed} are needed")
+    report.add("left out", f"all but the first {needed:,} characters, as many as every version of Python has")
+    report.add("split", "cut in this order: train, valid, test")
     ends = itertools.pairwise([0, *itertools.accumulate(PYDOC_CHARACTERS.values())])
     return {split: text[a:b] for split, (a, b) in zip(PYDOC_CHARACTERS, ends, strict=True)}
 

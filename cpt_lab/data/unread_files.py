@@ -3,16 +3,22 @@
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from cpt_lab.data.report import DataReport
 
-# what systems, tools and other loaders leave behind: part of a path -> reason
-LEFT_BEHIND = {
-    ".ipynb_checkpoints": "copies that a notebook makes", "__MACOSX": "made by macOS when it packs an archive",
-    ".git": "files of git", ".cache": "a tool's own memory", "processed": "made by another loader",
-}  # fmt: skip
-SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")
+HIDDEN_FOLDERS = ("@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+HIDDEN_FILES = ("Thumbs.db", "desktop.ini")
+
+
+def is_hidden(place: PurePath) -> bool:
+    """Return whether a path, relative to a data set's folder, is hidden or made by a system or tool for itself.
+
+    >>> is_hidden(PurePath("raw/.ipynb_checkpoints/edge.csv.gz")), is_hidden(PurePath("raw/edge.csv.gz"))
+    (True, False)
+    """
+    folders = any(part.startswith(".") or part in HIDDEN_FOLDERS for part in place.parts)
+    return folders or place.name in HIDDEN_FILES
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -47,9 +53,6 @@ def report_unread(
 
 
 def _reason_of(place: Path, reason: str, own_reasons: Iterable[tuple[str, str]]) -> str:
-    if place.name in SYSTEM_FILES or place.name.startswith("._"):
-        return "made by the system"
-    for part, why in LEFT_BEHIND.items():
-        if part in place.parts[:-1]:
-            return why
+    if is_hidden(place):
+        return "hidden, or made by a system or tool for itself"
     return next((why for pattern, why in own_reasons if place.match(pattern)), reason)

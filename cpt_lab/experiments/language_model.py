@@ -96,7 +96,10 @@ def known_words(recipe: Mapping[str, Any]) -> int:
 EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_lab.tasks.language_model:LanguageModelTask", artefact="figure_7",
     metrics=(PERPLEXITY,), outputs=known_words,
-    own="ptb", card="own-text.md", layouts=("*train.txt *val*.txt *test.txt", "*.txt !*.[!t]*"),
+    own="ptb", card="own-text.md", layouts=(
+        "*train.txt *val*.txt|*dev.txt *test.txt", "*train.tokens *val*.tokens|*dev.tokens *test.tokens",
+        "*train.raw *val*.raw|*dev.raw *test.raw", "*.txt !*.[!t]*",
+    ),
     needs="one my-text.txt, or train.txt, valid.txt and test.txt",
     download="cpt_lab.data.text:download",
     datasets=(
