@@ -88,6 +88,8 @@ class _QuantizeGradient(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
         ctx.steps, ctx.grid, ctx.key = steps, grid, key
         ctx.filled = filled_steps(steps)
+        if torch.compiler.is_compiling():  # for a view of ``y.detach()``, compiled code would take away gradients
+            return torch.ops.aten._unsafe_view(y, y.shape)
         return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod

@@ -197,3 +197,33 @@ def test_compiled_root_with_own_forward_equals_eager(backend, breaks):
             gradients = torch.autograd.grad(y.square().sum(), list(model.parameters()))
             found.append([y, *gradients])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class ViewAcrossBreak(nn.Module):
+    """A module with a tensor and a view of it on both sides of a break of the graph."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.first, self.second, self.view = nn.Linear(8, 8), nn.Linear(8, 8), view
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.view == "in-place":
+            h.relu_()
+        seen = {"transpose": h.mT, "slice": h[..., :5], "reshape": h.flatten(), "in-place": h[0]}[self.view]
+        torch._dynamo.graph_break()
+        return self.second(h).square().sum() + seen.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, behind a break of the graph
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("view", ["transpose", "slice", "reshape", "in-place"])
+def test_compiled_views_across_a_graph_break_have_gradients(backend, view):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = quantize_(ViewAcrossBreak(view), QuantConfig().with_gradient_rounding("nearest"))
+    compiled, x, found = torch.compile(model, backend=backend), torch.randn(2, 5, 8), []
+    with precision(model, 4, q_grad=8):
+        for run in (model, compiled):
+            found.append(torch.autograd.grad(run(x), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
