@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 from cpt_core.validation import choose, offer
 from cpt_extras.optional_libraries import extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
+from cpt_lab.signals import handle_signals, say
 
 app = typer.Typer(
     help="Cyclic precision training: reproduce the paper's experiments.",
@@ -125,7 +126,7 @@ def stoppable(said: Callable[[], str] = lambda: "stopped; the same command goes 
     try:
         yield
     except KeyboardInterrupt as stop:
-        typer.echo(f"\n{str(stop) or said()}", err=True)
+        say(f"\n{str(stop) or said()}\n")
         raise typer.Exit(130) from None
 
 
@@ -186,7 +187,7 @@ def run(
     for spec in specs:
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
     send = sender(log) if log else None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
+    handle_signals(signal.default_int_handler)  # before and after the runs, as Ctrl-C
     options = SweepOptions(
         executor, workers, threads, device, per_gpu, scheduler, together, timeout, retry_failed, rerun_old
     )
@@ -538,5 +539,5 @@ def main() -> None:
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             app()
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}\n")
         raise SystemExit(2) from None

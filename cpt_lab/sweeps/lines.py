@@ -256,6 +256,15 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON")
 
 
+def never_began(row: Row) -> bool:
+    """Return whether a failed row says nothing of its run: earlier versions kept one where no process could start.
+
+    They did so for a script without ``if __name__ == "__main__":``. Nothing but the process's end is known of it.
+    """
+    said = set(row.get("error", "").splitlines()) if row["status"] == "failed" else set()
+    return said == {"the process of the run ended with status 1 and no result"}
+
+
 # --- which row counts -----------------------------------------------------------------------------
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
     """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.

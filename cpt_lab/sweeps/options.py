@@ -7,6 +7,7 @@ from typing import Any
 from cpt_core.validation import choose, declared, whole
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import is_comparable
+from cpt_lab.sweeps.lines import never_began
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")
@@ -55,7 +56,7 @@ class SweepOptions:
     def accepts(self, row: dict[str, Any]) -> bool:
         """Return whether a stored row answers for its run, so that it is not run again."""
         if row["status"] == "failed":
-            return not self.retry_failed
+            return not (self.retry_failed or never_began(row))
         return is_comparable(row) or not self.rerun_old
 
     def __post_init__(self) -> None:

@@ -20,14 +20,22 @@ import torch
 
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.machine import share_with
+from cpt_lab.signals import PASSED_ON
 from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.row_index import StoreIndex, index_part, remember
 from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
+PREFIX = "run-"  # of the names of the processes of runs
+NO_GUARD = 86  # exit status of such a process in which the main script starts a sweep when it is imported
 
 # Keep freed memory instead of faulting it in again for every temporary tensor: 10-30 % faster steps on a CPU.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+
+
+class StartError(ChildProcessError):
+    """The process of a run cannot start; the message says why. It is no result of the run."""
 
 
 def supervise(
@@ -40,7 +48,8 @@ def supervise(
 ) -> list[Outcome]:
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
 
-    Runs that had trained side by side there are no failures: each may try again alone.
+    Runs that had trained side by side there are no failures: each may try again alone. Nor is a process that ends
+    before it has begun with its job: that says nothing of the run.
 
     Args:
         should_stop: asked all the time; the run then writes its checkpoint and ends.
@@ -50,11 +59,15 @@ def supervise(
 
     Raises:
         StoreError: when the store cannot be written.
+        StartError: when the process cannot start.
     """
     context = _context()
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(job, sender, work, dict(os.environ)), name=f"run-{job.spec.key}")
-    process.start()
+    known = index_part(job.store, [one.spec.key for one in job.each()])
+    given = (job, sender, work, dict(os.environ), known)
+    process = context.Process(target=_child, args=given, name=f"{PREFIX}{job.spec.key}")
+    with _importable_main():
+        process.start()
     sender.close()  # the last writing end is the child's now, so the pipe ends with it
     said: dict[str, Any] = {}
     started = asked = math.inf
@@ -94,9 +107,63 @@ def supervise(
     outcomes = said.get("outcomes")
     if outcomes and not (late and outcomes[0].status == "stopped"):
         return outcomes  # what it said counts, however it ended after that
-    if job.beside or should_kill() or (outcomes is None and should_stop() and not late):
+    stopped = should_kill() or (outcomes is None and should_stop() and not late)
+    begun = "begun" in said
+    if not begun and not stopped and (process.exitcode or 0) >= 0:
+        raise StartError(_why_no_start(process.exitcode))
+    if job.beside or stopped or not begun:
         return [Outcome(one.spec.key, "stopped") for one in job.each()]  # died because it was told to: no failure
     return [record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))]
+
+
+def check_start() -> None:
+    """Refuse to start processes in one that is only just starting: its script is imported again.
+
+    Raises:
+        StartError: naming the guard that the script lacks. In a process of a run, which says it to the sweep, this
+            ends the process instead.
+    """
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):
+        return
+    if process.name.startswith(PREFIX):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(NO_GUARD)
+    raise StartError(_why_no_start(NO_GUARD))
+
+
+def _why_no_start(exitcode: int | None) -> str:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    guard = f'put what the script does under `if __name__ == "__main__":`{f" in {script}" if script else ""}'
+    if exitcode == NO_GUARD:
+        why = "every process of a run imports the script again, and there it starts the sweep again"
+    else:
+        why = f"the process of a run ended with status {exitcode} before it had begun; what it printed is above"
+        if script:
+            guard = f"such a process imports the script again: if the error comes from there, {guard}"
+        else:
+            guard = "mend what it names"
+    return f"a run could not be started, and nothing of it was stored: {why}; {guard}, or take workers=0"
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide the path of a main script that is in no file, as one from stdin, for a ``with`` block.
+
+    A new process would look for it. What a run does comes from modules alone.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    with _starting:
+        hidden = getattr(main, "__spec__", None) is None and path is not None and not os.path.exists(path)
+        if hidden:
+            del main.__file__
+        try:
+            yield
+        finally:
+            if hidden:
+                main.__file__ = path
 
 
 def record_loss(job: Job, why: str) -> Outcome:
@@ -141,15 +208,18 @@ def _context() -> Any:
         # a task whose extra is not installed is left out there, and missed by its own runs only
         tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
         context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks, "sklearn.datasets", "sklearn.neighbors"])
-        # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it. The tracker of
-        # resources goes first: starting it inside would end the block before the server takes it over
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A terminal and a batch system send their signals to the server, too, and to the runs that are forked from it:
+        # they block those that only the sweep answers. Ctrl-C the server ignores later by itself; while it starts,
+        # nothing there would catch it. The tracker of resources goes before that: it ends a block of Ctrl-C.
+        for_sweep = {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, for_sweep)
         try:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             with unless_set(ALLOCATOR):
                 forkserver.ensure_running()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *for_sweep} - blocked)
     return context
 
 
@@ -165,10 +235,19 @@ def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _child(job: Job, sender: Any, work: Callable[..., list[Outcome]], environment: dict[str, str]) -> None:
+def _child(
+    job: Job, sender: Any, work: Callable[..., list[Outcome]], environment: dict[str, str], known: StoreIndex | None
+) -> None:
+    def send(kind: str, content: Any) -> None:
+        with suppress(OSError):  # the sweep is gone; the row is in the store
+            sender.send((kind, content))
+
+    send("begun", None)
     os.environ.update(environment)  # the server that this process comes from may be older than a change of it
+    remember(job.store, known)
     stop = threading.Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sweep, which then asks with SIGTERM
+    for number in (signal.SIGINT, *PASSED_ON):  # they are for the sweep, which then asks with SIGTERM
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
     _log_to(stores.place(job.store, "logs", job.spec.key))
@@ -181,11 +260,6 @@ def _child(job: Job, sender: Any, work: Callable[..., list[Outcome]], environmen
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
     torch.set_num_threads(job.options.threads)
     share_with(job.sharing)
-
-    def send(kind: str, content: Any) -> None:
-        with suppress(OSError):  # the sweep is gone; the row is in the store
-            sender.send((kind, content))
-
     try:
         send("outcomes", work(job, stop.is_set, partial(send, "started")))
     except StoreError as error:

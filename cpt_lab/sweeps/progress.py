@@ -1,18 +1,27 @@
-"""What a person sees and does while a sweep runs: the bar of progress, Ctrl-C."""
+"""What a person sees and does while a sweep runs: the bar of progress, Ctrl-C and other signals."""
 
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
+from tqdm.auto import tqdm
+
 from cpt_extras.progress import waiting
+from cpt_lab.signals import PASSED_ON, handle_signals, say, silence
 from cpt_lab.sweeps.worker import Outcome
 
 
 class Signals:
-    """Ctrl-C once sets ``stop``, twice ``kill``; so does SIGTERM, which clusters send before they end a job."""
+    """Ctrl-C once sets ``stop``, twice ``kill``; so does SIGTERM, which clusters send before they end a job.
+
+    Those of ``PASSED_ON`` set ``stop`` alone, however often they come: terminals and batch systems send several at
+    once. One that is ignored, as SIGHUP under ``nohup``, stays so.
+    """
 
     def __init__(self) -> None:
         self.stop, self.kill = threading.Event(), threading.Event()
@@ -21,7 +30,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._before = handle_signals(self._handle)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -29,7 +38,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.stop.is_set() and time.monotonic() - self.asked < 0.5:
+        if self.stop.is_set() and (number in PASSED_ON or time.monotonic() - self.asked < 0.5):
             return  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
         if self.stop.is_set():
             self.kill.set()
@@ -41,12 +50,27 @@ class Signals:
 
 def _announce(text: str) -> None:
     """Write to stderr, and from a kernel of papermill also to papermill's terminal, which shows no outputs."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    say(text)
     terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # of ipykernel, before it redirected stderr
     # Jupyter's servers set the variable: they show the outputs of a cell themselves.
     if terminal is not None and "JPY_SESSION_NAME" not in os.environ:
-        os.write(terminal, text.encode())
+        with suppress(OSError):
+            os.write(terminal, text.encode())
+
+
+@contextmanager
+def _to_somebody() -> Iterator[None]:
+    """Write to stderr inside a ``with`` block, unless nobody can read it any more."""
+    try:
+        yield
+    except OSError:
+        silence(sys.stderr)
+
+
+def note(text: str) -> None:
+    """Write a line to stderr, above a bar that is shown there."""
+    with _to_somebody():
+        tqdm.write(text, sys.stderr)
 
 
 class Live:
@@ -76,7 +100,8 @@ class Live:
 
     def __exit__(self, *exception: Any) -> None:
         self.refresh()
-        self.bar.close()
+        with _to_somebody():
+            self.bar.close()
 
     def started(self, key: str) -> None:
         """Note that a run has started."""
@@ -110,5 +135,6 @@ class Live:
         running = len(self.running) or min(self.at_once, self.total - self.done)
         step = f"step {self.steps} of {self.of_steps}" if self.steps else ""
         parts = [f"{running} running", f"{self.failed} failed", *filter(None, [step, self.note])]
-        self.bar.set_postfix_str(", ".join(parts), refresh=False)
-        self.bar.update(ended)
+        with _to_somebody():
+            self.bar.set_postfix_str(", ".join(parts), refresh=False)
+            self.bar.update(ended)

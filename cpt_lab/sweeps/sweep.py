@@ -7,7 +7,6 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 >>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from cpt_core.numerics import NUMERICS
 from cpt_lab.data.files import check_data
@@ -33,8 +31,8 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
 from cpt_lab.sweeps.lines import linked_file
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.sweeps.process import supervise
-from cpt_lab.sweeps.progress import Live, Signals
+from cpt_lab.sweeps.process import check_start, supervise
+from cpt_lab.sweeps.progress import Live, Signals, note
 from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
@@ -70,10 +68,12 @@ def run_grid(
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed; also for one
             under ``data/results`` when the tree differs from its commit.
+        StartError: when processes of runs cannot start, as from a script without ``if __name__ == "__main__":``.
 
     Warns:
         OtherNumericsWarning: when rows of other numerics answer for some of the runs.
     """
+    check_start()
     options, specs = replace(options or SweepOptions(), **changes), list(specs)
     for spec in specs:
         if not isinstance(spec, RunSpec):
@@ -170,7 +170,7 @@ def _print_data_report(spec: RunSpec, report: DataReport) -> None:
     if (dataset, report.digest) in _printed or (named is not None and named.embedded):
         return
     _printed.add((dataset, report.digest))
-    tqdm.write(str(report), sys.stderr)
+    note(str(report))
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
@@ -192,7 +192,7 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
             if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
                 first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
                 said = "runs of another sweep, or of processes that somebody ended"
-                tqdm.write(f"{said}: {len(jobs)}; waiting for {first}", sys.stderr)
+                note(f"{said}: {len(jobs)}; waiting for {first}")
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")

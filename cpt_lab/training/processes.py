@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
+from cpt_lab.signals import PASSED_ON
 
 
 def count() -> int:
@@ -38,7 +39,7 @@ def joined() -> Iterator[bool]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")  # objects go through CPUs
     if rank():  # they stop when the first one does, at the same step
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN)
     try:
         yield not rank()
