@@ -33,7 +33,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # tests/conftest.py, where what takes long comes first.
 PYTESTS := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants third-party wheel image compat chromium browser lock clean distclean
+.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants third-party trackers wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -103,6 +103,18 @@ mutants: setup  ## break a copy in 400 small ways, each of which must turn a tes
 third-party: setup  ## torch's databases, invariances of 200 models, tests of transformers and timm; ONLY=layers UPDATE=1
 	$(BIN)/python -m bench.third_party $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
+# Their clients need other versions than the lock has: they lie in an environment before the packages of .venv.
+.venv/.trackers: .venv/.installed tests/trackers/requirements.lock
+	@$(BIN)/python -m venv .venv/trackers
+	@echo "import site; site.addsitedir('$(abspath .venv)/lib/python3.11/site-packages')" > \
+	  .venv/trackers/lib/python3.11/site-packages/packages_of_venv.pth
+	@$(BIN)/python -m uv pip install -q -p .venv/trackers/bin/python --require-hashes -r tests/trackers/requirements.lock || \
+	  .venv/trackers/bin/python -m pip install -q --require-hashes -r tests/trackers/requirements.lock
+	@touch $@
+
+trackers: .venv/.trackers  ## send rows to TensorBoard, MLflow, Trackio and Weights & Biases through their real clients, offline
+	CPT_TRACKERS=1 OMP_NUM_THREADS=1 .venv/trackers/bin/python -m pytest tests/trackers
+
 # From the source distribution, so that nothing gets into the wheel that is not in there.
 wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the wheel elsewhere and run it
 	rm -rf build/lib build/bdist.* dist
@@ -135,6 +147,9 @@ lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for 
 	  --no-annotate --no-emit-index-url --no-deps -c requirements.lock -o constraints.txt
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q --group browser --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --generate-hashes -c requirements.lock $(UP) -o browser/requirements.lock
+	mkdir -p build && grep -E '^(numpy|pandas)==' constraints.txt > build/trackers.txt
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q --group trackers --python-version 3.11 \
+	  --no-annotate --no-emit-index-url --generate-hashes -c build/trackers.txt $(UP) -o tests/trackers/requirements.lock
 
 clean:  ## remove caches, builds, pages and reports; RUNS=delete also rows, checkpoints and all else of runs/
 	rm -rf runs/reproduce runs/report.html build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -167,13 +167,13 @@ def run(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
     rerun_old: Annotated[bool, typer.Option("--rerun-old", help="run again what has rows of other numerics")] = False,
     shard: Annotated[str, typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared")] = "",
-    log: Annotated[str, typer.Option(help="send rows and curves to tensorboard, mlflow or trackio, too")] = "",
+    log: Annotated[str, typer.Option(help="send rows and curves to tensorboard, mlflow, trackio or wandb, too")] = "",
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids
     from cpt_lab.sweeps import stores
     from cpt_lab.sweeps.options import SweepOptions
-    from cpt_lab.sweeps.trackers import sender
+    from cpt_lab.sweeps.trackers import Sender
     from cpt_lab.sweeps.worker import follow
     from cpt_lab.training.processes import joined
 
@@ -186,7 +186,7 @@ def run(
     by_store: dict[Path, list[Any]] = {}
     for spec in specs:
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
-    send = sender(log) if log else None
+    send = Sender(log) if log else None
     handle_signals(signal.default_int_handler)  # before and after the runs, as Ctrl-C
     options = SweepOptions(
         executor, workers, threads, device, per_gpu, scheduler, together, timeout, retry_failed, rerun_old
@@ -195,6 +195,9 @@ def run(
         failed = _run(grid, by_store, options, send) if leads else follow()
     if failed:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
+    if send is not None and send.failure:
+        typer.echo(f"warning: {send.failure}", err=True)
+    if failed or (send is not None and send.failure):
         raise typer.Exit(1)
 
 
@@ -227,7 +230,9 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
         counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
         if send:
-            typer.echo(f"rows sent: {send(store, rows)}")
+            sent, without_curve = send(store, rows), send.without_curve
+            note = f", {without_curve} of them without a curve, which is not there" if without_curve else ""
+            typer.echo(f"rows sent: {sent}{note}")
         failed += counts["failed"]
         for row in rows:
             if row["status"] == "failed":

@@ -52,6 +52,7 @@ def ranges(requirements: Iterable[str]) -> dict[str, SpecifierSet]:
 
 DIRECT = ranges([*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())])
 BROWSER = ranges(PYPROJECT["dependency-groups"]["browser"])
+TRACKERS = ranges(PYPROJECT["dependency-groups"]["trackers"])
 
 
 def listed_by_git(*words: str) -> list[str]:
@@ -74,9 +75,12 @@ def test_locks_pin_what_is_needed_within_its_range_and_agree():
     assert pins("constraints.txt") == {name: locked[name] for name in DIRECT}
     assert all(browser[name] in allowed for name, allowed in BROWSER.items())
     assert all(locked.get(name, version) == version for name, version in browser.items())
+    trackers = pins("tests/trackers/requirements.lock")
+    assert all(trackers[name] in allowed for name, allowed in TRACKERS.items())
+    assert all(trackers.get(name, locked[name]) == locked[name] for name in ("numpy", "pandas", "torch"))
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "browser/requirements.lock"])
+@pytest.mark.parametrize("name", ["requirements.lock", "browser/requirements.lock", "tests/trackers/requirements.lock"])
 def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(name):
     text = (ROOT / name).read_text()
     pinned = r"[\w.\[\]-]+==[^\s]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
@@ -86,7 +90,7 @@ def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(
 
 
 def test_every_import_is_declared():
-    declared = DIRECT.keys() | BROWSER
+    declared = {**DIRECT, **BROWSER, **TRACKERS}.keys()
     providers = packages_distributions()
     folders = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
     for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
@@ -248,7 +252,7 @@ def test_continuous_integration_calls_make_test_and_nothing_else():
     assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
 
 
-@pytest.mark.parametrize("name", ["book", "browser", "image", "test", "wheel"])
+@pytest.mark.parametrize("name", ["book", "browser", "image", "test", "trackers", "wheel"])
 def test_workflows_call_the_makefile_and_nothing_else(name):
     workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

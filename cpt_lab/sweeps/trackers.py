@@ -1,83 +1,164 @@
-"""Rows and curves in a tracker, through its own client: ``cpt run GRID --log mlflow``. The store stays the truth."""
+"""Rows and curves in a tracker, through its own client: ``cpt run GRID --log mlflow``. The store stays the truth.
 
-from collections.abc import Callable, Iterable, Mapping
+A tracker is a function that sends one run. What was sent has a folder beside the store, so that it is sent once; a
+client that fails ends the sending, not the runs.
+"""
+
+import io
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpt_core.validation import choose
-from cpt_lab.sweeps.stores import Row, load_curve, place
+from cpt_lab.sweeps.stores import Row, claim, load_curve, place
 
-Curve = Iterable[tuple[int, dict[str, float]]]
 PROJECT = "cpt"
+MLFLOW_BATCH = 1000  # metrics in one request, the most that MLflow takes
 
 
-def to_tensorboard(client: Any, name: str, params: Mapping[str, str], final: Any, curve: Curve, folder: Path) -> None:
+class TrackedRun(NamedTuple):
+    """A run as trackers get it.
+
+    Attributes:
+        name: for people, such as "CR, seed 0".
+        params: the spec and its recipe, as texts, and the key of the row.
+        final: the last test metrics, and the relative cost.
+        curve: (step, metrics) of the training, in order; empty where it has none any more.
+        folder: for what the client writes to the disk.
+    """
+
+    name: str
+    params: dict[str, str]
+    final: dict[str, float]
+    curve: list[tuple[int, dict[str, float]]]
+    folder: Path
+
+
+def to_tensorboard(client: Any, run: TrackedRun) -> None:
     """Write the files that ``tensorboard --logdir`` shows, into the folder."""
-    with client.SummaryWriter(folder) as writer:
-        for step, values in curve:
+    with client.SummaryWriter(run.folder) as writer:
+        for step, values in run.curve:
             for metric, value in values.items():
                 writer.add_scalar(metric, value, step)
-        writer.add_hparams(params, final, run_name=".")
+        writer.add_hparams(run.params, run.final, run_name=".")
 
 
-def to_mlflow(client: Any, name: str, params: Mapping[str, str], final: Any, curve: Curve, folder: Path) -> None:
-    """Send to the server that ``MLFLOW_TRACKING_URI`` names."""
+def to_mlflow(client: Any, run: TrackedRun) -> None:
+    """Send to the server or the file that ``MLFLOW_TRACKING_URI`` names."""
     client.set_experiment(PROJECT)
-    with client.start_run(run_name=name):
-        client.log_params(params)
-        client.log_metrics(final)
-        for step, values in curve:
-            client.log_metrics(values, step=step)
+    now = int(time.time() * 1000)
+    metrics = [
+        client.entities.Metric(name, value, now, step) for step, values in run.curve for name, value in values.items()
+    ]
+    with client.start_run(run_name=run.name) as active:
+        client.log_params(run.params)
+        client.log_metrics(run.final)
+        for start in range(0, len(metrics), MLFLOW_BATCH):
+            batch = metrics[start : start + MLFLOW_BATCH]
+            client.MlflowClient().log_batch(active.info.run_id, metrics=batch)
 
 
-def to_trackio(client: Any, name: str, params: Mapping[str, str], final: Any, curve: Curve, folder: Path) -> None:
+def to_trackio(client: Any, run: TrackedRun) -> None:
     """Write what ``trackio show`` shows."""
-    client.init(project=PROJECT, name=name, config=dict(params))
-    for step, values in curve:
-        client.log(values, step=step)
-    client.log(final)
-    client.finish()
+    with redirect_stdout(io.StringIO()):  # it has several lines for every run
+        client.init(project=PROJECT, name=run.name, config=run.params)
+        for step, values in run.curve:
+            client.log(values, step=step)
+        client.log(run.final)
+        client.finish()
 
 
-TRACKERS: dict[str, tuple[str, Callable[..., None]]] = {
+def to_wandb(client: Any, run: TrackedRun) -> None:
+    """Write what ``wandb sync`` sends, into the folder; send it at once where ``WANDB_MODE`` is "online"."""
+    settings = client.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+    mode = os.environ.get("WANDB_MODE", "offline")
+    given: Any = {"project": PROJECT, "name": run.name, "config": run.params, "dir": run.folder, "mode": mode}
+    with client.init(settings=settings, **given) as active:
+        for step, values in run.curve:
+            active.log(values, step=step)
+        active.summary.update(run.final)
+
+
+# name -> module of its client, and what sends a run with it
+TRACKERS: dict[str, tuple[str, Callable[[Any, TrackedRun], None]]] = {
     "tensorboard": ("torch.utils.tensorboard", to_tensorboard),
     "mlflow": ("mlflow", to_mlflow),
     "trackio": ("trackio", to_trackio),
+    "wandb": ("wandb", to_wandb),
 }
 
 
-def sender(tracker: str) -> Callable[[Path, Iterable[Row]], int]:
-    """Return what sends rows of a store to a tracker, those that it did not send before, and how many these were.
+class Sender:
+    """Sends rows of stores to a tracker, those that it did not send before.
 
-    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard it holds the files.
+    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard and Weights & Biases it holds the files.
+
+    Attributes:
+        tracker: its name.
+        failure: why it sends no more, in a sentence; empty as long as the client takes what it gets.
+        without_curve: how many runs were sent without their curve, which is not there or cannot be read.
 
     Raises:
         ValueError: for an unknown tracker.
-        ImportError: where its client is not installed.
-        OSError: later, where the client fails; what was sent stays sent.
+        ImportError: where its client cannot be imported.
     """
-    module, send = TRACKERS[choose("log", tracker, TRACKERS)]
-    try:
-        client = import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{tracker} cannot be imported; get it with: pip install {tracker}") from error
 
-    def sent(store: Path, rows: Iterable[Row]) -> int:
-        new = [r for r in rows if r["status"] != "failed" and not place(store, tracker, r["key"]).exists()]
-        for row in new:
-            spec, folder = row["spec"], place(store, tracker, row["key"])
-            params = {name: str(value) for name, value in {**spec["recipe"], **spec}.items() if name != "recipe"}
-            metrics = [m for m in row["metrics"] if m["split"] == "test" and m["when"] == "final"]
-            final = {f"{m['name']}_at_{m['precision']}": m["value"] for m in metrics if m["value"] is not None}
+    def __init__(self, tracker: str) -> None:
+        module, self._send = TRACKERS[choose("log", tracker, TRACKERS)]
+        self.tracker, self.failure, self.without_curve = tracker, "", 0
+        try:
+            self._client = import_module(module)
+        except Exception as error:  # clients fail to import in many ways
+            reason = f"{tracker} cannot be imported ({error}); get it with: pip install {tracker}"
+            raise ImportError(reason) from error
+
+    def __call__(self, store: Path, rows: Iterable[Row]) -> int:
+        """Send the rows that are new, up to the first that the client does not take; return how many were sent."""
+        sent = 0
+        for row in rows:
+            if row["status"] == "failed" or self.failure:
+                continue
+            try:
+                sent += self._send_once(store, row)
+            except Exception as error:  # whatever a client raises: the runs are worth more
+                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                self.failure = (
+                    f"{self.tracker} did not take {_name(row)}: {reason}; all rows are kept, and the same command "
+                    "sends what is missing"
+                )
+        return sent
+
+    def _send_once(self, store: Path, row: Row) -> bool:
+        """Send a row that was not sent before, and that no other process sends now; return whether it was sent."""
+        folder = place(store, self.tracker, row["key"])
+        with claim(store, f"{row['key']}.{self.tracker}") as is_mine:
+            if not is_mine or folder.exists():
+                return False
+            partial = folder.with_name(f"{folder.name}.part")  # what was cut off is sent again
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._send(self._client, self._tracked_run(store, row, partial))
+            partial.rename(folder)
+        return True
+
+    def _tracked_run(self, store: Path, row: Row, folder: Path) -> TrackedRun:
+        spec = row["spec"]
+        params = {name: str(value) for name, value in {**spec["recipe"], **spec}.items() if name != "recipe"}
+        metrics = [m for m in row["metrics"] if m["split"] == "test" and m["when"] == "final"]
+        final = {f"{m['name']}_at_{m['precision']}": m["value"] for m in metrics if m["value"] is not None}
+        try:
             lines = load_curve(store, row["key"]).set_index("step").iterrows()
             curve = [(int(step), line.dropna().to_dict()) for step, line in lines]
-            name = f"{spec['arm']}, seed {spec['seed']}"
-            try:
-                send(client, name, params, final | {"cost": row["relative_cost"]}, curve, folder)
-            except Exception as error:
-                raise OSError(f"{tracker} did not take {name}: {error}; the rows are kept, try again") from error
-            folder.mkdir(parents=True, exist_ok=True)
-        return len(new)
+        except (OSError, ValueError):
+            curve, self.without_curve = [], self.without_curve + 1
+        params["key"], final["cost"] = row["key"], row["relative_cost"]
+        return TrackedRun(_name(row), params, final, curve, folder)
 
-    return sent
+
+def _name(row: Row) -> str:
+    return f"{row['spec']['arm']}, seed {row['spec']['seed']}"
