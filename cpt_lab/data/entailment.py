@@ -8,7 +8,8 @@ import csv
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,42 @@ import pandas as pd
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import SPLITS, some_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.pair_facts import (
+    LABELS,
+    check_overlap,
+    check_sentences,
+    has_languages,
+    languages_of,
+    of_languages,
+    report_columns,
+    report_labels,
+    where_of,
+)
+from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
 from cpt_lab.data.templates import sentence_pairs
+from cpt_lab.data.unread_files import is_hidden, report_unread
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
+from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
-LABELS = ("entailment", "neutral", "contradiction")
 UNDECIDED = -1
 # what a file may say -> label
 SPELLINGS = {
     **{name: i for i, name in enumerate(LABELS)}, **{str(i): i for i in range(len(LABELS))},
-    "contradictory": LABELS.index("contradiction"), "-": UNDECIDED, "-1": UNDECIDED,
+    **{f"{i}.0": i for i in range(len(LABELS))},  # a column in which a label is missing has fractions
+    "contradictory": LABELS.index("contradiction"), "-": UNDECIDED, "-1": UNDECIDED, "-1.0": UNDECIDED,
 }  # fmt: skip
 TEMPLATES = {"train": 4998, "valid": 999, "test": 999}  # pairs, a third of every label
 XNLI = "facebook/xnli"
 CHECKPOINTS = {"bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"}
 CHECKPOINT_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
 COLUMNS = {name: name for name in ("premise", "hypothesis", "label")}  # of pairs: ours -> a file's
+OTHER_COLUMNS = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}  # SNLI's and MultiNLI's
+LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,8})?")  # a folder of this name holds pairs of a language
+NOT_LANGUAGES = ("all", "raw", "csv", "tmp", "new", "old")
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
+UNREAD = "no file of the layout that is read"
 
 
 @dataclass(frozen=True)
@@ -61,26 +80,52 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
         ValueError: when they have none of the documented layouts, or wrong contents: names the file and the row.
     """
     wanted = {"train": (recipe.language,), "valid": (recipe.language,), "test": recipe.test_languages}
+    report = DataReport(recipe.dataset)
     if recipe.dataset == "templates":
         found, title = _templates(wanted), "synthetic sentence pairs"
+        report.add("read", f"{sum(TEMPLATES.values()):,} pairs of a grammar of 48 words")
     else:
-        EXPERIMENT.check_dataset(recipe.dataset)
-        folder = data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
-        if not folder.is_dir():
-            raise not_here("xnli") if recipe.dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
-        read = {split: _read(folder, split, languages, recipe.language) for split, languages in wanted.items()}
-        found = {split: parts for split, (parts, _) in read.items()}
-        title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
-        title += f", {recipe.language}" if read["train"][1] else ""  # else the recipe's language is a mere name
+        found, title = _of_files(recipe, wanted, report)
+    own = is_own(recipe.dataset)
+    report_labels(report, recipe.dataset, found, refuse=own)
+    check_overlap(report, recipe.dataset, found, refuse=own)
     limits = {"train": recipe.train_pairs, "valid": recipe.valid_pairs, "test": recipe.test_pairs}
     digest = hashlib.sha256()
     for split, parts in found.items():
         for language, pairs in parts.items():
-            parts[language] = pairs = pairs.iloc[some_of(len(pairs), limits[split])]
-            digest.update(repr((split, language, *(pairs[name].tolist() for name in COLUMNS))).encode())
+            parts[language] = _some(pairs, limits[split], where_of(split, language, parts), report)
+            digest.update(repr((split, language, *(parts[language][name].tolist() for name in COLUMNS))).encode())
+    if not recipe.checkpoint:
+        report.add("changed", "letters become small and lose their accents before they are cut into word pieces")
+    report.log_notices(log)
     train, valid = found["train"][recipe.language], found["valid"][recipe.language]
     title += f", {len(train):,} training pairs"
-    return EntailmentData(train, valid, found["test"], title, digest.hexdigest()[:16])
+    return EntailmentData(train, valid, found["test"], title, digest.hexdigest()[:16], report)
+
+
+def _of_files(
+    recipe: EntailmentRecipe, wanted: dict[str, tuple[str, ...]], report: DataReport
+) -> tuple[dict[str, dict[str, pd.DataFrame]], str]:
+    """Return the pairs of files by split and language, and their title."""
+    EXPERIMENT.check_dataset(recipe.dataset)
+    folder = data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
+    if not folder.is_dir():
+        raise not_here("xnli") if recipe.dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
+    reader = _Reader(folder, recipe.language, report)
+    found = {split: reader.read(split, languages) for split, languages in wanted.items()}
+    reader.report_rest()
+    title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
+    title += f", {recipe.language}" if reader.has_language else ""  # else the recipe's language is a mere name
+    return found, title
+
+
+def _some(pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport) -> pd.DataFrame:
+    """Return as many pairs as a recipe wants, and report the rest."""
+    used = pairs.iloc[some_of(len(pairs), limit)]
+    if len(used) < len(pairs):
+        report.add("left out", f"{where}: all but {len(used):,} of {len(pairs):,} pairs, a fixed random choice")
+    report.add("split", f"{where}: {count_of(len(used), 'pair')}")
+    return used
 
 
 def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, pd.DataFrame]]:
@@ -112,8 +157,26 @@ def _official(folder: Path, split: str) -> list[_File]:
 
 
 def _hub(folder: Path, split: str) -> list[_File]:
+    """Return the hub's files, in a folder for each language, in one for all, or in none."""
     name = {"valid": "validation"}.get(split, split)
-    return [_File(path, COLUMNS, path.parent.name) for path in sorted(folder.glob(f"*/{name}-*.parquet"))]
+    found = [*sorted(folder.glob(f"*/{name}-*.parquet")), *sorted(folder.glob(f"{name}-*.parquet"))]
+    files = [path for path in found if not is_hidden(path.relative_to(folder))]
+    by_language = [path for path in files if path.parent != folder and is_language(path.parent.name)]
+    if by_language:
+        return [_File(path, COLUMNS, path.parent.name) for path in by_language]
+    if len(parents := {path.parent for path in files}) > 1:
+        names = ", ".join(sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents))
+        raise ValueError(f"{folder} has pairs for {split} in several folders: {names}; keep one")
+    return [_File(path, COLUMNS) for path in files]
+
+
+def is_language(name: str) -> bool:
+    """Return whether a folder is called as a language is.
+
+    >>> is_language("de"), is_language("zh-Hans"), is_language("data"), is_language("plain_text")
+    (True, True, False, False)
+    """
+    return LANGUAGE.fullmatch(name) is not None and name not in NOT_LANGUAGES
 
 
 ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
@@ -134,48 +197,144 @@ LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
 }
 
 
-def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, pd.DataFrame], bool]:
-    """Return the pairs of a split by language, and whether the files say what language they are in."""
-    layouts = {form: find for form, find in LAYOUTS.items() if any(find(folder, s) for s in SPLITS)}
-    if not layouts:
-        raise ValueError(f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}")
-    form, find = next(iter(layouts.items()))
-    files = find(folder, split)
-    if not files:
-        raise ValueError(f"{folder} has no {split} split; its layout is {form}")
-    there = {file.language for file in files if file.language}
-    checked, said = [], False
-    for file in files:
-        if file.language in (None, *languages):
-            rows, in_file = _rows(file, default)
+class _Reader:
+    """Reads the splits of a folder, and reports what of it is not read.
+
+    Args:
+        folder: with files in one of ``LAYOUTS``; the first that fits is read.
+        default: language of files that do not say theirs.
+        report: gets the facts.
+
+    Attributes:
+        has_language: whether the training files say what language they are in.
+    """
+
+    def __init__(self, folder: Path, default: str, report: DataReport) -> None:
+        layouts = {form: find for form, find in LAYOUTS.items() if any(find(folder, s) for s in SPLITS)}
+        if not layouts:
+            raise ValueError(f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}")
+        self.form, self.find = next(iter(layouts.items()))
+        self.folder, self.default, self.report = folder, default, report
+        self.has_language = False
+        self.named: set[Path] = set()  # files that were read, or that a fact names
+
+    def read(self, split: str, languages: tuple[str, ...]) -> dict[str, pd.DataFrame]:
+        """Return the pairs of a split by language."""
+        files = self.find(self.folder, split)
+        if not files:
+            raise ValueError(f"{self.folder} has no {split} split; its layout is {self.form}")
+        _check_shards(self.folder, split, files)
+        self.named |= {file.path for file in files}
+        there = {file.language for file in files if file.language}
+        checked, unused_columns, said, rows_read = [], set[str](), False, 0
+        for file in files:
+            if file.language not in (None, *languages):
+                continue
+            rows, in_file, unused = _rows(file, self.default, languages)
             said |= in_file
-            there |= set(rows.language.dropna())
-            checked.append(_checked(file, rows[rows.language.isin(languages)]))
-    if missing := [language for language in languages if language not in there]:
-        raise ValueError(f"{folder}: no {split} pairs in {', '.join(missing)}; there is {', '.join(sorted(there))}")
-    whole, out = pd.concat(checked), {}
-    for language in languages:
-        rows = whole[whole.language == language]
-        if rows.empty:
-            raise ValueError(f"{folder}: no {split} pair in {language} has a label")
-        out[language] = rows
-    return out, said
+            there |= set(rows.attrs["languages"])
+            unused_columns |= unused
+            rows_read += len(rows)
+            wanted = rows[rows.language.isin(languages)]
+            if len(wanted):
+                checked.append(_checked(file, wanted, split, self.report))
+        if missing := [language for language in languages if language not in there]:
+            others = ", ".join(sorted(there))
+            raise ValueError(f"{self.folder}: no {split} pairs in {', '.join(missing)}; there is {others}")
+        self._report_split(split, files, languages, there, unused_columns)
+        if split == "train":
+            self.has_language = said
+        whole = pd.concat(checked)
+        out = {language: whole[whole.language == language] for language in languages}
+        for language, rows in out.items():
+            if rows.empty:
+                raise ValueError(f"{self.folder}: no {split} pair in {language} has a label")
+        return out
+
+    def _report_split(
+        self, split: str, files: list[_File], languages: tuple[str, ...], there: set[str], unused: Collection[str]
+    ) -> None:
+        read = [file.path for file in files if file.language in (None, *languages)]
+        names = [path.relative_to(self.folder).as_posix() for path in read]
+        self.report.add("read", f"{split}: {list_some(names)}")
+        report_columns(self.report, split, unused)
+        if others := sorted(there - set(languages)):
+            self.report.add(
+                "left out", f"{split}: pairs in {list_some(others, 20)}; the recipe takes {', '.join(languages)}"
+            )
+
+    def report_rest(self) -> None:
+        """Report the files of the folder that are of no split."""
+        report_unread(self.report, self.folder, self.named, UNREAD)
 
 
-def _rows(file: _File, default: str) -> tuple[pd.DataFrame, bool]:
-    """Return a file's rows with the columns language, premise, hypothesis, label, numbered from 1; see ``_read``."""
+def _check_shards(folder: Path, split: str, files: list[_File]) -> None:
+    """Refuse a download that lacks parts, and two files for one language of the official layout."""
+    by_folder: dict[Path, list[str]] = {}
+    for file in files:
+        by_folder.setdefault(file.path.parent, []).append(file.path.name)
+    for place, names in by_folder.items():
+        numbers = [match for name in names if (match := SHARD.search(name))]
+        for count in {match[2] for match in numbers}:
+            there = {int(match[1]) for match in numbers if match[2] == count}
+            if lacking := sorted(set(range(int(count))) - there):
+                where = place.relative_to(folder).as_posix()
+                raise ValueError(f"{folder}: {where}/ lacks part {lacking[0]} of {int(count)} of the {split} split")
+    official = [file.path for file in files if file.path.suffix == ".tsv" and file.language]
+    languages = [file.language for file in files if file.path in official]
+    if twice := sorted({str(language) for language in languages if languages.count(language) > 1}):
+        raise ValueError(f"{folder} has several files for {split} in {', '.join(twice)}; keep one folder XNLI-MT-1.0*")
+
+
+def _rows(file: _File, default: str, languages: Collection[str]) -> tuple[pd.DataFrame, bool, set[str]]:
+    """Return a file's rows, whether it says their language, and its columns that are not read.
+
+    Rows have the columns language, premise, hypothesis and label, are numbered from 1, and have the languages that are
+    there in ``attrs``.
+    """
     with reading(file.path):
         table = _table(file.path)
-    if lacking := [name for name in file.columns.values() if name not in table]:
-        there = ", ".join(map(str, table.columns))[:200] or "none"
-        raise ValueError(f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}")
+    columns = _columns(file, table)
     if table.empty:
         raise ValueError(f"{file.path} has no rows")
-    rows = pd.DataFrame({ours: table[theirs] for ours, theirs in file.columns.items()})
-    said = file.language is None and "language" in table
-    rows["language"] = table["language"] if said else file.language or default
+    rows = pd.DataFrame({ours: table[theirs] for ours, theirs in columns.items()}).astype(object)
     rows.index = pd.RangeIndex(1, len(rows) + 1)
-    return rows, said or file.language is not None
+    if names := _label_names(file.path, columns["label"]):
+        rows["label"] = [names[int(value)] if value in range(len(names)) else value for value in rows["label"]]
+    said = file.language is None and "language" in table
+    unused = set(map(str, table.columns)) - set(columns.values()) - ({"language"} if said else set())
+    if has_languages(rows):
+        there, said = languages_of(rows), True
+        rows = of_languages(rows, languages)
+    else:
+        rows["language"] = table["language"].to_numpy() if said else file.language or default
+        there = set(rows.language.dropna())
+    rows.attrs["languages"] = sorted(map(str, there))
+    return rows, said or file.language is not None, unused
+
+
+def _columns(file: _File, table: pd.DataFrame) -> dict[str, str]:
+    """Return what the columns of a file are called, ours -> its; ValueError where one is missing."""
+    columns = file.columns
+    if columns is COLUMNS:  # SNLI's names, where ours are not there
+        replaced = {name: other for name, other in OTHER_COLUMNS.items() if name not in table and other in table}
+        columns = {**COLUMNS, **replaced}
+    if lacking := [name for name in columns.values() if name not in table]:
+        there = ", ".join(map(str, table.columns))[:200] or "none"
+        raise ValueError(f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}")
+    return columns
+
+
+def _label_names(path: Path, column: str) -> list[str]:
+    """Return the names of a column's labels as Hugging Face's datasets store them in .parquet, else none."""
+    if path.suffix != ".parquet":
+        return []
+    from pyarrow import parquet
+
+    with reading(path):
+        stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+        features = json.loads(stored).get("info", {}).get("features", {})
+        return [str(name) for name in features.get(column, {}).get("names") or []]
 
 
 def _table(path: Path) -> pd.DataFrame:
@@ -194,8 +353,8 @@ def _table(path: Path) -> pd.DataFrame:
     return table
 
 
-def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that have a label, as a number; ValueError for a wrong label or an empty sentence."""
+def _checked(file: _File, rows: pd.DataFrame, split: str, report: DataReport) -> pd.DataFrame:
+    """Return the rows that have a label, as a number; ValueError for a wrong label or what is no sentence."""
     labels = rows.label.map(lambda value: SPELLINGS.get(str(value).strip().lower()))
     if (wrong := labels.isna()).any():
         row = wrong.idxmax()
@@ -204,13 +363,13 @@ def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:
             "and - for pairs to leave out"
         )
     keep = labels != UNDECIDED
-    if not keep.all():
-        log.info("%s: %d pairs without an agreed label left out", file.path, int((~keep).sum()))
+    if undecided := int((~keep).sum()):
+        log.info("%s: %d pairs without an agreed label left out", file.path, undecided)
+        report.add("left out", f"{split}: {count_of(undecided, 'pair')} of {file.path.name} without an agreed label")
+    if rows.label.map(lambda value: str(value).strip()[:1].isdigit()).any():
+        report.add("markers", f"{split}: labels 0, 1, 2 are read as {', '.join(LABELS)}")
     rows = rows.assign(label=labels.astype("int64"))[keep]
-    for name in ("premise", "hypothesis"):
-        empty = rows[name].isna() | (rows[name].astype(str).str.strip() == "")
-        if empty.any():
-            raise ValueError(f"{file.path}, row {empty.idxmax()}: the {name} is empty")
+    check_sentences(file.path, rows)
     return rows
 
 

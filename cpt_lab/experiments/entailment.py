@@ -89,7 +89,7 @@ EXPERIMENT = Experiment(
     artefact="figure_7", own="own-pairs", card="own-pairs.md", needs="train and test as .csv, .json or .parquet",
     layouts=(
         "XNLI-1.0/xnli.test.tsv XNLI-MT-1.0*/multinli/multinli.train.*.tsv", "*/train-*.parquet */test-*.parquet",
-        "train.[cjp]*|train.tsv test.[cjp]*|test.tsv",
+        "train.[cjp]*|train.tsv test.[cjp]*|test.tsv", "train-*.parquet test-*.parquet",
     ),
     extra="text", download="cpt_lab.data.entailment:download",
     weights=(XNLI.checkpoint,),

@@ -15,7 +15,7 @@ from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import batch_keys, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
@@ -197,8 +197,8 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
     return made
 
 
-def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str) -> TensorDataset:
-    """Encode a split once; pairs longer than ``length`` are cut and counted in the log."""
+def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str, report: DataReport) -> TensorDataset:
+    """Encode a split once; pairs longer than ``length`` are cut and counted in the report, as unknown pieces are."""
     tokenizer.enable_truncation(length, strategy="longest_first")
     tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]") or 0)
     both = list(zip(pairs["premise"], pairs["hypothesis"], strict=True))
@@ -214,6 +214,9 @@ def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str) -> Tens
         cut += sum(bool(e.overflowing) for e in found)
     if cut:
         log.info("%s: %d of %d pairs are longer than %d word pieces and were cut", name, cut, len(both), length)
+        report.add("left out", f"{name}: word pieces of {cut:,} of {len(both):,} pairs behind the first {length}")
+    if unknown := int((pieces == tokenizer.token_to_id("[UNK]")).sum()):
+        report.add("changed", f"{name}: {count_of(unknown, 'word')} without word pieces became [UNK]")
     return TensorDataset(pieces, sentence, lengths, torch.tensor(pairs["label"].tolist()))
 
 
@@ -222,7 +225,7 @@ def load_encoded(recipe: EntailmentRecipe) -> _Data:
     data = load_entailment(recipe)
     tokenizer = _tokenizer(recipe, data)
     parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
-    train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name) for name, pairs in parts.items())
+    train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name, data.report) for name, pairs in parts.items())
     tests = dict(zip(data.test, test, strict=True))
     return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum, data.report)
 

@@ -1,17 +1,21 @@
 """Loaders of sentence pairs: every layout that is documented, what happens when its content is wrong, the grammar."""
 
+import json
 import random
+import shutil
 import socket
 from dataclasses import replace
 
 import pandas as pd
+import pyarrow
 import pytest
 from layouts import PAIRS, pair_files, pair_rows, tsv, write
+from pyarrow import parquet
 
 from cpt_lab import data
-from cpt_lab.data import templates
+from cpt_lab.data import entailment, templates
 from cpt_lab.data.entailment import LABELS, load_entailment
-from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.recipes import recipe
 
@@ -319,3 +323,229 @@ def test_labels_follow_from_what_the_words_mean():
                     break
         expected = {0: {True}, 1: {True, False}, 2: {False}}[label]
         assert seen == expected, (premise, hypothesis, LABELS[label], seen)
+
+
+# --- facts of the report, and errors ----------------------------------------------------------------
+
+
+def in_all(column, value):
+    """Put a value into a column of every row of every split."""
+    return lambda split, rows: rows.assign(**{column: [value] * len(rows)})
+
+
+def told(folder, **changes):
+    """Load pairs; return the facts by topic, and the data."""
+    data = load_entailment(own(folder, **changes))
+    return "\n".join(f"{topic}: {text}" for topic, text in data.report.facts), data
+
+
+def repeat_first(label):
+    def change(split, rows):
+        again = rows.iloc[:1].assign(label=[rows.label[0] if label is None else label])
+        return pd.concat([rows, again]) if split == "train" else rows
+
+    return change
+
+
+def other_languages(split, rows):
+    return pd.concat([rows.assign(language=code, premise=code + rows.premise) for code in ("en", "it", "fr")])
+
+
+FACTS = {  # change of the rows, what the recipe changes, facts
+    "columns": (lambda split, rows: rows.assign(genre="x", idx=1), {}, ["left out: train: the columns genre, idx"]),
+    "a column": (lambda split, rows: rows.assign(idx=1), {}, ["left out: test: the column idx, which nothing reads"]),
+    "no label": (put("train", 0, "label", -1), {}, ["left out: train: 1 pair of train.jsonl without an agreed label"]),
+    "a limit": (lambda split, rows: rows, {"train_pairs": 4}, ["left out: train: all but 4 of 6 pairs, a fixed"]),
+    "languages": (other_languages, {}, ["left out: train: pairs in fr, it; the recipe takes en"]),
+    "numbers": (lambda split, rows: rows, {}, ["markers: valid: labels 0, 1, 2 are read as entailment, neutral"]),
+    "repeated": (repeat_first(None), {}, ["values: train: 1 pair given again"]),
+    "another label": (repeat_first(2), {}, ["values: train: 1 pair given again, 1 with another label"]),
+    "classes": (put("test", 0, "label", 1), {}, ["classes: test: neutral 2, entailment 1, contradiction 1"]),
+    "premises": (in_all("premise", "it rains"), {}, ["overlap: 4 of 4 test pairs have the premise of a training pair"]),
+    "letters": (lambda split, rows: rows, {}, ["changed: letters become small and lose their accents"]),
+    "splits": (lambda split, rows: rows, {}, ["split: train: 6 pairs", "read: valid: validation.jsonl"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
+    change, changes, wanted = FACTS[case]
+    folder = write_flat(tmp_path / "mine", "jsonl", change=change)
+    with caplog.at_level("INFO"):
+        facts, data = told(folder, **changes)
+    assert not [words for words in wanted if words not in facts], facts
+    for topic, text in data.report.notices:
+        assert f"{folder}: {topic}: {text}" in caplog.messages
+    assert told(folder, **changes)[1].report.digest == data.report.digest
+
+
+def test_report_names_files_that_are_not_read(tmp_path):
+    folder = write_flat(tmp_path / "mine", "csv")
+    write(folder, {"README.md": b"x", "old/train.csv": b"x", "de/train-0.parquet.lock": b"", "._train.csv": b"x"})
+    facts, _ = told(folder)
+    for name in ("README.md", "old/train.csv", "de/train-0.parquet.lock"):
+        assert name in facts
+    assert "left out: 1 file .csv: hidden, or made by a system or tool for itself (._train.csv)" in facts
+
+
+def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
+    facts, _ = told(write_hub(tmp_path / "mine", ("en", "de", "fr")))
+    assert "left out: train: pairs in de, fr; the recipe takes en" in facts
+    assert "file .parquet" not in facts
+
+
+@pytest.mark.parametrize("folder", ["data", "plain_text", "default", "all_languages", "mnli", ""])
+def test_folders_of_the_hub_that_are_no_languages_are_read(folder, tmp_path):
+    place = tmp_path / "mine" / folder
+    place.mkdir(parents=True)
+    for split in PAIRS:
+        pair_rows(split).to_parquet(place / f"{split}-00000-of-00001.parquet")
+    found = load_entailment(own(tmp_path / "mine"))
+    check(found)
+    assert found.title == "own pairs (mine), 6 training pairs"
+    check_data(own(f"{tmp_path}/mine/"))
+
+
+def test_several_folders_of_the_hub_are_refused(tmp_path):
+    for folder in ("data", "plain_text"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for split in PAIRS:
+            pair_rows(split).to_parquet(tmp_path / "mine" / folder / f"{split}-0.parquet")
+    refused(own(tmp_path / "mine"), r"several folders: data/, plain_text/; keep one")
+
+
+def test_parts_of_a_download_that_lack_are_refused(tmp_path):
+    folder = write_hub(tmp_path / "mine", shards=3)
+    (folder / "en" / "train-00001-of-00003.parquet").unlink()
+    refused(own(folder), r"mine: en/ lacks part 1 of 3 of the train split")
+
+
+def test_official_files_twice_are_refused(tmp_path):
+    folder = write_official(tmp_path / "mine")
+    shutil.copytree(folder / "XNLI-MT-1.0-part", folder / "XNLI-MT-1.0")
+    refused(own(folder), r"mine has several files for train in en; keep one folder XNLI-MT-1\.0\*")
+
+
+def all_languages(split, rows):
+    """Return XNLI's configuration all_languages: tables of languages for sentences."""
+    return pd.DataFrame(
+        {
+            "premise": [{"en": premise, "de": f"de {premise}"} for premise in rows.premise],
+            "hypothesis": [{"language": ["de", "en"], "translation": [f"de {h}", h]} for h in rows.hypothesis],
+            "label": rows.label,
+        }
+    )
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_sentences_of_all_languages_in_a_row_are_read(ending, tmp_path):
+    folder = write_flat(tmp_path / "mine", ending, change=all_languages)
+    facts, found = told(folder)
+    check(found)
+    assert "left out: train: pairs in de; the recipe takes en" in facts
+    both = load_entailment(own(folder, language="de", test_languages=("de", "en")))
+    assert both.train.premise.iloc[0] == 'de "en train premise 0'
+    assert both.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
+    assert both.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
+    assert both.title == "own pairs (mine), de, 6 training pairs"
+    refused(own(folder, language="fr"), "no train pairs in fr; there is de, en")
+
+
+def test_columns_of_snli_are_read(tmp_path):
+    names = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+
+    def change(split, rows):
+        rows = rows.assign(label=[LABELS[i] for i in rows.label], annotator_labels="x")
+        return rows.rename(columns=names)
+
+    facts, found = told(write_flat(tmp_path / "mine", "jsonl", change=change))
+    check(found)
+    assert "train: the column annotator_labels, which nothing reads" in facts
+    assert "labels 0, 1, 2" not in facts
+
+
+@pytest.mark.parametrize(
+    "order", [("entailment", "neutral", "contradiction"), ("contradiction", "entailment", "neutral")]
+)
+def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    stored = {"info": {"features": {"label": {"names": list(order), "_type": "ClassLabel"}}}}
+    for split in PAIRS:
+        rows = pair_rows(split)
+        rows["label"] = [order.index(LABELS[i]) for i in rows.label]
+        table = pyarrow.Table.from_pandas(rows)
+        parquet.write_table(
+            table.replace_schema_metadata({b"huggingface": json.dumps(stored)}), folder / f"{split}.parquet"
+        )
+    facts, found = told(folder)
+    check(found)
+    assert "labels 0, 1, 2" not in facts
+
+
+def test_labels_with_fractions_of_zero_are_read(tmp_path):
+    folder = write_flat(tmp_path / "mine", "jsonl", change=lambda split, rows: rows.assign(label=rows.label / 1.0))
+    check(load_entailment(own(folder)))
+
+
+# --- no sentences, and pairs of two splits ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["premise", "hypothesis"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"fr": "un"}, "is a table, not a sentence; of a table of languages as in XNLI's all_languages, save the rows"),
+        (["a", "man"], "is a list, not a sentence; join its words with blanks"),
+        (7, "is a number, not a sentence"), (2.5, "is a number, not a sentence"),
+        (True, "is a truth value, not a sentence"), (b"a man", "is bytes, not a sentence; decode it"),
+        (float("nan"), "is empty"), (None, "is empty"), ("", "is empty"), (" \n", "is empty"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sentence_is_refused(column, value, message, tmp_path):
+    def change(split, rows):
+        rows = rows.astype(object)
+        rows.at[2, column] = value
+        return rows
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for split in PAIRS:  # as any tool may write them: pandas' own objects
+        change(split, pair_rows(split)).to_pickle(folder / f"{split}.pkl")
+    write_flat(folder, "csv")
+
+    def table(path):
+        return pd.read_pickle(path.with_suffix(".pkl"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entailment, "_table", table)
+        refused(own(folder), rf"train\.csv, row 3: the {column} {message}")
+
+
+def shared(part, other, count):
+    def change(split, rows):
+        return pd.concat([rows, pair_rows(other)[:count]]) if split == part else rows
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shared("test", "train", 1), "1 of 5 test pairs are training pairs, too, the first in row 5 of the test file"),
+        (shared("validation", "train", 2), "2 of 5 validation pairs are training pairs, too, the first in row 4"),
+        (shared("test", "validation", 3), "3 of 7 test pairs are validation pairs, too, the first in row 5"),
+        (lambda split, rows: pair_rows("train").assign(label=1 - rows.label % 2 if split == "x" else [0, 1] * 3),
+         "6 of 6 test pairs are training pairs"),
+        (lambda split, rows: pair_rows("train").assign(premise=f"a {' ' * len(split)} b"), "6 of 6 test pairs"),
+        (in_all("label", "neutral"), "all 6 training pairs have the label neutral; there is nothing to learn"),
+    ],
+)  # fmt: skip
+def test_pairs_of_two_splits_are_refused(change, message, tmp_path):
+    refused(own(write_flat(tmp_path / "mine", "jsonl", change=change)), message)
+
+
+def test_shared_pairs_of_xnli_are_counted(tmp_path):
+    write_flat(tmp_path / "xnli", "jsonl", change=shared("test", "train", 2))
+    facts, _ = told("xnli")
+    assert "overlap: 2 of 6 test pairs are training pairs, too" in facts
