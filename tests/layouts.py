@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import pickle
+import zlib
 from collections import defaultdict
 
 import numpy as np
@@ -48,7 +49,7 @@ def image_archives(packed=False, held="test", seed=0):
     for part, count in (("train", 12), (held, 6)):
         images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
         if packed:
-            ones = [picture((8, 8), "JPEG", seed) for seed in range(count)]
+            ones = [picture((8, 8), "JPEG", 100 * count + i) for i in range(count)]
             offsets = np.cumsum([0, *map(len, ones)])
             content = {"jpeg": np.frombuffer(b"".join(ones), np.uint8), "offsets": offsets}
         else:
@@ -164,6 +165,6 @@ def annotated_picture(name, size=(60, 90), objects=(), mode="RGB"):
     height, width = size
     xml = f"<annotation><size><width>{width}</width><height>{height}</height></size>{shown}</annotation>"
     return {
-        f"JPEGImages/{name}.jpg": picture(size, "JPEG", len(name), mode),
+        f"JPEGImages/{name}.jpg": picture(size, "JPEG", zlib.crc32(name.encode()), mode),
         f"Annotations/{name}.xml": f'<?xml version="1.0" encoding="utf-8"?>{xml}'.encode(),
     }

@@ -7,13 +7,11 @@ Shapes: n boxes of an image.
 
 import hashlib
 import itertools
-import math
-from collections import Counter
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +20,40 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cpt_lab.data.common import each, generator_of, some_of, split_sizes, titled
-from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
-from cpt_lab.data.image_readers import open_rgb, picture_size
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.files import DataNotFoundError, not_here, own_path
+from cpt_lab.data.folder_contents import group_alike, list_folder
+from cpt_lab.data.pictures import bits_of, inspect_picture, open_rgb, report_orientation, report_pictures
+from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.split_facts import (
+    NAMES,
+    report_classes,
+    report_sample_values,
+    report_shared,
+    report_sizes,
+    report_values,
+)
+from cpt_lab.data.voc_layout import (
+    AnnotationNotes,
+    VocFile,
+    VocIndex,
+    annotation_root,
+    check_lists,
+    file_name,
+    list_path,
+    read_objects,
+    report_unlisted,
+    upright,
+    voc_folder,
+)
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
 
+log = logging.getLogger(__name__)
 VOC_CLASSES = tuple(
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "
     "sofa train tvmonitor".split()
 )
-LONGEST = 200  # characters of an id: file systems take 255 for a name
 # name -> year and the splits to train and to test on
 VOC = {"voc2012": ("2012", "train", "val"), "voc2007": ("2007", "trainval", "test")}
 DIGITS = tuple(str(digit) for digit in range(10))
@@ -55,12 +75,14 @@ class Annotated:
     boxes: np.ndarray  # float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner
     labels: np.ndarray  # int64 (n,)
     difficult: np.ndarray  # bool (n,)
+    turn: bool = True  # read a file as viewers show it, by its EXIF orientation: so its boxes are drawn
+    bits: int | None = None  # that the grey pictures of 16 bits of the data set use
 
     def read(self) -> Tensor:
         """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
         if isinstance(self.picture, Tensor):
             return self.picture
-        return v2.functional.pil_to_tensor(open_rgb(self.picture))
+        return v2.functional.pil_to_tensor(open_rgb(self.picture, self.bits, self.turn))
 
 
 @dataclass(frozen=True)
@@ -94,56 +116,139 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when files do not have the documented layout, a picture is damaged, or there are too few.
     """
-    r = recipe
+    r, report = recipe, DataReport(recipe.dataset)
     if r.dataset == "digit-scenes":
         train = scenes("train", r.train_images or SCENES, r.size)
         valid = scenes("valid", r.valid_images, r.size)
         test = scenes("test", r.test_images or SCENES, r.size)
         title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
-        return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test))
-    files, classes, title = _files(r.dataset)
+        report.add("read", f"{title}: drawn with fixed seeds, no files")
+        _report_splits(report, (train, valid, test), DIGITS, (len(train) + len(valid), len(test)))
+        return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test), report)
+    files, classes, title, folder = _files(r.dataset, report)
     order = np.random.default_rng(0).permutation(len(files[0]))
     used, count = split_sizes(r, len(order))
     chosen = [[files[0][i] for i in sorted(part)] for part in (order[count:][:used], order[:count])]
     chosen.append([files[1][i] for i in some_of(len(files[1]), r.test_images)])
-    read = iter(each(lambda file: annotated(file[0], file[1], classes), [file for part in chosen for file in part]))
-    train, valid, test = (tuple(itertools.islice(read, len(part))) for part in chosen)
+    notes = AnnotationNotes(folder)
+    read = each(
+        lambda file: annotated(file.picture, file.annotation, classes, notes),
+        [file for part in chosen for file in part],
+    )
+    bits = _bits(r.dataset, [file.picture for part in files for file in part], notes)
+    pictures = iter(read if bits is None else [replace(one, bits=bits) for one in read])
+    train, valid, test = (tuple(itertools.islice(pictures, len(part))) for part in chosen)
     for name, part in (("training", train), ("validation", valid), ("test", test)):
         if part and all(a.difficult.all() for a in part):
             raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
-    return DetectionData(titled(title, r, train, valid), classes, train, valid, test, _checksum(train + valid + test))
+    _report_annotations(report, r, notes, bits)
+    _report_splits(report, (train, valid, test), classes, (len(files[0]), len(files[1])))
+    report.log_notices(log)
+    checksum = _checksum(train + valid + test)
+    return DetectionData(titled(title, r, train, valid), classes, train, valid, test, checksum, report)
 
 
-File = tuple[Path, Path]  # a picture, and its annotation in VOC's form
+def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int | None:
+    """Return how many of 16 bits the grey pictures of a data set use, of all its pictures where some have 16 bits."""
+    facts = dict(notes.pictures)
+    if any(one.is_deep_grey for one in facts.values()):
+        others = [picture for picture in pictures if notes.name(picture) not in facts]
+        facts |= dict(zip(map(notes.name, others), each(inspect_picture, others), strict=True))
+    return bits_of(dataset, facts)
 
 
-def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
+def _report_annotations(report: DataReport, recipe: DetectionRecipe, notes: AnnotationNotes, bits: int | None) -> None:
+    """Add facts about the files of pictures and annotations that were read."""
+    report_pictures(report, notes.pictures, bits)
+    report_orientation(report, {name: p for name, p in notes.pictures.items() if name not in notes.stored})
+    notes.add_to(report)
+    short = [min(p.stored_size) for p in notes.pictures.values()]
+    if others := [side for side in short if side != recipe.size]:
+        enlarged = sum(side < recipe.size for side in others)
+        report.add(
+            "changed",
+            f"{count_of(len(others), 'picture')} resized to {recipe.size} pixels on the short side, at most "
+            f"{recipe.max_size} on the long one{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
+        )
+
+
+def _report_splits(
+    report: DataReport, splits: Sequence[tuple[Annotated, ...]], classes: Sequence[str], there: tuple[int, int]
+) -> None:
+    """Add facts about objects and values of training, validation and test pictures, and what the splits share."""
+    report_sizes(report, [len(split) for split in splits], there)
+    difficult = sum(int(a.difficult.sum()) for split in splits for a in split)
+    if difficult:
+        report.add(
+            "left out", f"{count_of(difficult, 'difficult object')}: not trained on, neither found nor missed in tests"
+        )
+    for name, split in zip(NAMES, splits, strict=True):
+        labels = [a.labels[~a.difficult] for a in split]
+        report_classes(report, name, np.concatenate([np.zeros(0, np.int64), *labels]), classes, noun="object")
+    if any(isinstance(a.picture, Tensor) for split in splits for a in split):
+        _report_scenes(report, splits)
+        return
+    for name, split in zip(NAMES, splits, strict=True):
+        report_sample_values(report, name, split, _open)
+
+
+def _open(picture: Annotated) -> Any:
+    """Return a picture on disk, of PIL."""
+    assert isinstance(picture.picture, Path)
+    return open_rgb(picture.picture, picture.bits, picture.turn)
+
+
+def _report_scenes(report: DataReport, splits: Sequence[tuple[Annotated, ...]]) -> None:
+    """Add facts about the values of pictures in memory, and what splits share."""
+    for name, split in zip(NAMES, splits, strict=True):
+        report_values(report, name, [a.read() for a in split])
+    if len({a.size for split in splits for a in split}) == 1:
+        empty = torch.zeros(0, 3, *splits[0][0].size, dtype=torch.uint8)
+        stacked = [torch.stack([a.read() for a in split]) if split else empty for split in splits]
+        report_shared(report, dict(zip(NAMES, stacked, strict=True)))
+
+
+class _Files(NamedTuple):
+    """Files of a data set in VOC's layout."""
+
+    lists: list[list[VocFile]]  # to train and to test on
+    classes: tuple[str, ...]
+    title: str
+    folder: Path  # names in facts are relative to it
+
+
+def _files(dataset: str, report: DataReport) -> _Files:
     """Return pictures and annotations to train and to test on, the classes, and a title."""
     EXPERIMENT.check_dataset(dataset)
-    files: list[list[File]]
-    if dataset in VOC:
-        year, first, second = VOC[dataset]
-        try:
-            found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
-        except (RuntimeError, FileNotFoundError) as error:
-            raise not_here(dataset) from error
-        files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
-        return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
-    folder = voc_folder(own_path(dataset))
-    files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
-    for part in files:
-        image, count = Counter(image for image, _ in part).most_common(1)[0]
-        if count > 1:
-            raise ValueError(f"{folder}: {image.name} is listed {count} times; list every picture once")
-    objects = (obj for _, xml in files[0] for obj in _root(xml).findall("object"))
+    if dataset not in VOC:
+        return _own_files(dataset, report)
+    year, first, second = VOC[dataset]
+    try:
+        found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
+    except (RuntimeError, FileNotFoundError) as error:
+        raise not_here(dataset) from error
+    files = [list(map(VocFile, map(Path, f.images), map(Path, f.annotations))) for f in found]
+    return _Files(files, VOC_CLASSES, EXPERIMENT.named[dataset].title, data_dir())
+
+
+def _own_files(dataset: str, report: DataReport) -> _Files:
+    """Return pictures and annotations of one's own, and report what lies beside them."""
+    top = own_path(dataset)
+    folder = voc_folder(top)
+    contents = list_folder(top)
+    index = VocIndex(folder, contents, top)
+    second = "test" if list_path(folder, "test").is_file() else "val"
+    lists = {part: index.listed(part, report) for part in ("train", second)}
+    check_lists(folder, lists)
+    report_unlisted(report, contents, top, lists, folder)
+    objects = (obj for file in lists["train"] for obj in annotation_root(file.annotation).findall("object"))
     classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects} - {""}))
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
-    title = f"own pictures ({own_path(dataset).name})"
-    if both := len({image for image, _ in files[0]} & {image for image, _ in files[1]}):
-        own = "its own training pictures"
-        title += f", tested on {own}" if both == len(files[1]) else f", tested on {both} of {own} and others"
-    return files, classes, title
+    for alike in group_alike(classes):
+        report.add("classes", f"{' and '.join(alike)} differ in spelling alone, and are {len(alike)} classes")
+    report.add("split", f"train.txt is trained on and {second}.txt tested on")
+    return _Files(list(lists.values()), classes, f"own pictures ({top.name})", top)
 
 
 def scenes(part: str, count: int, size: int) -> tuple[Annotated, ...]:
@@ -218,79 +323,30 @@ def _checksum(pictures: Sequence[Annotated]) -> str:
     return digest.hexdigest()[:16]
 
 
-def voc_folder(folder: Path) -> Path:
-    """Return the folder that holds ``Annotations``: ``folder`` itself, or one in it such as ``VOCdevkit/VOC2007``."""
-    if not folder.is_dir():
-        raise DataNotFoundError(f"there is no folder {folder}; give one in the layout of Pascal VOC")
-    found = [f.parent for pattern in ("", "VOC*/", "VOCdevkit/VOC*/") for f in folder.glob(f"{pattern}Annotations")]
-    if len(found) != 1:
-        names = ", ".join(str(f) for f in found) or "none"
-        raise ValueError(f"{folder} must hold one data set in VOC's layout (JPEGImages, Annotations); found: {names}")
-    return found[0]
-
-
-def _list(folder: Path, part: str) -> Path:
-    return folder / "ImageSets" / "Main" / f"{part}.txt"
-
-
-def _listed(folder: Path, part: str) -> list[File]:
-    """Return picture and annotation of every id in a list; the id is the first word of a line."""
-    path = _list(folder, part)
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no {path}: a list of picture ids, one per line")
-    with reading(path):
-        ids = [line.split()[0] for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    if not ids:
-        raise ValueError(f"{path} is empty")
-    if wrong := [i for i in ids if not i.isprintable() or len(i) > LONGEST]:
-        raise ValueError(f"{path}: {wrong[0][:40]!r} is no picture id")
-    return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
-
-
-def _root(xml: Path) -> ElementTree.Element:
-    with reading(xml):
-        return ElementTree.parse(xml).getroot()
-
-
-def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
+def annotated(image: Path, xml: Path, classes: Sequence[str], notes: AnnotationNotes | None = None) -> Annotated:
     """Read and check one annotation, and that its picture is there, whole and of the size it says.
+
+    Args:
+        image: file of the picture.
+        xml: file of the annotation.
+        classes: names of all classes.
+        notes: takes what is changed and what plays no part.
 
     Raises:
         DataNotFoundError: when a file is missing.
         ValueError: naming the file and what is wrong with it.
     """
-    height, width = picture_size(image)
-    root = _root(xml)
-    said = tuple(_number(root, f"size/{side}", xml) for side in ("height", "width"))
-    if said != (height, width):
-        raise ValueError(f"{xml} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
-    boxes, labels, difficult = [], [], []
-    for number, obj in enumerate(root.findall("object"), start=1):
-        what = f"{xml}, object {number}"
-        name = obj.findtext("name", "").strip()
-        if name not in classes:
-            raise ValueError(f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}")
-        x1, y1, x2, y2 = (_number(obj, f"bndbox/{corner}", what) for corner in ("xmin", "ymin", "xmax", "ymax"))
-        shown = f"({x1:g}, {y1:g}) to ({x2:g}, {y2:g})"
-        if not (x1 - 1 < x2 and y1 - 1 < y2):  # a box of one pixel has x1 = x2
-            raise ValueError(f"{what} ({name}): the box {shown} has no area")
-        if not (x1 >= 1 and y1 >= 1 and x2 <= width and y2 <= height):
-            raise ValueError(f"{what} ({name}): the box {shown} is not inside the {width} x {height} picture")
-        boxes.append([x1 - 1, y1 - 1, x2, y2])
-        labels.append(classes.index(name))
-        difficult.append(obj.findtext("difficult", "0").strip() == "1")
-    return annotated_picture(image, (height, width), boxes, labels, difficult)
-
-
-def _number(element: ElementTree.Element, path: str, what: object) -> float:
-    text = element.findtext(path)
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{what}: {path} must be a number, got {text!r}")
-    return value
+    notes = AnnotationNotes(xml.parent) if notes is None else notes
+    facts = inspect_picture(image)
+    notes.pictures[notes.name(image)] = facts
+    root = annotation_root(xml)
+    turn = upright(xml, image, root, facts, notes)
+    if file_name(root) not in ("", image.name, image.stem):
+        notes.renamed.append(notes.name(xml))
+    size = facts.shown_size if turn else facts.stored_size
+    objects = read_objects(xml, root, size, classes, notes)
+    picture = annotated_picture(image, size, objects.boxes, objects.labels, objects.difficult)
+    return replace(picture, turn=turn)
 
 
 WEIGHTS = "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1

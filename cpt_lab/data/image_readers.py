@@ -1,16 +1,15 @@
 """Readers of images of one's own: archives, and folders of classes, into memory or as lists of files.
 
-Pictures of any kind are read as eight-bit red, green and blue.
+Pictures of any kind are read as eight-bit red, green and blue, see ``pictures``.
 """
 
-import copy
-import filecmp
 import io
 import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,44 +18,38 @@ from torch import Tensor
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import each, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.folder_contents import (
+    FolderContents,
+    PictureFiles,
+    class_pictures,
+    identical_files,
+    is_picture,
+    leave_out_files,
+    list_folder,
+    repeated_files,
+    same_spelling,
+)
+from cpt_lab.data.pictures import (
+    PictureFacts,
+    bits_of,
+    inspect_image,
+    inspect_picture,
+    open_rgb,
+    report_orientation,
+    report_pictures,
+    rgb,
+    upright_rgb,
+)
+from cpt_lab.data.report import DataReport, count_of, list_some
+from cpt_lab.data.split_facts import identical_pictures
 
+__all__ = ["ArrayImages", "OwnImages", "image_folders", "open_rgb", "picture_files", "read_own", "rgb"]
 
-def open_rgb(path: Path | str) -> Any:
-    """Return the picture in a file, in PIL's mode RGB; ValueError names a file that is damaged."""
-    with reading(Path(path)), library("PIL.Image", "vision").open(path) as image:
-        return rgb(image)
-
-
-def rgb(image: Any) -> Any:
-    """Return a picture of PIL in mode RGB: grey ones get three equal channels, transparency is left out.
-
-    Grey pictures of 16 bits are scaled to eight: PIL alone would cut off all above 255.
-
-    Raises:
-        ValueError: for pictures whose range of values is not known: 32-bit and floating ones.
-    """
-    if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image)
-        if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError(f"a picture of 8 or 16 bits expected, got PIL's mode {image.mode}")
-        if 0 < values.max() < 256:
-            raise ValueError(f"a picture of 16 bits whose values end at {values.max()} would be black; save it with 8")
-        image = library("PIL.Image", "vision").fromarray((values >> 8).astype(np.uint8))
-    return image.convert("RGB")
-
-
-END_OF_JPEG = b"\xff\xd9"
 HELD = ("val", "valid", "validation", "test")  # folders of what is tested on; the first that is there
-
-
-def picture_size(path: Path) -> tuple[int, int]:
-    """Return height and width; ValueError for a file that breaks off: it is noticed here, before any training."""
-    with reading(path), library("PIL.Image", "vision").open(path) as image:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64))
-            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
-                rgb(image)
-        return image.height, image.width
+TRAIN_WORDS = ("train", "training", "trn")  # what people call their splits
+HELD_WORDS = (*HELD, "validate", "dev", "testing", "eval", "evaluation", "holdout")
+SHARED_LIMIT = 0.1  # of the test images of archives may be copies of training images
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,38 +66,89 @@ class ArrayImages:
         return ArrayImages(self.images[index], self.labels[index])
 
 
-def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
-    """Return training and test images, and what the data is called; pictures of a folder come at ``size`` pixels.
+class OwnImages(NamedTuple):
+    """Images to train and to test on, in memory or on disk."""
+
+    train: Any  # ArrayImages or PictureFiles
+    test: Any
+    title: str
+    classes: list[str]  # names; empty where labels are numbers
+
+
+class PictureSource(NamedTuple):
+    """A picture in a file of its own, or in an archive."""
+
+    name: str  # in reports
+    path: Path  # of the file or the archive
+    content: bytes | None = None  # where an archive holds it
+
+
+def read_own(dataset: str, size: int, report: DataReport) -> OwnImages:
+    """Return training and test images in memory; pictures of a folder come at ``size`` pixels.
 
     Raises:
         DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
     given = [own_path(part) for part in dataset.split(",")]
-    folder, title = given[0], f"own images ({given[0].name if len(given) == 1 else given[0].stem})"
+    folder = given[0]
     if len(given) == 1 and folder.is_dir() and ((folder / "train").is_dir() or not any(folder.glob("*.npz"))):
-        *files, title = image_folders(folder)
-        train, test = _in_memory(files, size)
-    else:
-        train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder))
-    if torch.equal(train.images, test.images):
-        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
-    return train, test, title
+        found = image_folders(folder, report)
+        train, test = _in_memory(folder, [found.train, found.test], size, report)
+        return found._replace(train=train, test=test)
+    title = f"own images ({folder.name if len(given) == 1 else folder.stem})"
+    train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder, report), report)
+    return OwnImages(train, test, title, [])
 
 
-def _two_archives(dataset: str, paths: list[Path]) -> tuple[ArrayImages, ArrayImages]:
+# --- archives -------------------------------------------------------------------------------------
+
+
+class _Archive(NamedTuple):
+    """Content of an archive: labels (n,), and images (n, H, W) or (n, H, W, C), or pictures to decode."""
+
+    path: Path
+    labels: np.ndarray
+    images: np.ndarray | None
+    sources: list[PictureSource]
+
+
+def _two_archives(dataset: str, paths: list[Path], report: DataReport) -> list[ArrayImages]:
     if len(paths) != 2:
         raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
-    train, test = map(_archive, paths)
+    archives = [_read_archive(path, report) for path in paths]
+    sources = [source for archive in archives for source in archive.sources]
+    decoded = iter(_read_sources(dataset, sources, np.asarray, report) if sources else [])
+    train, test = (_checked(archive, list(itertools.islice(decoded, len(archive.sources)))) for archive in archives)
+    for path, part in zip(paths, (train, test), strict=True):
+        _, channels, height, width = part.images.shape
+        report.add(
+            "read",
+            f"{path.name}: {count_of(len(part), 'image')}, {width} x {height} pixels, {count_of(channels, 'channel')}",
+        )
     if train.images.shape[1] != test.images.shape[1]:
-        channels = " and ".join(str(part.images.shape[1]) for part in (train, test))
-        raise ValueError(f"{dataset}: training and test images have {channels} channels")
+        both = " and ".join(str(part.images.shape[1]) for part in (train, test))
+        raise ValueError(f"{dataset}: training and test images have {both} channels")
     unknown = test.labels[test.labels > train.labels.max()]
     if len(unknown):
         raise ValueError(f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}")
-    return train, test
+    _check_shared(dataset, train, test)
+    return [train, test]
 
 
-def _archives_of(folder: Path) -> list[Path]:
+def _check_shared(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
+    """Refuse test images that are training images: all of them, or more than a tenth."""
+    shared = identical_pictures(train.images, test.images)
+    if len(shared) == len(test):
+        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
+    if len(shared) > SHARED_LIMIT * len(test):
+        pairs = list_some([f"test image {i} is training image {k}" for i, k in shared.items()])
+        raise ValueError(
+            f"{dataset}: {len(shared):,} of {len(test):,} test images are copies of training images ({pairs}, counted "
+            "from 0); a test needs others: take them out of one of the two archives"
+        )
+
+
+def _archives_of(folder: Path, report: DataReport) -> list[Path]:
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
     files = sorted(folder.glob("*.npz"))
@@ -116,16 +160,49 @@ def _archives_of(folder: Path) -> list[Path]:
             f"{folder} needs train/ and val/, or one *train*.npz and one *test*.npz or *val*.npz (archives there: "
             f"{names}); name two archives as 'train.npz,test.npz'"
         )
+    contents = list_folder(folder)
+    contents.report_unread(report)
+    used = {train[0].name, test[0].name}
+    report.leave_out(
+        f"only {train[0].name} and {test[0].name} are read", [name for name in contents.files if name not in used]
+    )
     return [*train, *test]
 
 
-def _archive(path: Path) -> ArrayImages:
+def _read_archive(path: Path, report: DataReport) -> _Archive:
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         keys = set(z.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
             raise ValueError(f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}")
-        labels = whole_numbers(f"{path}: labels", z["labels"])
-        images = z["data"] if "data" in keys else _unpacked(path, z["jpeg"], z["offsets"])
+        given = z["labels"]
+        labels = whole_numbers(f"{path}: labels", given)
+        images = z["data"] if "data" in keys else None
+        sources = [] if "data" in keys else _packed(path, z["jpeg"], z["offsets"])
+    used = {"labels", "data"} if "data" in keys else {"labels", "jpeg", "offsets"}
+    if unused := sorted(keys - used):
+        report.add("left out", f"{count_of(len(unused), 'array')} of {path.name}: {list_some(unused)}")
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        report.add("changed", f"labels of {path.name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)")
+    return _Archive(path, labels, images, sources)
+
+
+def _packed(path: Path, raw: np.ndarray, offsets: np.ndarray) -> list[PictureSource]:
+    """Return the pictures of files that lie one after the other in an archive."""
+    ends = whole_numbers(f"{path}: offsets", offsets)
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) <= 0).any():
+        raise ValueError(f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}")
+    parts = enumerate(itertools.pairwise(ends))
+    return [PictureSource(f"{path.name} picture {i}", path, raw[a:b].tobytes()) for i, (a, b) in parts]
+
+
+def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
+    """Return the images of an archive; ValueError where they are not as documented."""
+    path, labels = archive.path, archive.labels
+    if archive.images is not None:
+        images = archive.images
+    else:
+        with reading(path):
+            images = np.stack(decoded)
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise ValueError(
             f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
@@ -140,87 +217,221 @@ def _archive(path: Path) -> ArrayImages:
     return ArrayImages(tensor.contiguous(), torch.from_numpy(labels))
 
 
-def _unpacked(path: Path, raw: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the pictures of files that lie one after the other, (n, H, W, 3) uint8."""
-    ends = whole_numbers(f"{path}: offsets", offsets)
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) <= 0).any():
-        raise ValueError(f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}")
-    read = library("PIL.Image", "vision").open
-    return np.stack([np.asarray(rgb(read(io.BytesIO(raw[a:b].tobytes())))) for a, b in itertools.pairwise(ends)])
+# --- folders of classes ---------------------------------------------------------------------------
 
 
-def image_folders(folder: Path) -> tuple[Any, Any, str]:
-    """Return torchvision's lists of files to train and to test on, numbered by the classes of the first, and a title.
+def image_folders(folder: Path, report: DataReport) -> OwnImages:
+    """Return lists of files to train and to test on, the second numbered by the classes of the first.
 
     They are those of ``train/`` and of the first of ``HELD``; a class may be missing from the second, but not from the
     first. Where there is one of them alone, or class folders alone, every fifth picture of a class is tested on, in an
     order drawn once and for all, and the title says so.
+
+    Raises:
+        DataNotFoundError, ValueError: naming the folder, and what is wrong with it.
     """
-    first = folder / "train" if (folder / "train").is_dir() else folder
-    held = next((folder / part for part in HELD if (folder / part).is_dir()), None)
-    if first == folder and held:
-        raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
-    title, train = f"own images ({folder.name})", _listed(first)
+    contents = list_folder(folder)
+    parts = contents.subfolders("")
+    first = "train" if "train" in parts else ""
+    held = next((part for part in HELD if part in parts), None)
+    if not first and held:
+        raise DataNotFoundError(f"{folder} has {held}/ and no train/; it needs train/<class>/")
+    _check_split_names(folder, parts, first, held)
+    contents.report_unread(report)
+    if first:
+        _report_beside(report, contents, held)
+    title, train = f"own images ({folder.name})", class_pictures(folder, first, contents, report)
     if held is None:
-        return *_drawn(train), f"{title}, a fifth drawn to test on"
-    test = _listed(held)
-    if sum((folder / part).is_dir() for part in HELD) > 1:
-        title += f", tested on {held.name}/"
-    if unknown := sorted(set(test.classes) - set(train.classes)):
-        names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
-        raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
-    copies = ((first / Path(path).relative_to(held), path) for path, _ in test.samples)
-    if all(one.is_file() and filecmp.cmp(one, other, shallow=False) for one, other in copies):
-        raise ValueError(f"{held}: the {len(test)} test images are the training images; a test needs others")
-    test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
-    return train, test, title
+        train, test = _drawn(train, folder, report)
+        return OwnImages(train, test, f"{title}, a fifth drawn to test on", train.classes)
+    test = class_pictures(folder, held, contents, report)
+    if sum(part in HELD for part in parts) > 1:
+        title += f", tested on {held}/"
+    _check_classes(folder / held, train.classes, test.classes)
+    _check_copies(folder, held, train, test)
+    numbers = {name: number for number, name in enumerate(train.classes)}
+    test.target_transform = [numbers[name] for name in test.classes].__getitem__
+    report.add("split", f"train/ is trained on and {held}/ tested on")
+    return OwnImages(train, test, title, train.classes)
 
 
-def _listed(folder: Path) -> Any:
-    """Return torchvision's list of the pictures in class folders; hidden ones are none, such as notebooks leave."""
-    kind = library("torchvision.datasets", "vision").ImageFolder
-    files = kind.__new__(kind)
-    files.find_classes = _classes
-    files.__init__(str(folder), loader=open_rgb, is_valid_file=_shown)
-    return files
+def _check_split_names(folder: Path, parts: list[str], first: str, held: str | None) -> None:
+    """Refuse folders that look like splits under other names: they would be classes, or not be read."""
+    train = [part for part in parts if part.lower() in TRAIN_WORDS and part != "train"]
+    tested = [part for part in parts if part.lower() in HELD_WORDS and part not in HELD]
+    if first and held is None and tested:
+        raise ValueError(f"{folder} has train/ and {tested[0]}/; call the second one val/")
+    if not first and train and tested:
+        raise ValueError(f"{folder} has {train[0]}/ and {tested[0]}/; call the folders train/ and val/")
 
 
-def _classes(folder: str) -> tuple[list[str], dict[str, int]]:
-    names = sorted(p.name for p in Path(folder).iterdir() if p.is_dir() and not p.name.startswith((".", "__")))
-    for name in names:
-        if not any(_shown(str(path)) for path in (Path(folder) / name).rglob("*")):
-            raise ValueError(f"{Path(folder) / name} is the folder of a class, and has no picture")
-    if not names:
-        raise ValueError(f"{folder} has no folder of a class in it")
-    return names, {name: i for i, name in enumerate(names)}
+def _report_beside(report: DataReport, contents: FolderContents, held: str | None) -> None:
+    """Add facts about what lies beside train/ and the folder that is tested on."""
+    for part in contents.subfolders(""):
+        if part not in ("train", held):
+            reason = f"{held}/ is tested on" if part in HELD else "only train/ and a folder to test on are read"
+            leave_out_files(report, contents.below(part), reason)
+    leave_out_files(report, [name for name in contents.files if "/" not in name])
 
 
-def _shown(path: str) -> bool:
-    """Whether a file is a picture that a person has put there, not one of a Mac beside it."""
-    kinds = library("torchvision.datasets.folder", "vision").IMG_EXTENSIONS
-    return path.lower().endswith(kinds) and not Path(path).name.startswith(".")
+def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
+    """Refuse classes that are only tested on."""
+    unknown = sorted(set(tested) - set(known))
+    if not unknown:
+        return
+    names = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+    alike = [name for name in known if same_spelling(name) == same_spelling(unknown[0])]
+    tables = sorted(path.name for path in held.iterdir() if path.is_file() and not is_picture(path.name))
+    way_out = ""
+    if alike:
+        way_out = f"; {alike[0]!r} differs in spelling alone: give both folders one name"
+    elif len(tested) == 1:
+        source = f" ({tables[0]} may say which)" if tables else ""
+        way_out = f"; give the pictures of every class a folder of their own, {held.name}/<class>/{source}"
+    raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}{way_out}")
 
 
-def _drawn(files: Any) -> tuple[Any, Any]:
-    """Return two lists of the files of one, to train and to test on."""
+def _check_copies(folder: Path, held: str, train: PictureFiles, test: PictureFiles) -> None:
+    """Refuse test pictures whose files are those of training pictures, byte for byte."""
+    copies = identical_files([path for path, _ in train.samples], [path for path, _ in test.samples])
+    if len(copies) == len(test):
+        raise ValueError(f"{folder / held}: the {len(test)} test images are the training images; a test needs others")
+    if copies:
+        pairs = list_some([f"{_name(folder, one)} is {_name(folder, other)}" for one, other in sorted(copies.items())])
+        raise ValueError(
+            f"{folder / held}: {len(copies):,} of {len(test):,} test images are copies of training images ({pairs}); a "
+            "test needs others: take them out of one of the two folders"
+        )
+
+
+def _name(folder: Path, path: str) -> str:
+    return Path(path).relative_to(folder).as_posix()
+
+
+def _drawn(files: PictureFiles, folder: Path, report: DataReport) -> tuple[PictureFiles, PictureFiles]:
+    """Return two lists of the files of one, to train and to test on; copies stand on the side of their original."""
+    copies = repeated_files([path for path, _ in files.samples])
+    originals = [i for i, (path, _) in enumerate(files.samples) if path not in copies]
     seen: Counter[int] = Counter()
-    parts: tuple[list[int], list[int]] = ([], [])
-    for i in np.random.default_rng(0).permutation(len(files.targets)):
-        seen[files.targets[i]] += 1
-        parts[seen[files.targets[i]] % 5 == 0].append(i)
-    if not parts[1]:
+    tested: set[str] = set()
+    for position in np.random.default_rng(0).permutation(len(originals)):
+        path, label = files.samples[originals[position]]
+        seen[label] += 1
+        if seen[label] % 5 == 0:
+            tested.add(path)
+    if not tested:
         raise ValueError(f"{files.root}: no class has the five pictures of which one is tested on; give train/, val/")
-    train, test = copy.copy(files), copy.copy(files)
-    for split, part in zip((train, test), parts, strict=True):
-        split.samples = [files.samples[i] for i in sorted(part)]
-        split.targets = [label for _, label in split.samples]
+    report.add(
+        "split", "a fifth of the pictures of every class is tested on, drawn with seed 0; the others are trained on"
+    )
+    if copies:
+        pairs = [f"{_name(folder, one)} is {_name(folder, other)}" for one, other in sorted(copies.items())]
+        report.add(
+            "changed",
+            f"{count_of(len(copies), 'file')} are copies of others, byte for byte, and stand on their side of the "
+            f"split ({list_some(pairs)})",
+        )
+    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+    for path, label in files.samples:
+        parts[copies.get(path, path) in tested].append((path, label))
+    train, test = (PictureFiles(files.root, files.classes, part) for part in parts)
     return train, test
 
 
-def _in_memory(lists: list[Any], size: int) -> tuple[ArrayImages, ArrayImages]:
+# --- reading --------------------------------------------------------------------------------------
+
+
+def picture_files(folder: Path, size: int, report: DataReport) -> OwnImages:
+    """Return lists of files that stay on disk, every one looked at, and report what they are.
+
+    Raises:
+        DataNotFoundError, ValueError: naming the files, and what is wrong with them.
+    """
+    found = image_folders(folder, report)
+    paths = [path for files in (found.train, found.test) for path, _ in files.samples]
+    facts = dict(zip([_name(folder, p) for p in paths], each(inspect_picture, map(Path, paths)), strict=True))
+    bits = _report_facts(folder.name, facts, report)
+    found.train.bits = found.test.bits = bits
+    report_crops(report, size)
+    return found
+
+
+def report_crops(report: DataReport, size: int) -> None:
+    """Add a fact about pictures on disk, which are resized and cropped while they are read."""
+    report.add(
+        "changed",
+        f"resized to {round(size / 0.875)} pixels on the short side and cropped to the {size} x {size} in the middle "
+        f"to test on; of training pictures a part drawn at random is resized to {size} x {size}",
+    )
+
+
+def _report_facts(dataset: str, facts: dict[str, PictureFacts], report: DataReport) -> int | None:
+    """Add facts about the files of pictures; return the bits of those of 16 bits."""
+    bits = bits_of(dataset, facts)
+    report_pictures(report, facts, bits)
+    report_orientation(report, facts)
+    return bits
+
+
+def _read_sources(
+    dataset: str, sources: Sequence[PictureSource], prepare: Callable[[Any], T], report: DataReport
+) -> list[T]:
+    """Return pictures, each made ready from PIL's mode RGB, and report what they are.
+
+    Every file is decoded once, but for pictures of 16 bits: their scale is known when all were looked at.
+    """
+    looked_at = each(lambda source: _look_and_read(source, prepare), sources)
+    facts = {source.name: found for source, (found, _) in zip(sources, looked_at, strict=True)}
+    bits = _report_facts(dataset, facts, report)
+    results = []
+    for source, (_, result) in zip(sources, looked_at, strict=True):
+        results.append(_read_deep(source, prepare, bits) if result is None else result)
+    return results
+
+
+def _look_and_read(source: PictureSource, prepare: Callable[[Any], T]) -> tuple[PictureFacts, T | None]:
+    with reading(source.path), _open(source) as image:
+        facts = inspect_image(image)
+        return facts, None if facts.is_deep_grey else prepare(upright_rgb(image))
+
+
+def _read_deep(source: PictureSource, prepare: Callable[[Any], T], bits: int | None) -> T:
+    with reading(source.path), _open(source) as image:
+        return prepare(upright_rgb(image, bits))
+
+
+def _open(source: PictureSource) -> Any:
+    return library("PIL.Image", "vision").open(source.path if source.content is None else io.BytesIO(source.content))
+
+
+def _in_memory(folder: Path, lists: list[PictureFiles], size: int, report: DataReport) -> list[ArrayImages]:
     v2 = library("torchvision.transforms.v2", "vision")
-    for files in lists:
-        files.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-    images, labels = zip(*each(lambda at: at[0][at[1]], [(f, i) for f in lists for i in range(len(f))]), strict=True)
-    whole = ArrayImages(torch.stack(images), torch.tensor(labels))
-    return whole[: len(lists[0])], whole[len(lists[0]) :]
+    resize = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
+    sources = [PictureSource(_name(folder, path), Path(path)) for files in lists for path, _ in files.samples]
+    sizes: list[tuple[int, int]] = []
+
+    def prepare(image: Any) -> Tensor:
+        sizes.append((image.height, image.width))
+        return resize(image)
+
+    images = torch.stack(_read_sources(folder.name, sources, prepare, report))
+    report_resizing(report, sizes, size)
+    labels = torch.tensor([files.label(index) for files in lists for index in range(len(files))])
+    whole = ArrayImages(images, labels)
+    return [whole[: len(lists[0])], whole[len(lists[0]) :]]
+
+
+def report_resizing(report: DataReport, sizes: list[tuple[int, int]], size: int) -> None:
+    """Add a fact about pictures, (height, width), that are resized on the short side and cropped to a square."""
+    others = [(height, width) for height, width in sizes if (height, width) != (size, size)]
+    if not others:
+        return
+    ratios = [width / height for height, width in others]
+    enlarged = sum(min(one) < size for one in others)
+    crop = f", centre cropped: aspect ratios {min(ratios):.2g} to {max(ratios):.2g}"
+    report.add(
+        "changed",
+        f"{count_of(len(others), 'picture')} resized to {size} pixels on the short side"
+        f"{crop if any(height != width for height, width in others) else ''}"
+        f"{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
+    )

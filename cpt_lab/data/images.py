@@ -6,10 +6,11 @@ Shapes: N images, C channels, H x W pixels.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +18,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_extras.optional_libraries import library
-from cpt_lab.data.common import class_count, each, generator_of, some_of, split_sizes, titled
+from cpt_lab.data.common import class_count, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
-from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own
-from cpt_lab.data.report import DataReport, empty_report
+from cpt_lab.data.image_readers import ArrayImages, picture_files, read_own, report_crops
+from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.split_facts import (
+    NAMES,
+    report_classes,
+    report_sample_values,
+    report_shared,
+    report_sizes,
+    report_values,
+)
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
 
+log = logging.getLogger(__name__)
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 SMALL = 64  # images up to this many pixels a side are kept in memory
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -65,9 +75,10 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when the files do not have the documented layout or there are too few images.
     """
+    report = DataReport(recipe.dataset)
     in_memory = recipe.size <= SMALL
-    load: Callable[..., Any] = _load_arrays if in_memory else _load_files
-    train, test, title, mean, std = load(recipe)
+    load: Callable[[ImageRecipe, DataReport], _Loaded] = _load_arrays if in_memory else _load_files
+    train, test, title, mean, std, names = load(recipe, report)
     labels = train.labels if in_memory else np.array(train.targets)
     classes = class_count(f"{recipe.dataset}: training images", labels)
     used, held = split_sizes(recipe, len(train))
@@ -80,11 +91,33 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         for split in splits:
             digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
     else:
-        names = (f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
-        digest.update("\n".join(names).encode())
+        file_names = (f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
+        digest.update("\n".join(file_names).encode())
     first, valid, tested = splits
     title = titled(title, recipe, first, valid)
-    return ImageData(title, classes, len(mean), mean, std, first, valid, tested, digest.hexdigest()[:16])
+    report_sizes(report, [len(split) for split in splits], (len(train), len(test)))
+    _report_splits(report, splits, names or [str(number) for number in range(classes)])
+    report.log_notices(log)
+    return ImageData(title, classes, len(mean), mean, std, first, valid, tested, digest.hexdigest()[:16], report)
+
+
+def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) -> None:
+    """Add facts about classes and values of training, validation and test images, and what the splits share."""
+    for name, split in zip(NAMES, splits, strict=True):
+        if isinstance(split, ArrayImages):
+            report_classes(report, name, split.labels, classes)
+            report_values(report, name, split.images)
+        else:
+            report_classes(report, name, _labels(split), classes)
+            report_sample_values(report, name, split, lambda sample: sample[0])
+    if isinstance(splits[0], ArrayImages):
+        report_shared(report, {name: split.images for name, split in zip(NAMES, splits, strict=True)})
+
+
+def _labels(split: Any) -> list[int]:
+    """Return the classes of files in the numbering of the training data."""
+    renumber = split.dataset.target_transform or int
+    return [renumber(split.dataset.targets[index]) for index in split.indices]
 
 
 def _tested(labels: np.ndarray, limit: int | None) -> list[int]:
@@ -111,23 +144,51 @@ def random_images(recipe: ImageRecipe) -> ImageData:
     return ImageData(title, classes, channels, mean, std, *splits, "")
 
 
-Arrays = tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]  # train, test, title, mean, std
+class _Loaded(NamedTuple):
+    """A data set before it is split: in memory, or as lists of files."""
+
+    train: Any
+    test: Any
+    title: str
+    # mean, std: of the pixels divided by 255, per channel
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: list[str]  # names; empty where labels are numbers
 
 
-def _load_arrays(recipe: ImageRecipe) -> Arrays:
+def _load_arrays(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     dataset, size = recipe.dataset, recipe.size
     EXPERIMENT.check_dataset(dataset)
-    if not is_own(dataset) and dataset not in READERS:
+    if is_own(dataset):
+        own = read_own(dataset, size, report)
+        found = _Loaded(own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes)
+    elif dataset in READERS:
+        found = READERS[dataset](dataset)
+    else:
         raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
-    read = (*read_own(dataset, size), IMAGENET_MEAN, IMAGENET_STD) if is_own(dataset) else READERS[dataset](dataset)
-    train, test, title, mean, std = read
-    title += f", {size} x {size}" if train.images.shape[-1] != size else ""
-    resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
-    channels = resized[0].images.shape[1]
-    return resized[0], resized[1], title, mean[:channels], std[:channels]
+    title = found.title + (f", {size} x {size}" if found.train.images.shape[-1] != size else "")
+    _report_arrays(report, dataset, found, size)
+    train, test = (ArrayImages(_resize(s.images, size), s.labels) for s in (found.train, found.test))
+    channels = train.images.shape[1]
+    return found._replace(train=train, test=test, title=title, mean=found.mean[:channels], std=found.std[:channels])
 
 
-def _digits(name: str) -> Arrays:
+def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) -> None:
+    """Add facts about arrays of named data, and about those that are resized."""
+    for name, part in (("training", found.train), ("test", found.test)):
+        count, channels, height, width = part.images.shape
+        if not is_own(dataset):
+            report.add(
+                "read", f"{found.title}: {count:,} {name} pictures, {width} x {height}, {count_of(channels, 'channel')}"
+            )
+        if (height, width) != (size, size):
+            stretched = "" if height == width else f"; not in proportion, as {width} x {height} is no square"
+            report.add(
+                "changed", f"{count:,} {name} pictures resized from {width} x {height} to {size} x {size}{stretched}"
+            )
+
+
+def _digits(name: str) -> _Loaded:
     # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
     from sklearn.datasets import load_digits  # here, as it takes a second
 
@@ -135,10 +196,10 @@ def _digits(name: str) -> Arrays:
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
     both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
-    return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
+    return _Loaded(both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,), [])
 
 
-def _cifar(name: str) -> Arrays:
+def _cifar(name: str) -> _Loaded:
     kind = getattr(library("torchvision.datasets", "vision"), name.upper())
     try:
         parts = [kind(data_dir(), train=train, download=False) for train in (True, False)]
@@ -148,10 +209,10 @@ def _cifar(name: str) -> Arrays:
         ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
     )
-    return train, test, EXPERIMENT.named[name].title, CIFAR_MEAN, CIFAR_STD
+    return _Loaded(train, test, EXPERIMENT.named[name].title, CIFAR_MEAN, CIFAR_STD, list(parts[0].classes))
 
 
-READERS: dict[str, Callable[[str], Arrays]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
+READERS: dict[str, Callable[[str], _Loaded]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
 
 
 def _resize(images: Tensor, size: int) -> Tensor:
@@ -162,22 +223,23 @@ def _resize(images: Tensor, size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _load_files(recipe: ImageRecipe) -> tuple[Any, Any, str, tuple[float, ...], tuple[float, ...]]:
-    """Return the same of torchvision's lists of files."""
-    datasets = library("torchvision.datasets", "vision")
-    if recipe.dataset == "imagenet":
-        try:
-            parts = [datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
-        except (RuntimeError, FileNotFoundError) as error:
-            raise DataNotFoundError(
-                f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
-                f"data/cards/imagenet.md), then run: {command('download imagenet')}"
-            ) from error
-        title = EXPERIMENT.named[recipe.dataset].title
-    else:
-        *parts, title = image_folders(own_path(recipe.dataset))
-        each(lambda sample: picture_size(Path(sample[0])), parts[0].samples + parts[1].samples)
-    return (*parts, title, IMAGENET_MEAN, IMAGENET_STD)
+def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
+    """Return lists of files that stay on disk."""
+    if recipe.dataset != "imagenet":
+        own = picture_files(own_path(recipe.dataset), recipe.size, report)
+        return _Loaded(own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes)
+    kind = library("torchvision.datasets", "vision").ImageNet
+    try:
+        train, test = (kind(str(data_dir() / "imagenet"), split=split) for split in ("train", "val"))
+    except (RuntimeError, FileNotFoundError) as error:
+        raise DataNotFoundError(
+            f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
+            f"data/cards/imagenet.md), then run: {command('download imagenet')}"
+        ) from error
+    title = EXPERIMENT.named[recipe.dataset].title
+    report.add("read", f"{title}: {len(train):,} training and {len(test):,} test pictures, as torchvision reads them")
+    report_crops(report, recipe.size)
+    return _Loaded(train, test, title, IMAGENET_MEAN, IMAGENET_STD, list(train.wnids))
 
 
 def download(name: str, language: str = "") -> Path:
