@@ -11,7 +11,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpt_extras.cpu_info import cpu
 from cpt_lab.paths import CHECKOUT, ROOT, results_dir
@@ -32,23 +32,60 @@ def source() -> dict[str, Any]:
     return {"started": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version(), **commit()}
 
 
+class Commit(NamedTuple):
+    """The commit of the checkout."""
+
+    name: str | None  # None where it is not known
+    dirty: bool | None  # whether tracked files differ from it
+    reason: str = ""  # why it is not known
+
+
 def commit() -> dict[str, Any]:
-    """Return the commit of the checkout and whether tracked files differ from it; None without a repository.
+    """Return the commit of the checkout and whether tracked files differ from it; None where it is not known."""
+    name, dirty, _ = find_commit()
+    return {"commit": name, "dirty": dirty}
+
+
+def find_commit() -> Commit:
+    """Return the commit of the checkout and whether tracked files differ from it, or why that is not known.
 
     The rows kept under ``data/results`` take no part in a run: one that has just come makes the next one not dirty.
     """
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True).stdout
-
-    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # git would look for one in the folders above
-        return {"commit": None, "dirty": None}
+    if CHECKOUT is None:
+        return Commit(None, None, "the package is installed from a wheel, which holds no repository")
+    if not (CHECKOUT / ".git").exists():
+        return Commit(None, None, f"{CHECKOUT} is no repository: there is no .git in it")
     try:
+        top, name = _git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if not os.path.samefile(top, CHECKOUT):  # git looks for one in the folders above where .git is damaged
+            return Commit(None, None, f"{CHECKOUT / '.git'} is no repository, and git takes that of {top}")
         but_rows = ("--", ".", f":(exclude){results_dir().relative_to(ROOT).as_posix()}")
-        changed = git("status", "--porcelain", "-uno", *but_rows).strip()
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed)}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
+        changed = _git("status", "--porcelain", "-uno", *but_rows).strip()
+    except FileNotFoundError:
+        return Commit(None, None, "git is not installed")
+    except (OSError, ValueError) as error:
+        return Commit(None, None, f"git cannot read {CHECKOUT}: {error}")
+    return Commit(name, bool(changed))
+
+
+def _git(*words: str) -> str:
+    """Return what git says of the checkout, whoever owns it and whatever the environment says of repositories.
+
+    Git trusts no repository of another user, for its configuration may name programs that git then runs. The code of
+    this one runs already. Locks that only make later calls faster are not taken: many runs ask at once.
+
+    Raises:
+        ValueError: with git's reason.
+    """
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
+    options = ("-c", "safe.directory=*", "--no-optional-locks", "-C", str(CHECKOUT))
+    # the second time without the user's settings, which may be in the home of somebody else
+    for settings in ({}, {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}):
+        done = subprocess.run(["git", *options, *words], capture_output=True, text=True, env=plain | settings)
+        if not done.returncode:
+            return done.stdout
+    lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    raise ValueError(lines[0].removeprefix("fatal: "))
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,9 @@
 """Where rows come from."""
 
+import os
+import re
+
+import pytest
 import torch
 from helpers import said_by
 
@@ -54,6 +58,129 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
     found = provenance.versions()
     assert found["pretended"] == "not installed"
     assert "absent" not in found
+
+
+def git(folder, *words):
+    """Run git in a folder, without what the environment of this test says of repositories."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    identity = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "protocol.file.allow=always")
+    return said_by("git", "-c", "safe.directory=*", *identity, "-C", folder, *words, env=given).strip()
+
+
+def repository(folder, text="one"):
+    """Make a repository with one commit; return its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    git(folder, "init", "-q")
+    (folder / "file").write_text(text)
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", text)
+    return git(folder, "rev-parse", "HEAD")
+
+
+def as_repository(folder, monkeypatch):
+    return folder
+
+
+def as_worktree(folder, monkeypatch):
+    git(folder, "worktree", "add", "-q", folder.parent / "tree")
+    return folder.parent / "tree"
+
+
+def as_submodule(folder, monkeypatch):
+    repository(folder.parent / "above", "another")
+    git(folder.parent / "above", "submodule", "--quiet", "add", folder, "inner")
+    return folder.parent / "above" / "inner"
+
+
+def as_somebody_else(folder, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 12345, 12345)
+    return folder
+
+
+def in_a_hook(folder, monkeypatch):
+    """Git gives its hooks and aliases variables that name their repository."""
+    repository(folder.parent / "another", "another")
+    for name, value in {"GIT_DIR": ".git", "GIT_WORK_TREE": "", "GIT_INDEX_FILE": ".git/index"}.items():
+        monkeypatch.setenv(name, str(folder.parent / "another" / value))
+    return folder
+
+
+def with_settings(folder, monkeypatch):
+    """As of a home that is another user's, or damaged."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    (folder.parent / ".gitconfig").write_text("[damaged")
+    return folder
+
+
+def with_ceiling(folder, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.bare")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "true")
+    return folder
+
+
+KINDS = [as_repository, as_worktree, as_submodule, as_somebody_else, in_a_hook, with_settings, with_ceiling]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commit_is_that_of_the_checkout(kind, tmp_path, monkeypatch):
+    name = repository(tmp_path / "checkout")
+    folder = kind(tmp_path / "checkout", monkeypatch)
+    monkeypatch.setattr(provenance, "CHECKOUT", folder)
+    assert provenance.find_commit() == (name, False, "")
+    assert provenance.commit() == {"commit": name, "dirty": False}
+    (folder / "file").write_text("two")
+    assert provenance.commit() == {"commit": name, "dirty": True}
+
+
+def no_repository(folder, monkeypatch):
+    (folder / ".git").rename(folder / "git")
+
+
+def empty_repository(folder, monkeypatch):
+    """Inside of another repository, whose commit is not this one's."""
+    no_repository(folder, monkeypatch)
+    (folder / ".git").mkdir()
+    repository(folder.parent, "another")
+
+
+def lost_worktree(folder, monkeypatch):
+    no_repository(folder, monkeypatch)
+    (folder / ".git").write_text("gitdir: /nowhere/.git/worktrees/this\n")
+
+
+def without_git(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def without_commits(folder, monkeypatch):
+    no_repository(folder, monkeypatch)
+    git(folder, "init", "-q")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (no_repository, "is no repository: there is no .git in it"),
+        (empty_repository, r"checkout/.git is no repository, and git takes that of .*"),
+        (lost_worktree, "git cannot read .*: not a git repository: /nowhere"),
+        (without_git, "git is not installed"),
+        (without_commits, "git cannot read .*HEAD"),
+    ],
+)
+def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch):
+    repository(tmp_path / "checkout")
+    kind(tmp_path / "checkout", monkeypatch)
+    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path / "checkout")
+    found = provenance.find_commit()
+    assert found[:2] == (None, None)
+    assert re.search(reason, found.reason), found.reason
+    assert provenance.commit() == {"commit": None, "dirty": None}
 
 
 def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(tmp_path, monkeypatch):

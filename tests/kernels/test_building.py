@@ -6,7 +6,9 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from cpt_extras.kernels import operators
 from cpt_extras.kernels.cpp import build
 
 pytestmark = pytest.mark.slow
+NOBODY = 65534  # the number of a user
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,9 @@ def cache(tmp_path, monkeypatch):
     """An empty folder of kernels, which nothing has asked for yet."""
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CPT_KERNELS", raising=False)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(build, "SPARE_DIRS", ())
     return tmp_path / "cache"
 
 
@@ -45,7 +51,8 @@ def compiler(tmp_path, monkeypatch):
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, compiler):
     """A compiler that copies the library that is there already, and keeps count."""
-    built, count = Path(cpt.backend().why["cpu"].removeprefix(f"{build.capability()}, ")), tmp_path / "count"
+    where = cpt.backend().why["cpu"].removeprefix(f"{build.capability()}, ").partition("; ")[0]
+    built, count = Path(where), tmp_path / "count"
     assert built.is_file()
     compiler(f'echo built >> {count}\nsleep 0.3; cp {built} "$2"')
     return count
@@ -107,18 +114,106 @@ def test_two_processes_at_once_build_once_and_a_third_builds_nothing(
     assert fake.read_text() == "built\n"
 
 
-def test_a_cache_that_cannot_be_written_to(fake, loaded, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "file" / "cache"))
-    assert cpt.backend().cpu == "cpp"
-    assert "built for this process alone" in cpt.backend().why["cpu"]
-    assert len(loaded) == 1
+def no_file(folder):
+    """Make a file where folders should be."""
+    (folder / "file").write_text("")
+    return folder / "file" / "cache"
+
+
+def open_above(mode, folder):
+    """Make a folder in one that a group, or everybody, may write to."""
+    (folder / "shared").mkdir()
+    (folder / "shared").chmod(mode)
+    return folder / "shared" / "cache"
+
+
+UNUSABLE = {
+    "a file above": (no_file, "cache cannot be written to"),
+    "nowhere": (lambda folder: Path("/proc/nope/cache"), "/proc/nope/cache cannot be written to"),
+    "everybody may write above": (partial(open_above, 0o777), r"shared can be written to by others \(mode 777\)"),
+    "a group may write above": (partial(open_above, 0o2775), r"shared can be written to by others \(mode 2775\)"),
+    "no home": (lambda folder: "~nobody-of-this-name/kernels", "has no home folder for ~nobody-of-this-name"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(name, fake, loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_is_own_group", lambda number: False)  # root's group is root's alone
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(UNUSABLE[name][0](tmp_path)))
+    for _ in range(3):
+        monkeypatch.setattr(module, "_active", None)
+        assert re.search(UNUSABLE[name][1], cpt.backend().why["cpu"])
+    spare = tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
+    assert (stat.S_IMODE(spare.stat().st_mode), spare.stat().st_uid) == (0o700, os.geteuid())
+    assert loaded == list(spare.glob("*.so")) * 3
+    assert fake.read_text() == "built\n"
+    found, reason = build.find_dir()
+    assert found == spare
+    assert re.search(UNUSABLE[name][1], reason)
+
+
+def owned(folder):
+    os.chown(folder, NOBODY, -1)
+
+
+TAKEN = {
+    "another user has it": (lambda folder: folder.mkdir() or owned(folder), "belongs to another user"),
+    "others may write to it": (lambda folder: folder.mkdir() or folder.chmod(0o777), "can be written to by others"),
+    "it is a link": (lambda folder: folder.symlink_to("elsewhere", target_is_directory=True), "is a link"),
+    "its folder is not safe": (lambda folder: folder.parent.chmod(0o777), "can be written to by others"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_spare_folder_that_others_could_have_made_is_not_used(name, fake, loaded, tmp_path, monkeypatch, caplog):
+    """Then each process builds its own, which it says."""
+    if "another user" in name and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    monkeypatch.setenv("CPT_KERNELS_DIR", "/proc/nope/cache")
+    (tmp_path / "temporary" / "elsewhere").mkdir()
+    spare = tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
+    TAKEN[name][0](spare)
+    assert "built for this process alone: /proc/nope/cache cannot be written to" in cpt.backend().why["cpu"]
+    assert caplog.text.count("name a safe folder with CPT_KERNELS_DIR") == 1
+    assert not list((tmp_path / "temporary").rglob("*.so"))
+    assert build.find_dir() == (None, "/proc/nope/cache cannot be written to")
+    monkeypatch.setattr(build, "SPARE_DIRS", (str(tmp_path / "second"),))
+    (tmp_path / "second").mkdir()
+    monkeypatch.setattr(module, "_active", None)
+    cpt.backend()
+    assert loaded[-1].parent.parent == tmp_path / "second"
+
+
+def test_a_folder_from_which_nothing_may_be_run_is_left_out(fake, undecided, cache, tmp_path, monkeypatch):
+    def load(library):
+        loaded.append(library)
+        if library.parent == cache:
+            raise build.NoKernelsError(f"{library} cannot be loaded: failed to map segment from shared object")
+
+    loaded = []
+    monkeypatch.setattr(build, "_load", load)
+    assert "failed to map segment" in cpt.backend().why["cpu"]
+    assert loaded[-1].parent == tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
+
+
+def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(fake, loaded, cache, monkeypatch):
+    """As root's home for another user: where the system refuses even to say whether a file is there."""
+    exists = Path.exists
+
+    def refuse(path):
+        if cache in path.parents:
+            raise PermissionError(13, "Permission denied")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert "cache cannot be written to" in cpt.backend().why["cpu"]
+    assert loaded
 
 
 @pytest.fixture
 def planted(fake, cache):
     """A library of somebody else in the place of the one that would be built; returns where."""
-    library = cache / Path(cpt.backend().why["cpu"].split(", ")[-1]).name
+    library = cache / build.library_name((*build.FLAGS, *build.WIDE.get(build.capability(), ())))
     library.parent.mkdir(mode=0o700)
     library.write_bytes(b"planted")
     digest = hashlib.sha256(b"planted").hexdigest()
@@ -126,7 +221,6 @@ def planted(fake, cache):
     return library
 
 
-NOBODY = 65534
 OPEN = {
     "a folder like /tmp": (lambda file: file.parent.chmod(0o1777), r"cache can be written to by others \(mode 1777\)"),
     "a folder above": (lambda file: file.parents[1].chmod(0o777), r"can be written to by others \(mode 777\)"),
@@ -175,7 +269,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatc
 def test_a_library_that_others_could_have_written_is_not_loaded(planted, loaded):
     planted.parent.chmod(0o1777)
     said = str(cpt.backend())
-    assert re.search("on a CPU: cpp .* built for this process alone: .* can be written to by others", said), said
+    assert re.search("on a CPU: cpp .*temporary.*can be written to by others", said), said
     assert planted not in loaded
 
 

@@ -3,10 +3,13 @@
 The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
 its place and moved there, under a lock: processes that start at once build it once.
 
-Loading a library runs it. So it is taken from the cache only where nobody else could have put it: it and the folders
+Loading a library runs it. So it is taken from a folder only where nobody else could have put it: it and the folders
 above belong to this user or to root, and others cannot write to them (above its own folder there may be one like
-``/tmp``, where each may delete his own alone). Else it is left alone, and the kernels are built for this process. And
-only if its content has the digest that was written when it was built; else it is built again.
+``/tmp``, where each may delete his own alone). And only if its content has the digest that was written when it was
+built; else it is built again.
+
+Where the cache cannot be used, as without a home or in a folder that a group shares, a folder of this user's beside
+temporary files takes its place, under the same rules. Where there is none either, every process builds its own.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,16 +36,30 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).pa
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
 # rounding and comparisons be vectorised and change no result.
 FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+NO_COMPILER = "there is no C++ compiler"
 WIDE = {
     "AVX2": ("-mavx2",),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 }
+SPARE_DIRS = ("/var/tmp", "/dev/shm")  # for kernels, where the folder for temporary files cannot be used, either
 
 
 def kernels_dir() -> Path:
     """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
     given = os.environ.get("CPT_KERNELS_DIR")
-    return Path(given).expanduser() if given else user_cache_path("cpt_core", appauthor=False) / "kernels"
+    if given:
+        return Path(os.path.expanduser(given))  # without a home, ~ stays as it is
+    return user_cache_path("cpt_core", appauthor=False) / "kernels"
+
+
+def kernels_dirs() -> list[Path]:
+    """Return the folders that may hold compiled kernels, best first: ``kernels_dir()``, then temporary ones."""
+    temporary = []
+    with suppress(OSError):  # there is no folder for temporary files
+        temporary.append(tempfile.gettempdir())
+    name = f"cpt_core-kernels-{os.geteuid()}"
+    spare = [Path(folder).absolute() / name for folder in dict.fromkeys((*temporary, *SPARE_DIRS))]
+    return [kernels_dir(), *spare]
 
 
 class NoKernelsError(RuntimeError):
@@ -53,6 +71,10 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or (None if "CXX" in os.environ else shutil.which("clang++"))
 
 
+class UnusableError(Exception):
+    """A folder cannot hold kernels; the message says why."""
+
+
 def load() -> str:
     """Load the kernels, build them first if need be, and return what they are.
 
@@ -62,36 +84,106 @@ def load() -> str:
     if sys.platform == "win32":
         raise NoKernelsError("they are not built on Windows")
     flags = (*FLAGS, *WIDE.get(capability(), ()))
+    name = library_name(flags)
+    reasons: list[str] = []
+    for folder in kernels_dirs():
+        try:
+            library = _load_from(folder, name, flags)
+        except UnusableError as error:
+            reasons.append(str(error))
+        else:
+            return "; ".join([f"{capability()}, {library}", *reasons[:1]])
+    if compiler() is None:
+        exposed = [reason for reason in reasons if reason != NO_COMPILER]
+        missing = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
+        raise NoKernelsError(", and ".join([missing, *exposed[:1]]))
+    log.warning("%s; kernels are built for this process alone: name a safe folder with CPT_KERNELS_DIR", reasons[0])
+    return _alone(name, flags, reasons[0])
+
+
+def library_name(flags: tuple[str, ...]) -> str:
+    """Return the name of the file of the kernels, which changes with what they depend on."""
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
     facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
-    name = f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
-    library = kernels_dir().resolve() / name
-    folder, exposed = library.parent, open_to_others(library)
-    if library.exists() and not exposed:
+    return f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
+
+
+def _load_from(folder: Path, name: str, flags: tuple[str, ...]) -> Path:
+    """Load the kernels from a folder, after building them there if need be; return the file."""
+    library = _safe_place(folder, name)
+    if is_there(library):
         try:
             _verify(library)
             _load(library)
         except NoKernelsError as error:  # cut short on a full disk, say
             log.warning("%s; they are built again", error)
         else:
-            return f"{capability()}, {library}"
+            return library
     if compiler() is None:
-        said = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
-        raise NoKernelsError(f"{said}, and {exposed}" if exposed else said)
-    if exposed:
-        log.warning("%s; kernels are built for this process alone, or name a safe folder with CPT_KERNELS_DIR", exposed)
-        return _alone(name, flags, exposed)
-    before = library.stat().st_mtime_ns if library.exists() else None
+        raise UnusableError(NO_COMPILER)
     try:
-        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-            missing.mkdir(mode=0o700, exist_ok=True)
-        with FileLock(folder / f"{name}.lock"):
+        before = library.stat().st_mtime_ns if is_there(library) else None
+        make_private(library.parent)
+        with FileLock(library.parent / f"{name}.lock"):
             if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
                 _build(library, flags)
-    except OSError:  # a cache that cannot be written to
-        return _alone(name, flags, f"{folder} cannot be written to")
-    _load(library)
-    return f"{capability()}, {library}"
+    except OSError:  # a folder that cannot be written to
+        raise UnusableError(f"{library.parent} cannot be written to") from None
+    try:
+        _load(library)
+    except NoKernelsError as error:
+        if "failed to map segment" in str(error):  # a file system from which nothing may be run
+            raise UnusableError(str(error)) from None
+        raise
+    return library
+
+
+def _safe_place(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder, without links; UnusableError where others could have written it."""
+    if str(folder).startswith("~"):
+        raise UnusableError(f"this user has no home folder for {folder}")
+    if folder != kernels_dir() and folder.is_symlink():  # anybody can make one in a folder like /tmp
+        raise UnusableError(f"{folder} is a link")
+    library = folder.resolve() / name
+    if exposed := open_to_others(library):
+        raise UnusableError(exposed)
+    return library
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file exists where this user may look."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def find_dir() -> tuple[Path | None, str]:
+    """Return the folder that kernels are kept in, None where there is none, and why it is not the first one.
+
+    Nothing is built: a folder counts when it has the kernels, or can be written to.
+    """
+    name = library_name((*FLAGS, *WIDE.get(capability(), ())))
+    reasons: list[str] = []
+    for folder in kernels_dirs():
+        try:
+            library = _safe_place(folder, name)
+            if not is_there(library):
+                make_private(library.parent)
+                tempfile.TemporaryFile(dir=library.parent).close()
+        except UnusableError as error:
+            reasons.append(str(error))
+        except OSError:
+            reasons.append(f"{folder} cannot be written to")
+        else:
+            return library.parent, "".join(reasons[:1])
+    return None, reasons[0]
 
 
 def capability() -> str:
@@ -129,9 +221,12 @@ def _is_own_group(number: int) -> bool:
 
 def _alone(name: str, flags: tuple[str, ...], why: str) -> str:
     """Build and load a library that nobody else sees, and return what it is."""
-    with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
-        _build(Path(own) / name, flags)
-        _load(Path(own) / name)
+    try:
+        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
+            _build(Path(own) / name, flags)
+            _load(Path(own) / name)
+    except OSError as error:
+        raise NoKernelsError(f"no folder can hold them: {why}, and {error}") from None
     return f"{capability()}, built for this process alone: {why}"
 
 
