@@ -123,7 +123,7 @@ def _some(pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport
     """Return as many pairs as a recipe wants, and report the rest."""
     used = pairs.iloc[some_of(len(pairs), limit)]
     if len(used) < len(pairs):
-        report.add("left out", f"{where}: all but {len(used):,} of {len(pairs):,} pairs, a fixed random choice")
+        report.add("left out", f"all but {len(used):,} of {len(pairs):,} pairs of {where}, a fixed random choice")
     report.add("split", f"{where}: {count_of(len(used), 'pair')}")
     return used
 

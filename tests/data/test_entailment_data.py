@@ -355,7 +355,7 @@ FACTS = {  # change of the rows, what the recipe changes, facts
     "columns": (lambda split, rows: rows.assign(genre="x", idx=1), {}, ["left out: train: the columns genre, idx"]),
     "a column": (lambda split, rows: rows.assign(idx=1), {}, ["left out: test: the column idx, which nothing reads"]),
     "no label": (put("train", 0, "label", -1), {}, ["left out: train: 1 pair of train.jsonl without an agreed label"]),
-    "a limit": (lambda split, rows: rows, {"train_pairs": 4}, ["left out: train: all but 4 of 6 pairs, a fixed"]),
+    "a limit": (lambda split, rows: rows, {"train_pairs": 4}, ["left out: all but 4 of 6 pairs of train, a fixed"]),
     "languages": (other_languages, {}, ["left out: train: pairs in fr, it; the recipe takes en"]),
     "numbers": (lambda split, rows: rows, {}, ["markers: valid: labels 0, 1, 2 are read as entailment, neutral"]),
     "repeated": (repeat_first(None), {}, ["values: train: 1 pair given again"]),

@@ -117,23 +117,38 @@ def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
     assert not {"[UNK]"} & set(learned.encode(*text).tokens)
 
 
+def _facts(task):
+    return "\n".join(f"{topic}: {text}" for topic, text in task.data.report.facts)
+
+
+def test_words_without_pieces_are_counted(tmp_path):
+    folder = write_pairs(tmp_path / "mine", test="\u732b")
+    asked = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en",))
+    found = _facts(EntailmentTask(run_spec(asked, "static 8", q_max=8, seed=0), CPU))
+    assert "changed: test en: 12 words without word pieces became [UNK]" in found
+    assert "changed: train: " not in found
+
+
 def test_long_pairs_are_cut_and_counted(caplog):
     with caplog.at_level("INFO"):
         task = EntailmentTask(spec(length=9), CPU)
     assert int(task.data.train.tensors[2].max()) == 9
     assert "train: " in caplog.text
     cut = int(caplog.text.split("train: ")[1].split(" of 300 pairs are longer than 9 word pieces")[0])
+    assert f"left out: train: word pieces of {cut} of 300 pairs behind the first 9" in _facts(task)
     whole = EntailmentTask(spec(), CPU)
+    assert "word pieces of" not in _facts(whole)
     assert cut == int((whole.data.train.tensors[2] > 9).sum()) > 0
 
 
 def write_pairs(folder, languages=("en",), test=""):
     folder.mkdir()
-    for split, count in (("train", 60), ("dev", 12), ("test", 12)):
+    pairs = sentence_pairs(84)
+    for split, part in (("train", pairs[:60]), ("dev", pairs[60:72]), ("test", pairs[72:])):
         lines = ["premise,hypothesis,label,language"]
         for i, language in enumerate(languages):
             extra = f" {test}" if split == "test" else ""
-            lines += [f"{p}{extra},{h},{(label + i) % 3},{language}" for p, h, label in sentence_pairs(count)]
+            lines += [f"{p}{extra},{h},{(label + i) % 3},{language}" for p, h, label in part]
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
     return folder
 
