@@ -27,7 +27,7 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
     base, start, ladder = PRESETS[recipe.quantized], recipe.running_start, LADDERS[recipe.ladder]
     sums = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
-    attention = "paper" if recipe.model == "bert" else base.attention
+    attention = "paper" if recipe.task == "entailment" else base.attention
     config = QuantConfig(base.float32, base.quantizers, start, seed, sums, recipe.execution, ladder, attention)
     return config.with_shared_steps() if recipe.shared_steps else config
 
