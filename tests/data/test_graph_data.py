@@ -389,3 +389,136 @@ def test_several_planetoid_graphs_in_a_folder_are_refused(tmp_path):
     files = planetoid()
     both = {**files, **{name.replace("tiny", "other"): content for name, content in files.items()}}
     refused(own(write(tmp_path / "p", both)), r"several graphs: ind\.other\.graph, ind\.tiny\.graph; give the files of")
+
+
+# --- facts of the report ----------------------------------------------------------------------------
+
+
+def told(path, **changes):
+    """Load a graph; return the facts by topic, and the data."""
+    data = load_graph(own(path, **{"standardize": False, "self_loops": False, **changes}))
+    return "\n".join(f"{topic}: {text}" for topic, text in data.report.facts), data
+
+
+def with_labels(values):
+    """Return labels some of which are others, and no node twice."""
+    labels = arrays()["labels"].copy()
+    labels[arrays()["train_idx"][: len(values)]] = values
+    return {"labels": labels}
+
+
+def with_features(change):
+    return {"features": change(arrays()["features"].copy())}
+
+
+def same_as_training(features):
+    features[arrays()["test_idx"][:3]] = features[arrays()["train_idx"][0]]
+    return features
+
+
+def in_part(features):
+    features[:, 1], features[:, 2] = 0, 5
+    return features
+
+
+def tenth_of(mask):
+    return np.stack([np.roll(mask, shift) for shift in range(10)])
+
+
+def with_masks(form):
+    masks = {part: np.isin(np.arange(NODES), arrays()[f"{part}_idx"]) for part in ("train", "valid", "test")}
+    names = {"train": "train_masks", "valid": "val_masks", "test": "test_masks"}
+    return {**{f"{part}_idx": None for part in masks}, **{names[part]: form(mask) for part, mask in masks.items()}}
+
+
+ONE_WAY = np.array([np.arange(30), np.arange(30, 60)])
+FACTS = {  # arrays, what the recipe changes, facts
+    "edge weights": ({"edge_weight": np.ones(150)}, {}, ["the array edge_weight (150,) float64: edges have no we"]),
+    "edge features": ({"edge_attr": np.ones((150, 2))}, {}, ["the array edge_attr (150, 2) float64: edges have no f"]),
+    "edge types": ({"edge_type": np.ones(150, int)}, {}, ["array edge_type (150,) int64: edges are of one type here"]),
+    "node types": ({"node_type": np.ones(60, int)}, {}, ["the array node_type (60,) int64: nodes are of one type"]),
+    "more edges": ({"edge_index_b": np.ones((2, 3), int)}, {}, ["edge_index_b (2, 3) int64: one array of edges"]),
+    "positions": ({"pos": np.ones((60, 2))}, {}, ["the array pos (60, 2) float64: positions are no features"]),
+    "unknown arrays": ({"zeta": np.ones(3), "eta": np.ones(2)}, {}, ["array zeta (3,)", "array eta (2,) float64: not"]),
+    "features twice": ({"x": np.ones((60, 2))}, {}, ["left out: the array x (60, 2) float64: nothing reads"]),
+    "masks besides": ({"train_mask": np.ones(60, bool)}, {}, ["left out: the array train_mask (60,) bool"]),
+    "self-loops": ({"edge_index": np.array([[0, 3, 9, 9, 7], [1, 3, 9, 9, 7]])}, {}, ["changed: 4 self-loops of the file dropped"]),
+    "edges twice": ({"edge_index": np.array([[0, 0, 1, 0], [1, 1, 0, 2]])}, {}, ["changed: 1 edge given more than"]),
+    "one way": ({"edge_index": np.array([[0, 1, 0], [1, 0, 2]])}, {}, ["changed: 1 of 3 edges taken in the other"]),
+    "bipartite": ({"edge_index": ONE_WAY}, {}, ["changed: every edge leads from one group of nodes to another (a bip"]),
+    "alone": ({"edge_index": ONE_WAY[:, :20]}, {}, ["read: 20 nodes without an edge"]),
+    "loops added": ({}, {"self_loops": True}, ["changed: a self-loop added to every node"]),
+    "standardised": ({}, {"standardize": True}, ["changed: every feature shifted and scaled to mean 0"]),
+    "missing labels": (with_features(lambda x: x) | {"train_idx": None, "valid_idx": None, "test_idx": None}
+                       | with_labels([-1, -1]), {}, ["classes: 2 nodes without a label"]),
+    "NaN labels": ({"train_idx": None, "valid_idx": None, "test_idx": None,
+                    "labels": np.where(np.arange(60) < 4, np.nan, arrays()["labels"])}, {},
+                   ["changed: 4 labels NaN: nodes without a label", "classes: 4 nodes without a label"]),
+    "a gap": (with_labels([7, 7]), {}, ["no node has the classes 3, 4, 5, 6: the model has outputs for 8 classes",
+                                        "markers: 2 nodes of class 7, after a gap; if 7 stands for nodes without"]),
+    "255": (with_labels([255] * 3), {}, ["3 nodes of class 255, after a gap; if 255 stands for nodes without a l"]),
+    "untrained": ({"labels": np.where(np.arange(60) == arrays()["test_idx"][0], 3, arrays()["labels"])}, {},
+                  ["classes: no training node has the label 3"]),
+    "masks": (with_masks(tenth_of), {}, ["left out: 9 masks of the train split: the first of 10 is used"]),
+    "masks in columns": (with_masks(lambda mask: tenth_of(mask).T), {}, ["9 masks of the test split: the first of 10"]),
+    "no split": ({"train_idx": None, "valid_idx": None, "test_idx": None}, {}, ["nodes with a label were drawn 6 : 2"]),
+    "in no split": ({"valid_idx": np.empty(0, int)}, {}, ["split: 10 nodes with a label in none of them"]),
+    "doubles": (with_features(np.float64), {}, ["changed: features converted from float64 to float32"]),
+    "halves": (with_features(np.float16), {}, ["changed: features converted from float16 to float32"]),
+    "large numbers": (with_features(lambda x: (x * 2**30).astype(np.int64)), {}, ["numbers above 16,777,216 lose"]),
+    "constants": (with_features(in_part), {}, ["values: 2 features equal in all nodes, 1 of them 0"]),
+    "copies": (with_features(same_as_training), {}, ["overlap: 3 of 20 test nodes have the same features as a train"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
+    changes, asked, wanted = FACTS[case]
+    plain, _ = told(write_npz(tmp_path))
+    assert not any(words in plain for words in wanted)
+    path = write_npz(tmp_path, **changes)
+    with caplog.at_level("INFO"):
+        facts, data = told(path, **asked)
+    assert not [words for words in wanted if words not in facts], facts
+    for topic, text in data.report.notices:
+        assert f"{path}: {topic}: {text}" in caplog.messages
+    assert told(path, **asked)[1].report.digest == data.report.digest
+    assert str(tmp_path) not in facts
+
+
+def test_report_counts_entries_of_sparse_features_given_twice(tmp_path):
+    csr = {"feat_indptr": np.minimum(np.arange(61) * 3, 90), "feat_indices": np.array([0, 2, 2] * 30),
+           "feat_shape": np.array([60, 4])}  # fmt: skip
+    facts, data = told(write_npz(tmp_path, features=None, **csr))
+    assert "changed: 30 entries given more than once in feat_indptr and feat_indices, counted once" in facts
+    assert data.features[0].tolist() == [1, 0, 1, 0]
+    facts, data = told(write_npz(tmp_path, features=None, feat_data=np.array([1.0, 2.0, 3.0] * 30), **csr))
+    assert "given more than once in feat_indptr and feat_indices, added up" in facts
+    assert data.features[0].tolist() == [1, 0, 5, 0]  # as scipy has it
+    refused(own(write_npz(tmp_path, features=None, feat_data=np.ones(90) * 1j, **csr)), "real numbers, got complex128")
+
+
+def test_report_names_files_of_ogbs_folder_that_are_not_read(tmp_path):
+    more = ("raw/edge-feat.csv.gz", "raw/node_year.csv.gz", "raw/node_species.csv.gz", "mapping/labels.csv.gz",
+            "processed/data.pt", "RELEASE_v1.txt")  # fmt: skip
+    facts, _ = told(write(tmp_path / "mine", {**ogb_folder(arrays()), **dict.fromkeys(more, b"x")}))
+    for name in more:
+        assert f"({name})" in facts
+    assert "left out: 1 file .gz: features of edges play no part (raw/edge-feat.csv.gz)" in facts
+    assert "split: that of split/time" in facts
+
+
+def test_graph_of_several_types_in_ogbs_layout_is_refused(tmp_path):
+    write(tmp_path / "mag", {"raw/triplet-type-list.csv.gz": b"", "raw/relations/a/edge.csv.gz": b""})
+    refused(
+        own(tmp_path / "mag"), r"several types of nodes or edges \(raw/triplet-type-list.*\); only one type is read"
+    )
+
+
+def test_half_unpacked_ogb_names_the_command(arxiv, tmp_path):
+    asked = recipe("paper", "ogbn-arxiv")
+    write(tmp_path / "ogbn_arxiv_dgl", ogb_folder(arrays()))
+    assert "the folder ogbn_arxiv/: ogbn_arxiv_dgl/ is read" in str(load_graph(asked).report)
+    shutil.rmtree(tmp_path / "ogbn_arxiv_dgl")
+    (arxiv / "raw" / "edge.csv.gz").unlink()
+    refused(asked, r"lacks raw/edge\.csv\.gz; get it anew with: .*python -m cpt_lab download ogbn-arxiv")
