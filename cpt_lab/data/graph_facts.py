@@ -3,7 +3,7 @@
 Shapes: N nodes, E edges, F features.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -35,11 +35,21 @@ def describe_array(name: str, array: np.ndarray) -> str:
     return f"{name} {array.shape} {array.dtype}"
 
 
-def report_arrays(report: DataReport, arrays: Mapping[str, np.ndarray], used: Mapping[str, str]) -> None:
-    """Add the arrays that are read, and a fact for each that is not; ``used``: name of an array -> what it is."""
+def report_arrays(
+    report: DataReport, arrays: Mapping[str, np.ndarray], used: Collection[str], instead: Mapping[str, str]
+) -> None:
+    """Add the arrays that are read, and a fact for each that is not.
+
+    Args:
+        report: gets the facts.
+        arrays: all arrays of an archive.
+        used: names of those that are read.
+        instead: name of an array -> that of the one which is read in its place.
+    """
     report.add("read", f"arrays {', '.join(describe_array(name, arrays[name]) for name in sorted(used))}")
     for name in sorted(set(arrays) - set(used)):
-        report.add("left out", f"the array {describe_array(name, arrays[name])}: {_why_unused(name)}")
+        reason = f"{instead[name]} is read in its place" if name in instead else _why_unused(name)
+        report.add("left out", f"the array {describe_array(name, arrays[name])}: {reason}")
 
 
 def _why_unused(name: str) -> str:

@@ -87,20 +87,22 @@ def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
     report = empty_report() if report is None else report
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         arrays = {key: z[key] for key in z.files}
-        used: dict[str, str] = {}
+        used: list[str] = []
+        instead: dict[str, str] = {}
         found: dict[str, np.ndarray] = {}
         for what, names in NAMES.items():
             key = next((n for n in names if n in arrays), None)
             if key is not None:
                 found[what] = arrays[key]
-                used[key] = what
+                used.append(key)
+                instead |= dict.fromkeys((n for n in names if n != key), key)
             elif what == "features" and set(CSR_NAMES) <= arrays.keys():
-                used |= {name: what for name in (*CSR_NAMES, "feat_data") if name in arrays}
+                used += [name for name in (*CSR_NAMES, "feat_data") if name in arrays]
                 csr = [arrays[name] for name in CSR_NAMES]
                 found[what] = dense_matrix(path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report)
             elif what not in SPLITS:
                 raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
-        report_arrays(report, arrays, used)
+        report_arrays(report, arrays, used, instead)
         labels = _labels(f"{path}: labels", found["labels"], report)
     source, destination = _ends(path, found["edges"], "edge_index" in arrays, report)
     title, there = f"own graph ({path.stem})", [part for part in SPLITS if part in found]

@@ -431,6 +431,7 @@ def with_masks(form):
     return {**{f"{part}_idx": None for part in masks}, **{names[part]: form(mask) for part, mask in masks.items()}}
 
 
+LOOPS = np.array([[0, 3, 9, 9, 7], [1, 3, 9, 9, 7]])
 ONE_WAY = np.array([np.arange(30), np.arange(30, 60)])
 FACTS = {  # arrays, what the recipe changes, facts
     "edge weights": ({"edge_weight": np.ones(150)}, {}, ["the array edge_weight (150,) float64: edges have no we"]),
@@ -440,9 +441,9 @@ FACTS = {  # arrays, what the recipe changes, facts
     "more edges": ({"edge_index_b": np.ones((2, 3), int)}, {}, ["edge_index_b (2, 3) int64: one array of edges"]),
     "positions": ({"pos": np.ones((60, 2))}, {}, ["the array pos (60, 2) float64: positions are no features"]),
     "unknown arrays": ({"zeta": np.ones(3), "eta": np.ones(2)}, {}, ["array zeta (3,)", "array eta (2,) float64: not"]),
-    "features twice": ({"x": np.ones((60, 2))}, {}, ["left out: the array x (60, 2) float64: nothing reads"]),
-    "masks besides": ({"train_mask": np.ones(60, bool)}, {}, ["left out: the array train_mask (60,) bool"]),
-    "self-loops": ({"edge_index": np.array([[0, 3, 9, 9, 7], [1, 3, 9, 9, 7]])}, {}, ["changed: 4 self-loops of the file dropped"]),
+    "features twice": ({"x": np.ones((60, 2))}, {}, ["the array x (60, 2) float64: features is read in its"]),
+    "masks besides": ({"train_mask": np.ones(60, bool)}, {}, ["the array train_mask (60,) bool: train_idx is read"]),
+    "self-loops": ({"edge_index": LOOPS}, {}, ["changed: 4 self-loops of the file dropped"]),
     "edges twice": ({"edge_index": np.array([[0, 0, 1, 0], [1, 1, 0, 2]])}, {}, ["changed: 1 edge given more than"]),
     "one way": ({"edge_index": np.array([[0, 1, 0], [1, 0, 2]])}, {}, ["changed: 1 of 3 edges taken in the other"]),
     "bipartite": ({"edge_index": ONE_WAY}, {}, ["changed: every edge leads from one group of nodes to another (a bip"]),
