@@ -159,8 +159,10 @@ def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int
 
 def _report_annotations(report: DataReport, recipe: DetectionRecipe, notes: AnnotationNotes, bits: int | None) -> None:
     """Add facts about the files of pictures and annotations that were read."""
-    report_pictures(report, notes.pictures, bits)
-    report_orientation(report, {name: p for name, p in notes.pictures.items() if name not in notes.stored})
+    stored = set(notes.stored)
+    facts = {name: p._replace(orientation=1) if name in stored else p for name, p in notes.pictures.items()}
+    report_pictures(report, facts, bits)
+    report_orientation(report, facts)
     notes.add_to(report)
     short = [min(p.stored_size) for p in notes.pictures.values()]
     if others := [side for side in short if side != recipe.size]:

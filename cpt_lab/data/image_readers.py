@@ -32,12 +32,14 @@ from cpt_lab.data.folder_contents import (
 from cpt_lab.data.pictures import (
     PictureFacts,
     bits_of,
+    describe_range,
     inspect_image,
     inspect_picture,
     open_rgb,
     report_orientation,
     report_pictures,
     rgb,
+    turned,
     upright_rgb,
 )
 from cpt_lab.data.report import DataReport, count_of, list_some
@@ -392,7 +394,7 @@ def _read_sources(
 def _look_and_read(source: PictureSource, prepare: Callable[[Any], T]) -> tuple[PictureFacts, T | None]:
     with reading(source.path), _open(source) as image:
         facts = inspect_image(image)
-        return facts, None if facts.is_deep_grey else prepare(upright_rgb(image))
+        return facts, None if facts.is_deep_grey else prepare(turned(rgb(image), facts.orientation, facts.format))
 
 
 def _read_deep(source: PictureSource, prepare: Callable[[Any], T], bits: int | None) -> T:
@@ -428,7 +430,7 @@ def report_resizing(report: DataReport, sizes: list[tuple[int, int]], size: int)
         return
     ratios = [width / height for height, width in others]
     enlarged = sum(min(one) < size for one in others)
-    crop = f", centre cropped: aspect ratios {min(ratios):.2g} to {max(ratios):.2g}"
+    crop = f", centre cropped: width / height {describe_range(min(ratios), max(ratios))}"
     report.add(
         "changed",
         f"{count_of(len(others), 'picture')} resized to {size} pixels on the short side"

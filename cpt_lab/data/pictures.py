@@ -5,6 +5,7 @@ picture uses is not written anywhere (X-ray and microscopes use 10 to 14 of 16),
 value of the whole data set, see ``bits_of``.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,6 +57,7 @@ class PictureFacts(NamedTuple):
     orientation: int  # EXIF's, 1 where there is none
     frames: int  # pages or frames
     has_transparency: bool
+    has_damaged_exif: bool  # so that its orientation is not known
     has_profile: bool  # a colour profile, which is not applied
 
     @property
@@ -91,13 +93,17 @@ def open_rgb(path: Path | str, bits: int | None = None, turn: bool = True) -> An
 
 def upright_rgb(image: Any, bits: int | None = None, turn: bool = True) -> Any:
     """Return a picture of PIL that was not loaded yet in mode RGB, turned as its EXIF orientation has it."""
-    orientation, is_tiff = orientation_of(image), image.format == "TIFF"  # PIL turns TIFF files itself
-    if is_tiff and orientation > 1 and not turn:
+    orientation = orientation_of(image)
+    if image.format == "TIFF" and orientation > 1 and not turn:
         raise ValueError(f"a TIFF file with EXIF orientation {orientation} is always turned; save it as .png")
-    converted = rgb(image, bits)
-    if not turn or is_tiff or orientation == 1:
-        return converted
-    return converted.transpose(library("PIL.Image", "vision").Transpose[TURNS[orientation]])
+    return turned(rgb(image, bits), orientation if turn else 1, image.format)
+
+
+def turned(image: Any, orientation: int, kind: str | None) -> Any:
+    """Return a picture of PIL turned by an EXIF orientation; those from TIFF files were turned when PIL loaded them."""
+    if orientation == 1 or kind == "TIFF":
+        return image
+    return image.transpose(library("PIL.Image", "vision").Transpose[TURNS[orientation]])
 
 
 def rgb(image: Any, bits: int | None = None) -> Any:
@@ -132,20 +138,30 @@ def _deep_values(image: Any) -> np.ndarray:
     return values
 
 
-def _bits_for(largest: int, what: str) -> int:
+def _bits_for(largest: int, what: str, them: str = "it") -> int:
     """Return the number of bits that hold a value, 16 for black pictures; ValueError where it would be black."""
     if 0 < largest < 256:
-        raise ValueError(f"{what} at {largest} would be black; save it with 8 bits")
+        raise ValueError(f"{what} at {largest} would be black; save {them} with 8 bits")
     return largest.bit_length() or FULL_BITS
 
 
 def orientation_of(image: Any) -> int:
     """Return the EXIF orientation of a picture, 1 where there is none that PIL can read."""
-    try:
-        value = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # EXIF is written by anybody, and PIL raises nearly anything over damaged ones
-        return 1
-    return value if value in TURNS else 1
+    return _read_orientation(image)[0]
+
+
+def _read_orientation(image: Any) -> tuple[int, bool]:
+    """Return the EXIF orientation of a picture, and whether it has EXIF data that PIL cannot read."""
+    if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
+        return 1, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PIL warns of damaged EXIF data, which the report does
+        try:
+            tags = dict(image.getexif())
+        except Exception:  # EXIF is written by anybody, and PIL raises nearly anything over damaged ones
+            return 1, True
+    value = tags.get(ORIENTATION, 1)
+    return (value if value in TURNS else 1), "exif" in image.info and not tags
 
 
 def inspect_picture(path: Path) -> PictureFacts:
@@ -163,7 +179,7 @@ def inspect_image(image: Any) -> PictureFacts:
     """Return facts about a picture of PIL that was not loaded yet; those of 16 bits are."""
     has_deep_channels = ";16" in str([tile[3] for tile in image.tile])
     frames = getattr(image, "n_frames", 1)
-    orientation = orientation_of(image)
+    orientation, has_damaged_exif = _read_orientation(image)
     has_transparency = image.mode in TRANSPARENT_MODES or "transparency" in image.info
     mode, has_profile = image.mode, bool(image.info.get("icc_profile"))
     largest = 0
@@ -186,6 +202,7 @@ def inspect_image(image: Any) -> PictureFacts:
         largest=largest,
         orientation=orientation,
         frames=frames,
+        has_damaged_exif=has_damaged_exif,
         has_transparency=has_transparency,
         has_profile=has_profile,
     )
@@ -217,7 +234,7 @@ def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
     if not deep:
         return None
     largest = max(p.largest for p in deep.values())
-    bits = _bits_for(largest, f"{dataset}: {count_of(len(deep), 'picture')} of 16 bits whose values end")
+    bits = _bits_for(largest, f"{dataset}: {count_of(len(deep), 'picture')} of 16 bits whose values end", "them")
     others = sorted(set(pictures) - set(deep))
     if others and bits < FULL_BITS:
         raise ValueError(
@@ -244,6 +261,9 @@ def report_pictures(report: DataReport, pictures: Mapping[str, PictureFacts], bi
         f"{describe_sizes([p.shown_size for p in found])}",
     )
     _report_named(report, "read", pictures, lambda p: p.has_profile, "with a colour profile, which is not applied")
+    _report_named(
+        report, "read", pictures, lambda p: p.has_damaged_exif, "with EXIF data that cannot be read: not turned"
+    )
     _report_conversions(report, pictures)
     _report_depth(report, pictures, bits)
     _report_named(
@@ -268,15 +288,21 @@ def describe_sizes(sizes: list[tuple[int, int]]) -> str:
 
     >>> describe_sizes([(20, 30), (20, 30)]), describe_sizes([(20, 30), (8, 40)])
     ('all 30 x 20 pixels', '2 sizes, 30 to 40 pixels wide and 8 to 20 high')
+    >>> describe_range(8, 8)
+    '8'
     """
     different = set(sizes)
     heights, widths = zip(*different, strict=True)
     if len(different) == 1:
         return f"all {widths[0]} x {heights[0]} pixels"
-    return (
-        f"{len(different):,} sizes, {min(widths)} to {max(widths)} pixels wide and {min(heights)} to {max(heights)} "
-        "high"
-    )
+    wide, high = describe_range(min(widths), max(widths)), describe_range(min(heights), max(heights))
+    return f"{len(different):,} sizes, {wide} pixels wide and {high} high"
+
+
+def describe_range(low: float, high: float) -> str:
+    """Return "low to high" with two digits behind the point at most, or one number where they are equal."""
+    first, last = (f"{round(value, 2):g}" for value in (low, high))
+    return first if first == last else f"{first} to {last}"
 
 
 def _report_conversions(report: DataReport, pictures: Mapping[str, PictureFacts]) -> None:

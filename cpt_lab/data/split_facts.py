@@ -46,7 +46,7 @@ def report_classes(report: DataReport, split: str, labels: Any, names: Sequence[
     counts = np.bincount(numbers, minlength=len(names)).tolist()
     present = {name: count for name, count in zip(names, counts, strict=True) if count}
     report.add(
-        "classes", f"{split}: {count_of(len(numbers), noun)} of {len(present):,} classes: {list_counts(present)}"
+        "classes", f"{split}: {count_of(len(numbers), noun)} of {_classes(len(present))}: {list_counts(present)}"
     )
     if missing := [name for name in names if name not in present]:
         report.add("classes", f"{split} has no {noun} of {_classes(len(missing))}: {list_some(missing)}")

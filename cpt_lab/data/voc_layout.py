@@ -65,9 +65,9 @@ class AnnotationNotes:
         """Add the facts to a report."""
         for topic, names, text in (
             ("read", self.empty, "without an object: all background"),
-            ("read", self.renamed, "name another file in <filename>: the picture of their id is read"),
-            ("changed", self.clipped, f"have boxes that stick out by at most {OVERHANG} pixel: clipped"),
-            ("changed", self.trimmed, "have class names with blanks around them: left out"),
+            ("read", self.renamed, "with another name in <filename> than that of the picture: it plays no part"),
+            ("changed", self.clipped, f"with boxes that stick out by at most {OVERHANG} pixel: clipped"),
+            ("changed", self.trimmed, "with blanks around names of classes: left out"),
         ):
             if names:
                 found = sorted(set(names))
