@@ -127,13 +127,23 @@ def task_of_data(dataset: str) -> str:
 
 
 VOC_BOXES = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
+CLASS_FOLDERS = "give the pictures of every class a folder of their own"
+KINDS = "pictures of this kind are not read; save them as .jpg or .png, those of every class in a folder of their own"
 WAYS_OUT = {  # what else people have, and what to do with it
-    "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
+    "*.xml|*/*.xml": VOC_BOXES,
+    "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": CLASS_FOLDERS,
     "labels/*.txt|*/labels/*.txt|labels/*/*.txt": VOC_BOXES,
     "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
     "*.json|*/*.json": VOC_BOXES,
-    "T[rR][aA][iI][nN]/*/*": "call the folders train/ and test/, in small letters",
+    "T[rR][aA][iI][nN]/*/*|[tT][rR][aA][iI][nN][iI][nN][gG]/*/*": (
+        "call the folders train/ and test/, in small letters"
+    ),
     "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
+    "*.[hHaA][eEvV][iI][cCfF]|*.[gG][iI][fF]|*/*.[hHaA][eEvV][iI][cCfF]|*/*.[gG][iI][fF]": KINDS,
+    "*-ubyte*|*/*-ubyte*|*/*/*-ubyte*": "save MNIST's files as train.npz and test.npz, with data and labels",
+    "*/*/*.[jJ][pP]*[gG]|*/*/*.[pP][nN][gG]|*/train/*/*": (
+        "give the folder in which the folders of the classes, or train/, lie"
+    ),
 }
 
 

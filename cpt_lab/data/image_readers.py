@@ -243,6 +243,11 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
     if first:
         _report_beside(report, contents, held)
     title, train = f"own images ({folder.name})", class_pictures(folder, first, contents, report)
+    if len(train.classes) == 1:
+        raise ValueError(
+            f"{folder / first}: the only class is {train.classes[0]!r}; there is nothing to learn from one class; give "
+            "the pictures of every class a folder of their own"
+        )
     if held is None:
         train, test = _drawn(train, folder, report)
         return OwnImages(train, test, f"{title}, a fifth drawn to test on", train.classes)

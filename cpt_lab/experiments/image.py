@@ -150,8 +150,9 @@ EXPERIMENT = Experiment(
     card="own-images.md",
     needs="a folder of pictures for every class, maybe in train/ and val/, or train.npz and test.npz",
     layouts=(
-        "*/*.[jJ][pP]*[gG]|*/*.[pPwW][nNeE][gGbB]*|*/*.[tTbB][iImM][fFpP]* !?nnotation*|JPEGImages|train*.json|labels "
-        "!train/*.json|T[rR][aA][iI][nN]",
+        "*/*.[jJ][pP]*[gG]|*/*.[pPwW][nNeE][gGbB]*|*/*.[tTbB][iImM][fFpP]*|"
+        "*/*.[jJ][fF][iI][fF]|*/*.[jJ][pP][eE]|*/*.[pP][pPgGbBnN][mM] !?nnotation*|JPEGImages|train*.json|labels "
+        "!train/*.json|train/*.xml|T[rR][aA][iI][nN]",
         "train/*/* !train/labels", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy",
     ),
     datasets=(

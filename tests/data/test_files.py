@@ -330,6 +330,13 @@ VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
     ("file", "way"),
     [
         ("a.JPG", "the pictures of every class a folder"),
+        ("a.jpg a.xml", VOC), ("train/a.jpg train/a.xml valid/b.jpg valid/b.xml", VOC),
+        ("JPEGImages/a.jpg Annotations/a.xml", "ImageSets/Main/train.txt"),
+        ("cat/a.heic dog/b.HEIC", r"save them as \.jpg or \.png"), ("cat/a.GIF", r"save them as \.jpg or \.png"),
+        ("cat/a.avif dog/b.avif", r"save them as \.jpg or \.png"),
+        ("training/cat/a.jpg testing/cat/a.jpg", "call the folders train/ and test/"),
+        ("data/train/cat/a.jpg data/val/cat/a.jpg", "the folder in which the folders of the classes, or train/, lie"),
+        ("MNIST/raw/train-images-idx3-ubyte.gz", r"train\.npz and test\.npz"),
         ("labels/train/a.txt", VOC), ("labels/a.txt images/a.jpg", VOC), ("train/labels/a.txt train/images/a.jpg", VOC),
         ("train.json train/a.jpg", VOC),
         ("annotations/instances_train2017.json train2017/a.jpg", VOC),
@@ -351,7 +358,7 @@ def test_what_is_misnamed_is_said(data_folder):
     np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
     refused(r"mine\.npz is not .*; found the array x, the array y\. .*edge_index", task_of_data, "mine.npz")
     write(data_folder / "voc", {"JPEGImages/a.jpg": b"", "annotation/a.xml": b"", "ImageSets/Main/train.txt": b"a"})
-    refused(r"found ImageSets/, JPEGImages/, annotation/\. .*detection: boxes in Pascal VOC's", task_of_data, "voc/")
+    refused(r"found ImageSets/, JPEGImages/, annotation/; boxes need Pascal VOC's layout: Ann", task_of_data, "voc/")
 
 
 def test_all_wrong_files_are_named_at_once(data_folder):

@@ -285,7 +285,7 @@ def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     for split in ("train", "val"):
         shutil.copytree(data_folder / "pets" / split / "cat", data_folder / "one" / split / "cat")
         shutil.copytree(data_folder / "pets" / "train", data_folder / "same" / split)
-    refused("labels are 0; there is nothing to learn from one class", load_images, small("one/", size=size))
+    refused("the only class is 'cat'; there is nothing to learn from one class", load_images, small("one/", size=size))
     refused("the 12 test images are the training images", load_images, small("same/", size=size))
     (data_folder / "pets/val/dog/.ipynb_checkpoints").mkdir()
     (data_folder / "pets/val/.ipynb_checkpoints").mkdir()
