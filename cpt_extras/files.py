@@ -94,6 +94,12 @@ def sync_open_file(number: int, path: Path) -> None:
         warn_unsynced(path, error)
 
 
+def warned_unsynced() -> None:
+    """Note that the user has been told of a file system without fsync."""
+    global _warned
+    _warned = True
+
+
 def warn_unsynced(path: Path, error: OSError) -> None:
     """Warn, once in a process, that a file system does not say when the disk has a file."""
     global _warned

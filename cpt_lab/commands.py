@@ -535,6 +535,19 @@ def download(
     typer.echo(f"{dataset} is in {data.download(dataset, language)}")
 
 
+@app.command()
+def doctor() -> None:
+    """Check this machine: kernels, git, locks, disk, memory, GPU, user; say what is missing and how to mend it."""
+    from cpt_lab.doctor import examine
+    from cpt_lab.sweeps.stores import FREE_BYTES
+
+    checks = examine(least=FREE_BYTES)
+    for check in checks:
+        typer.echo(check)
+    if any(check.state == "refused" for check in checks):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run a command; wrong values end with one line, not a traceback."""
     if find_spec("cpt_lessons"):  # the package above this one, which brings more of them

@@ -22,6 +22,11 @@ def share_with(runs: int) -> None:
     _runs = max(1, runs)
 
 
+def existing_cores() -> int:
+    """Return how many cores the machine has."""
+    return os.cpu_count() or 1
+
+
 def usable_cores() -> int:
     """Return how many cores this process may keep busy, at least 1: its part of those it may run on and its quotas."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

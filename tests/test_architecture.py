@@ -47,11 +47,12 @@ ROOMS = {
     "cpt_lab.signals": (),
     "cpt_lab.numerics": ("cpt_core.numerics",),
     "cpt_lab.provenance": ("cpt_lab.paths", "cpt_extras.cpu_info"),
+    "cpt_lab.doctor": ("cpt_lab.machine", "cpt_lab.provenance", "cpt_extras.kernels"),
     "cpt_lab.experiments": ("cpt_extras.search", "cpt_extras.diagnostics", "cpt_lab.paths"),
     "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.machine"),
     "cpt_lab.tasks": ("cpt_lab.data", "cpt_core.models"),
     "cpt_lab.training": ("cpt_lab.tasks", "cpt_extras.integrations", "cpt_lab.signals"),
-    "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.provenance", "cpt_lab.numerics"),
+    "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.doctor", "cpt_lab.provenance", "cpt_lab.numerics"),
     "cpt_lab.analysis": ("cpt_lab.sweeps",),
     "cpt_lab.studies": ("cpt_lab.analysis",),  # opened by name, see grids.STUDIES
     "cpt_lab.commands": ("cpt_lab.analysis",),

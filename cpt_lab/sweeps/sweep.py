@@ -21,6 +21,7 @@ import torch
 from cpt_core.numerics import NUMERICS
 from cpt_lab.data.files import check_data
 from cpt_lab.data.report import DataReport
+from cpt_lab.doctor import check_sweep
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
@@ -68,9 +69,11 @@ def run_grid(
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed; also for one
             under ``data/results`` when the tree differs from its commit.
+        MachineError: when this machine cannot do it, before anything runs; see ``cpt doctor``.
         StartError: when processes of runs cannot start, as from a script without ``if __name__ == "__main__":``.
 
     Warns:
+        MachineWarning: of what this machine lacks, once in a process; see ``cpt doctor``.
         OtherNumericsWarning: when rows of other numerics answer for some of the runs.
     """
     check_start()
@@ -89,6 +92,7 @@ def run_grid(
     _check_data(specs, todo, held.values(), store, options)
     _warn_of_old_rows(store, [held[spec.key] for spec in specs if spec.key in done], len(todo))
     if todo:
+        check_sweep(store.parent, stores.FREE_BYTES)
         stores.check_source(store, commit())
         _sweep(_jobs(todo, store, options), _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store

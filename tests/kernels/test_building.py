@@ -213,7 +213,7 @@ def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(fake, loaded, c
 @pytest.fixture
 def planted(fake, cache):
     """A library of somebody else in the place of the one that would be built; returns where."""
-    library = cache / build.library_name((*build.FLAGS, *build.WIDE.get(build.capability(), ())))
+    library = cache / build.library_name()
     library.parent.mkdir(mode=0o700)
     library.write_bytes(b"planted")
     digest = hashlib.sha256(b"planted").hexdigest()

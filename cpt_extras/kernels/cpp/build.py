@@ -83,8 +83,7 @@ def load() -> str:
     """
     if sys.platform == "win32":
         raise NoKernelsError("they are not built on Windows")
-    flags = (*FLAGS, *WIDE.get(capability(), ()))
-    name = library_name(flags)
+    flags, name = flags_here(), library_name()
     reasons: list[str] = []
     for folder in kernels_dirs():
         try:
@@ -101,8 +100,14 @@ def load() -> str:
     return _alone(name, flags, reasons[0])
 
 
-def library_name(flags: tuple[str, ...]) -> str:
+def flags_here() -> tuple[str, ...]:
+    """Return the flags of the compiler for the processor that torch sees."""
+    return (*FLAGS, *WIDE.get(capability(), ()))
+
+
+def library_name() -> str:
     """Return the name of the file of the kernels, which changes with what they depend on."""
+    flags = flags_here()
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
     facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
     return f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
@@ -169,7 +174,7 @@ def find_dir() -> tuple[Path | None, str]:
 
     Nothing is built: a folder counts when it has the kernels, or can be written to.
     """
-    name = library_name((*FLAGS, *WIDE.get(capability(), ())))
+    name = library_name()
     reasons: list[str] = []
     for folder in kernels_dirs():
         try:

@@ -1,0 +1,421 @@
+"""Checks of the machine: what a sweep finds here, what is missing, what that costs and how to mend it.
+
+>>> check = Check("git", "degraded", "git is not installed: rows name no commit", "install git")
+>>> print(check)
+git          degraded  git is not installed: rows name no commit; install git
+
+``cpt doctor`` prints all checks. A sweep makes those that take milliseconds, see ``check_sweep``.
+"""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from cpt_extras import files
+from cpt_lab.machine import existing_cores, shared_memory, usable_cores, usable_memory
+from cpt_lab.paths import CHECKOUT, runs_dir
+from cpt_lab.provenance import find_commit
+
+State = Literal["fine", "degraded", "refused"]
+LITTLE_DISK = 2 * 10**9  # bytes: checkpoints, curves and logs of a grid
+LITTLE_MEMORY = 2 * 10**9  # bytes: a run takes about one
+LITTLE_SHARED = 256 * 2**20  # bytes: batches of images that other processes read
+MAX_SOCKET_PATH = 107  # bytes that the system allows for the name of a socket
+SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # of multiprocessing's server
+DRIVER = Path("/proc/driver/nvidia/version")
+MOUNTS = Path("/proc/self/mountinfo")
+OLDEST_DRIVERS = {"13": 580, "12": 525, "11": 450}  # by CUDA's version
+# File systems whose locks other machines do not see, by type and an option that says so; None always.
+LOCAL_LOCKS = (
+    ("fuse.sshfs", None), ("fuse.rclone", None), ("fuse.s3fs", None), ("fuse.gcsfuse", None),
+    ("nfs", "nolock"), ("nfs", "local_lock=all"), ("nfs", "local_lock=flock"),
+    ("nfs4", "local_lock=all"), ("nfs4", "local_lock=flock"),
+    ("lustre", "localflock"), ("lustre", "noflock"), ("cifs", "nobrl"), ("smb3", "nobrl"),
+)  # fmt: skip
+
+# Another process's try to lock a file that this one has locked: 0 when it gets the lock, 1 when it does not.
+OTHER_PROCESS = """
+import fcntl, sys
+with open(sys.argv[1]) as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(1)
+"""
+
+
+class MachineWarning(UserWarning):
+    """Something of this machine costs time, safety or knowledge; the message says what, and how to mend it."""
+
+
+class MachineError(OSError):
+    """A sweep cannot start on this machine; the message says why."""
+
+
+class Check(NamedTuple):
+    """What was found of one thing."""
+
+    name: str
+    state: State  # "refused": a sweep cannot start
+    text: str  # what there is, and what it costs
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name:<12} {self.state:<9} {self.words}"
+
+    @property
+    def words(self) -> str:
+        """The text, with the remedy."""
+        return f"{self.text}; {self.remedy}" if self.remedy else self.text
+
+
+# --- all together --------------------------------------------------------------------------------
+def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
+    """Return all checks of this machine, for sweeps that write into a folder.
+
+    Args:
+        folder: of the stores; None takes ``runs_dir()``.
+        least: bytes that must be free there.
+    """
+    folder = folder or runs_dir()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    checks: dict[str, Callable[[], Check]] = {
+        "kernels": check_kernels,
+        "git": check_git,
+        "locks": partial(check_locks, folder),
+        "disk": partial(check_disk, folder, least),
+        "/dev/shm": check_shared_memory,
+        "temporary": check_temporary,
+        "processes": check_processes,
+        "cores": check_cores,
+        "memory": check_memory,
+        "GPU": check_gpu,
+        "user": check_user,
+    }
+    found = [_made(name, check) for name, check in checks.items()]
+    for path in missing:  # as it was before
+        with suppress(OSError):
+            path.rmdir()
+    return found
+
+
+def check_sweep(folder: Path, least: int) -> None:
+    """Warn of what is degraded for a sweep that writes into a folder, once in a process; takes milliseconds.
+
+    Raises:
+        MachineError: when the sweep cannot start.
+    """
+    if folder in _checked:
+        return
+    quick: dict[str, Callable[[], Check]] = {
+        "kernels": partial(check_kernels, beside=folder / "kernels"),
+        "git": check_git,
+        "locks": partial(check_locks, folder),
+        "disk": partial(check_disk, folder, least),
+        "temporary": check_temporary,
+        "processes": check_processes,
+        "GPU": check_gpu,
+    }
+    for name, check in quick.items():
+        found = _made(name, check)
+        if found.state == "refused":
+            raise MachineError(f"{found.name}: {found.words}; `cpt doctor` checks this machine")
+        if found.state == "degraded" and found not in _warned:
+            _warned.add(found)
+            warnings.warn(f"{found.name}: {found.words}", MachineWarning, stacklevel=3)
+    _checked.add(folder)
+
+
+_checked: set[Path] = set()
+_warned: set[Check] = set()
+
+
+def _made(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # a check is no reason to stop
+        return Check(name, "degraded", f"this check failed: {type(error).__name__}: {error}", "report it")
+
+
+# --- each ----------------------------------------------------------------------------------------
+def check_kernels(beside: Path | None = None) -> Check:
+    """Check whether the C++ kernels are built, or can be, once for all processes.
+
+    Args:
+        beside: a folder that takes them, by ``CPT_KERNELS_DIR``, where there is no other.
+    """
+    from cpt_extras.kernels.cpp import build
+
+    if sys.platform == "win32" or os.environ.get("CPT_KERNELS") == "reference":
+        return Check("kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for")
+    folder, reason = build.find_dir()
+    if folder is None and beside is not None:
+        folder = _kernels_beside(beside)
+    if folder is None:
+        cost = "every process builds the C++ kernels anew, half a minute of processor time each"
+        return Check("kernels", "degraded", f"{cost}: {reason}", "name a folder of your own with CPT_KERNELS_DIR")
+    compiler = build.compiler()
+    if build.is_there(folder / build.library_name()):
+        where = f"built, in {folder}"
+    elif compiler is None:
+        cost = "there is no C++ compiler (g++ or clang++, CXX): plain torch runs instead, more slowly"
+        return Check("kernels", "degraded", cost, "install g++")
+    else:
+        where = f"{compiler} builds them on first use, in half a minute, into {folder}"
+    if reason:
+        remedy = "name a folder of your own with CPT_KERNELS_DIR"
+        return Check("kernels", "degraded", f"{where}; they are lost when it is emptied: {reason}", remedy)
+    return Check("kernels", "fine", where)
+
+
+def _kernels_beside(folder: Path) -> Path | None:
+    """Let all processes keep kernels in a folder, by ``CPT_KERNELS_DIR``; return it, None where it is not safe."""
+    from cpt_extras.kernels.cpp import build
+
+    before = os.environ.get("CPT_KERNELS_DIR")
+    os.environ["CPT_KERNELS_DIR"] = str(folder)
+    found, _ = build.find_dir()
+    if found is None and before is None:
+        del os.environ["CPT_KERNELS_DIR"]
+    elif found is None and before is not None:
+        os.environ["CPT_KERNELS_DIR"] = before
+    return found
+
+
+def check_git() -> Check:
+    """Check whether rows can name the commit that they come from."""
+    name, dirty, reason = find_commit()
+    if name is not None:
+        changed = "tracked files differ from it" if dirty else "no tracked file differs from it"
+        return Check("git", "fine", f"{CHECKOUT} is at commit {name[:10]}, {changed}")
+    if CHECKOUT is None:
+        return Check("git", "fine", f"rows name no commit: {reason}")
+    remedies = {
+        "git is not installed": "install git",
+        "detected dubious ownership": f"git config --global --add safe.directory '{CHECKOUT}'",
+        "is no repository": "use a clone of the repository",
+    }
+    remedy = next((remedy for words, remedy in remedies.items() if words in reason), "run `git status` there")
+    return Check("git", "degraded", f"rows name no commit (null): {reason}", remedy)
+
+
+def check_locks(folder: Path) -> Check:
+    """Check whether the locks of a folder exclude another process."""
+    elsewhere = "name a folder on another disk with CPT_RUNS_DIR"
+    try:
+        done = _locked_out(folder)
+    except ImportError:
+        return Check("locks", "fine", "those of this system")
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            return Check("locks", "refused", f"{folder} cannot be locked: {error.strerror or error}", elsewhere)
+        cost = f"{folder} has no locks: files stand for them, and stay when a sweep is killed"
+        return Check("locks", "degraded", cost, f"remove *.lock when no sweep runs, or {elsewhere}")
+    if not done:
+        cost = f"a lock in {folder} excludes nobody: two processes had it at once, and rows could be lost"
+        return Check("locks", "refused", cost, elsewhere)
+    kind, options = mount_of(folder)
+    if any(kind == one and (option is None or option in options) for one, option in LOCAL_LOCKS):
+        cost = f"{folder} is on {kind}, whose locks other machines do not see: two of them may do one run"
+        return Check("locks", "degraded", cost, "give every machine a CPT_RUNS_DIR of its own")
+    return Check("locks", "fine", f"a lock in {folder} ({kind or 'local'}) excludes other processes")
+
+
+def _locked_out(folder: Path) -> bool:
+    """Return whether another process cannot have a lock that this one has."""
+    import fcntl
+
+    with _probe(folder) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = _status_of_other(file.name)
+    if status not in (0, 1):
+        raise RuntimeError(f"another process could not try a lock: status {status}")
+    return status == 1
+
+
+def _status_of_other(path: str) -> int:
+    """Return the exit status of ``OTHER_PROCESS``: in a new Python, or in a fork where none can be started."""
+    try:
+        words = [sys.executable, "-I", "-S", "-c", OTHER_PROCESS, path]
+        return subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60).returncode
+    except PermissionError:
+        pass
+    with warnings.catch_warnings(action="ignore"):  # of threads: the fork calls the system alone
+        process = os.fork()
+    if process == 0:
+        import fcntl
+
+        try:
+            fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os._exit(0)
+        except BlockingIOError:
+            os._exit(1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def check_processes() -> Check:
+    """Check whether this user can start Python again, as the runs of a sweep do."""
+    if os.access(sys.executable, os.X_OK):
+        return Check("processes", "fine", f"runs start by {sys.executable}")
+    cost = f"{sys.executable} cannot be started by this user: a sweep runs in its own process alone (workers=0)"
+    return Check("processes", "degraded", cost, "let this user enter the folders above it")
+
+
+def check_disk(folder: Path, least: int = 0) -> Check:
+    """Check the room in a folder, and whether its disk says when it has a file."""
+    import shutil
+
+    elsewhere = "make room, or name a folder on another disk with CPT_RUNS_DIR"
+    try:
+        with _probe(folder) as file:
+            try:
+                os.fsync(file.fileno())
+                unsynced = ""
+            except OSError as error:
+                if error.errno not in files.UNSUPPORTED:
+                    raise
+                unsynced = error.strerror or str(error)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Check("disk", "refused", f"{folder} cannot be written to: {error.strerror or error}", elsewhere)
+    room = f"{free / 1e9:,.1f} GB free in {folder}"
+    if free < least:
+        return Check("disk", "refused", f"{room}; a run needs {least / 1e9:.1f}", elsewhere)
+    if unsynced:
+        files.warned_unsynced()
+        cost = f"{folder} does not say when its disk has a row ({unsynced}): a power cut may lose the last ones"
+        return Check("disk", "degraded", cost, "name a folder on another disk with CPT_RUNS_DIR")
+    if free < LITTLE_DISK:
+        return Check("disk", "degraded", f"{room}: little for the checkpoints of a grid", elsewhere)
+    return Check("disk", "fine", room)
+
+
+def check_shared_memory() -> Check:
+    """Check the memory through which processes hand on the images that they read."""
+    room = shared_memory()
+    if room is None:
+        return Check("/dev/shm", "fine", "no limit of its own")
+    if room < LITTLE_SHARED:
+        cost = f"{room / 2**20:,.0f} MB: images from disk are read by fewer processes, or by none"
+        return Check("/dev/shm", "degraded", cost, "start the container with --ipc=host, or --shm-size=8g")
+    return Check("/dev/shm", "fine", f"{room / 1e9:,.1f} GB")
+
+
+def check_temporary() -> Check:
+    """Check the folder for temporary files, where the processes of a sweep meet."""
+    given = os.environ.get("TMPDIR")
+    try:
+        folder = tempfile.gettempdir()
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return Check("temporary", "refused", f"there is no folder for temporary files: {error}", "set TMPDIR to one")
+    if len(os.fsencode(folder + SOCKET_NAME)) > MAX_SOCKET_PATH:
+        longest = MAX_SOCKET_PATH - len(SOCKET_NAME)
+        cost = f"{folder} is too long a path for the socket through which runs start: at most {longest} characters"
+        return Check("temporary", "refused", cost, "set TMPDIR to a shorter one")
+    if given and not os.path.isdir(given):
+        return Check("temporary", "fine", f"{folder}, for TMPDIR={given} is not there")
+    return Check("temporary", "fine", folder)
+
+
+def check_cores() -> Check:
+    """Check how many cores are granted, and whether torch knows."""
+    import torch
+
+    usable, there, threads = usable_cores(), existing_cores(), torch.get_num_threads()
+    granted = f"{usable} of {there}" if usable < there else f"{usable}"
+    if threads > usable:
+        cost = f"{granted} granted, but torch takes {threads} threads in programs of your own, and is slower"
+        return Check("cores", "degraded", cost, f"set OMP_NUM_THREADS={usable}; sweeps count right by themselves")
+    return Check("cores", "fine", f"{granted}; torch takes {threads} threads")
+
+
+def check_memory() -> Check:
+    """Check how much memory is granted."""
+    usable = usable_memory()
+    if usable < LITTLE_MEMORY:
+        cost = f"{usable / 1e9:.1f} GB, and a run takes about 1: the system may end some"
+        return Check("memory", "degraded", cost, "grant more, or run one at a time with --workers 1")
+    return Check("memory", "fine", f"{usable / 1e9:,.1f} GB")
+
+
+def check_gpu() -> Check:
+    """Check whether torch can use the NVIDIA driver of this machine, without starting CUDA."""
+    import torch
+
+    version, cuda = driver_version(), torch.version.cuda
+    if version is None:
+        return Check("GPU", "fine", "no NVIDIA driver: runs are on the CPU")
+    if cuda is None:
+        cost = f"driver {version}, but torch {torch.__version__} is built for the CPU: runs are on the CPU"
+        return Check("GPU", "degraded", cost, "install a torch for CUDA; see docs/installing.md")
+    oldest = OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)
+    if int(version.partition(".")[0]) < oldest:
+        cost = f"driver {version} is too old for torch's CUDA {cuda}, which needs {oldest}: runs are on the CPU"
+        return Check("GPU", "degraded", cost, f"update the driver, or take a torch for it: {older_torch()}")
+    return Check("GPU", "fine", f"driver {version}, torch for CUDA {cuda}")
+
+
+def older_torch() -> str:
+    """Return the command that installs a torch for drivers of CUDA 12."""
+    return "pip install --force-reinstall 'torch>=2.6' torchvision --index-url https://download.pytorch.org/whl/cu126"
+
+
+def check_user() -> Check:
+    """Check the user: a home for caches, a name."""
+    home = os.path.expanduser("~")
+    who = f"number {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
+    with suppress(ImportError, KeyError):
+        import pwd
+
+        who = pwd.getpwuid(os.geteuid()).pw_name
+    if not os.path.isdir(home) or not os.access(home, os.W_OK | os.X_OK):
+        cost = f"{who} has no home that can be written to ({home}): caches go to temporary folders, and with them"
+        return Check("user", "degraded", cost, "set HOME, or CPT_KERNELS_DIR and CPT_DATA_DIR")
+    return Check("user", "fine", f"{who}, home {home}")
+
+
+# --- what they ask -------------------------------------------------------------------------------
+@contextmanager
+def _probe(folder: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
+    """Make a file in a folder, and remove it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".cpt-doctor-", suffix=".lock") as file:
+        yield file
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, such as "580.65.06"; None without one."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def mount_of(folder: Path) -> tuple[str, list[str]]:
+    """Return the type of the file system of a folder, and its options; "" where the system does not say."""
+    place, found = folder.resolve(), ("", [""])
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return found
+    longest = -1
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if place.is_relative_to(mounted) and len(mounted.parts) >= longest:
+            kind, _, options = after.split(" ", 2)
+            longest, found = len(mounted.parts), (kind, options.split(",") + before.split()[5].split(","))
+    return found
