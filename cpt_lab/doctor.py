@@ -108,23 +108,28 @@ def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
     return found
 
 
-def check_sweep(folder: Path, least: int) -> None:
+def check_sweep(folder: Path, least: int, starts: bool = True) -> None:
     """Warn of what is degraded for a sweep that writes into a folder, once in a process; takes milliseconds.
+
+    Args:
+        folder: of its store.
+        least: bytes that must be free there.
+        starts: whether its runs are processes of their own.
 
     Raises:
         MachineError: when the sweep cannot start.
     """
-    if folder in _checked:
+    if (folder, starts) in _checked:
         return
     quick: dict[str, Callable[[], Check]] = {
         "kernels": partial(check_kernels, beside=folder / "kernels"),
         "git": check_git,
         "locks": partial(check_locks, folder),
         "disk": partial(check_disk, folder, least),
-        "temporary": check_temporary,
-        "processes": check_processes,
         "GPU": check_gpu,
     }
+    if starts:
+        quick |= {"temporary": check_temporary, "processes": check_processes}
     for name, check in quick.items():
         found = _made(name, check)
         if found.state == "refused":
@@ -132,10 +137,10 @@ def check_sweep(folder: Path, least: int) -> None:
         if found.state == "degraded" and found not in _warned:
             _warned.add(found)
             warnings.warn(f"{found.name}: {found.words}", MachineWarning, stacklevel=3)
-    _checked.add(folder)
+    _checked.add((folder, starts))
 
 
-_checked: set[Path] = set()
+_checked: set[tuple[Path, bool]] = set()
 _warned: set[Check] = set()
 
 
@@ -381,7 +386,7 @@ def check_user() -> Check:
 
         who = pwd.getpwuid(os.geteuid()).pw_name
     if not os.path.isdir(home) or not os.access(home, os.W_OK | os.X_OK):
-        cost = f"{who} has no home that can be written to ({home}): caches go to temporary folders, and with them"
+        cost = f"{who} has no home that can be written to ({home}): caches are lost with temporary files"
         return Check("user", "degraded", cost, "set HOME, or CPT_KERNELS_DIR and CPT_DATA_DIR")
     return Check("user", "fine", f"{who}, home {home}")
 

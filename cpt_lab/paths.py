@@ -8,6 +8,7 @@ never beside the package.
 import os
 import shlex
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -33,14 +34,23 @@ def work_dir() -> Path:
 def _given(name: str) -> Path | None:
     """Return the folder that a variable names; ``~`` is the user's home also where no shell has read it."""
     given = os.environ.get(name)
-    return Path(given).expanduser() if given else None
+    try:
+        return Path(given).expanduser() if given else None
+    except RuntimeError:
+        raise ValueError(f"{name}={given}: this user has no home folder; give the whole path") from None
 
 
 def data_dir() -> Path:
-    """Return the folder of data sets: ``CPT_DATA_DIR``, else ``data/cache`` of the checkout, else the user's cache."""
+    """Return the folder of data sets: ``CPT_DATA_DIR``, else ``data/cache`` of the checkout, else the user's cache.
+
+    A user without a home has ``data/cache`` in the working directory.
+    """
     if given := _given("CPT_DATA_DIR"):
         return given
-    return CHECKOUT / "data" / "cache" if CHECKOUT else user_cache_path("cpt_core", appauthor=False)
+    if CHECKOUT is None:
+        with suppress(RuntimeError):
+            return user_cache_path("cpt_core", appauthor=False)
+    return work_dir() / "data" / "cache"
 
 
 def runs_dir() -> Path:

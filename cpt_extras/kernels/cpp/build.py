@@ -49,7 +49,10 @@ def kernels_dir() -> Path:
     given = os.environ.get("CPT_KERNELS_DIR")
     if given:
         return Path(os.path.expanduser(given))  # without a home, ~ stays as it is
-    return user_cache_path("cpt_core", appauthor=False) / "kernels"
+    try:
+        return user_cache_path("cpt_core", appauthor=False) / "kernels"
+    except RuntimeError:  # no home
+        return Path("~/.cache/cpt_core/kernels")
 
 
 def kernels_dirs() -> list[Path]:
