@@ -9,7 +9,7 @@ the order of a training step. Rows, checkpoints, states of schedulers and export
 ===  ========  ===================================================================
 
 ``tests/compatibility/test_losses.py`` fails when a change moves the losses. Where that is meant, add a line here, raise
-``NUMERICS`` and run ``python -m bench.release_corpus losses``.
+``NUMERICS`` and run ``python -m bench.pinned_losses``.
 """
 
 NUMERICS = 2
