@@ -43,12 +43,12 @@ def report_classes(report: DataReport, split: str, labels: Any, names: Sequence[
     numbers = np.asarray(labels, dtype=np.int64)
     if not len(numbers):
         return
+    shown = [f"class {name}:" if name.isdecimal() else name for name in names]
     counts = np.bincount(numbers, minlength=len(names)).tolist()
-    present = {name: count for name, count in zip(names, counts, strict=True) if count}
-    report.add(
-        "classes", f"{split}: {count_of(len(numbers), noun)} of {_classes(len(present))}: {list_counts(present)}"
-    )
-    if missing := [name for name in names if name not in present]:
+    present = {name: count for name, count in zip(shown, counts, strict=True) if count}
+    found = f"{count_of(len(numbers), noun)} of {_classes(len(present))}"
+    report.add("classes", f"{split}: {found}: {list_counts(present)}")
+    if missing := [name for name, count in zip(names, counts, strict=True) if not count]:
         report.add("classes", f"{split} has no {noun} of {_classes(len(missing))}: {list_some(missing)}")
 
 

@@ -1,5 +1,6 @@
 """Pictures with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
 
+import io
 import itertools
 
 import numpy as np
@@ -188,6 +189,286 @@ def test_wrong_lists_and_folders(own, tmp_path):
     (own.parent / "VOC2012" / "Annotations").mkdir(parents=True)
     refused("must hold one data set")
     refused("unknown dataset 'voc2013'", dataset="voc2013")
+
+
+# --- what the report says, and what is refused ----------------------------------------------------
+BOX = (2, 2, 20, 20)
+
+
+def saved(seed, kind="JPEG", size=(30, 40), **options):
+    out, values = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(values).save(out, kind, **options)
+    return out.getvalue()
+
+
+def xml(*objects, size=(30, 40), more=""):
+    """Return an annotation of objects, which are text."""
+    sides = f"<size><width>{size[1]}</width><height>{size[0]}</height></size>"
+    return f"<annotation>{more}{sides}{''.join(objects)}</annotation>".encode()
+
+
+def thing(box=BOX, name="cat", more=""):
+    corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+    inside = "".join(f"<{corner}>{value}</{corner}>" for corner, value in corners)
+    return f"<object><name>{name}</name>{more}<bndbox>{inside}</bndbox></object>"
+
+
+def voc(ids="abcdef", train="abcd", test="ef", ending=".jpg", kind="JPEG"):
+    """Return six pictures of a thing each."""
+    files = boxes(train=train, test=test)
+    for seed, name in enumerate(ids):
+        files |= {f"JPEGImages/{name}{ending}": saved(seed, kind), f"Annotations/{name}.xml": xml(thing())}
+    return files
+
+
+def without(name):
+    return {path: file for path, file in voc().items() if path != name}
+
+
+def turned(orientation, size=(30, 40), seed=70):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved(seed, size=size, exif=exif)
+
+
+def grey(high, seed):
+    out = io.BytesIO()
+    values = np.random.default_rng(seed).permutation(np.linspace(0, high, 1200)).reshape(30, 40)
+    Image.fromarray(values.astype(np.uint16)).save(out, "PNG")
+    return out.getvalue()
+
+
+SPACES = [f"my picture {i}" for i in range(6)]
+NUMBERED = [f"{name} 1" for name in "abcdef"]
+FACTS = {  # what is there -> its files, what the report must say
+    "not listed": (
+        lambda: voc() | {"JPEGImages/z.jpg": saved(60), "Annotations/z.xml": xml(thing())},
+        [
+            "left out: 1 file .jpg: listed neither in train.txt nor in test.txt (JPEGImages/z.jpg)",
+            "left out: 1 file .xml: listed neither in train.txt nor in test.txt (Annotations/z.xml)",
+        ],
+    ),
+    "other files": (
+        lambda: (
+            voc() | {"ImageSets/Main/val.txt": b"a", "SegmentationClass/a.png": saved(60, "PNG"), "labels.txt": b"cat"}
+        ),
+        [
+            "left out: 1 file .png: no part of the layout that is read (SegmentationClass/a.png)",
+            "left out: 2 files .txt: no part of the layout that is read (ImageSets/Main/val.txt, labels.txt)",
+        ],
+    ),
+    "hidden": (
+        lambda: voc() | {"JPEGImages/.thumbs/a.jpg": saved(60), "@eaDir/b.jpg": saved(61)},
+        ["left out: 2 files .jpg: hidden files and folders are not read (@eaDir/b.jpg, JPEGImages/.thumbs/a.jpg)"],
+    ),
+    "spaces in ids": (lambda: voc(SPACES, SPACES[:4], SPACES[4:]), ["read: 6 pictures"]),
+    "numbers after spaces": (lambda: voc(NUMBERED, NUMBERED[:4], NUMBERED[4:]), ["read: 6 pictures"]),
+    "flags": (
+        lambda: voc(train=["a  1", "b -1", "c  0", "d  1"], test=["e 1", "f -1"]),
+        ["left out: second column of train.txt, 1, -1, 0 in VOC's lists, in 4 lines", "second column of test.txt"],
+    ),
+    "ids with endings": (lambda: voc(train=["a.jpg", "b.xml", "c", "d.jpg"]), ["read: 6 pictures"]),
+    "png": (lambda: voc(ending=".png", kind="PNG"), ["read: 6 pictures: formats PNG 6"]),
+    "capitals": (lambda: voc(ending=".JPG"), ["read: 6 pictures: formats JPEG 6"]),
+    "bmp": (lambda: voc(ending=".bmp", kind="BMP"), ["read: 6 pictures: formats BMP 6"]),
+    "found by filename": (
+        lambda: (
+            without("JPEGImages/a.jpg")
+            | {
+                "JPEGImages/IMG 1.jpg": saved(60),
+                "Annotations/a.xml": xml(thing(), more="<filename>C:\\x\\IMG 1.jpg</filename>"),
+            }
+        ),
+        ["read: Annotations/a.xml has its picture by <filename>: IMG 1.jpg"],
+    ),
+    "two pictures, one named": (
+        lambda: (
+            voc()
+            | {
+                "JPEGImages/a.png": saved(60, "PNG"),
+                "Annotations/a.xml": xml(thing(), more="<filename>a.png</filename>"),
+            }
+        ),
+        ["formats JPEG 5, PNG 1", "left out: 1 file .jpg: listed neither"],
+    ),
+    "another filename": (
+        lambda: voc() | {"Annotations/a.xml": xml(thing(), more="<filename>b.jpg</filename>")},
+        ["1 annotation with another name in <filename> than that of the picture: it plays no part (Annotations/a.xml)"],
+    ),
+    "sticking out by less than a pixel": (
+        lambda: voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))},
+        ["changed: 1 annotation with boxes that stick out by at most 1 pixel: clipped (Annotations/a.xml)"],
+    ),
+    "difficult, parts, poses": (
+        lambda: (
+            voc()
+            | {"Annotations/a.xml": xml(thing(), thing(more=f"{DIFFICULT}{PART}<pose>Left</pose>"), more="<sun/>")}
+        ),
+        [
+            "left out: 1 difficult object: not trained on, neither found nor missed in tests",
+            "left out: elements of annotations, with their number: object/part (1), object/pose (1), sun (1)",
+        ],
+    ),
+    "nothing to be seen": (
+        lambda: voc() | {"Annotations/a.xml": xml()},
+        ["1 annotation without an object: all background (Annotations/a.xml)"],
+    ),
+    "classes in two spellings": (
+        lambda: voc() | {"Annotations/a.xml": xml(thing(name="Cat"), thing(name=" cat "))},
+        [
+            "classes: Cat and cat differ in spelling alone, and are 2 classes",
+            "classes: test has no object of 1 class: Cat",
+            "changed: 1 annotation with blanks around names of classes: left out",
+        ],
+    ),
+    "turned and annotated as shown": (
+        lambda: voc() | {"JPEGImages/a.jpg": turned(6, (40, 30))},
+        [
+            "changed: EXIF orientation applied to 1 picture, as viewers do (orientation and count: 6 1; JPEGImages/a.jpg)",
+            "all 40 x 30 pixels",
+        ],
+    ),
+    "turned and annotated as stored": (
+        lambda: voc() | {"JPEGImages/a.jpg": turned(6)},
+        ["changed: EXIF orientation not applied to 1 picture", "(JPEGImages/a.jpg)", "all 40 x 30 pixels"],
+    ),
+    "upside down": (
+        lambda: voc() | {"JPEGImages/a.jpg": turned(3)},
+        [
+            "read: 1 picture with EXIF orientation, of one size before and after: boxes are taken as drawn",
+            "changed: EXIF orientation applied to 1 picture",
+        ],
+    ),
+    "12 bits": (
+        lambda: voc(ending=".png", kind="PNG") | {f"JPEGImages/{c}.png": grey(4095, i) for i, c in enumerate("abcdef")},
+        ["changed: 6 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"],
+    ),
+    "grey and resized": (
+        lambda: (
+            voc() | {"JPEGImages/a.jpg": saved(60, size=(90, 80)), "Annotations/a.xml": xml(thing(), size=(90, 80))}
+        ),
+        [
+            "2 sizes, 40 to 80 pixels wide and 30 to 90 high",
+            "changed: 6 pictures resized to 64 pixels on the short side, at most 96 on the long one; 5 of them",
+        ],
+    ),
+}
+
+
+def loaded(folder, files, **changes):
+    write(folder / "pets", files)
+    return load_detection(small("pets/", **changes))
+
+
+def facts_of(found):
+    return "\n".join(f"{topic}: {text}" for topic, text in found.report.facts)
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_report_of_boxes_names_what_is_left_out_or_changed(case, data_folder):
+    files, words = FACTS[case]
+    found = loaded(data_folder, files())
+    facts = facts_of(found)
+    assert [word for word in words if word not in facts] == [], facts
+    assert str(data_folder) not in facts
+    assert load_detection(small("pets/")).report.digest == found.report.digest
+
+
+ERRORS = {  # what is there -> its files, what the error must say
+    "id or flag": (
+        lambda: voc(["a", "a 1", "b", "c"], ["a 1", "b"], ["c"]),
+        r"train\.txt: 'a 1' may be picture 'a 1', or 'a' and a flag; rename one",
+    ),
+    "no picture of an id with spaces": (lambda: voc(train=["a", "my cat 3"]), r"there is no file .*my cat 3\."),
+    "two pictures": (
+        lambda: voc() | {"JPEGImages/a.png": saved(60, "PNG")},
+        r"a\.jpg and a\.png may both be the picture of 'a'; keep one, or name it in <filename> of a\.xml",
+    ),
+    "another kind": (
+        lambda: without("JPEGImages/a.jpg") | {"JPEGImages/a.heic": b"x"},
+        r"a\.heic is of a kind that is not read; save",
+    ),
+    "outside of the folder": (lambda: voc(train=["../../secret"]), r"'\.\./\.\./secret' is no picture id"),
+    "objects in objects": (
+        lambda: voc() | {"Annotations/a.xml": xml(f"<objects>{thing()}</objects>")},
+        r"a\.xml: 1 object inside of other elements; <annotation> must hold them",
+    ),
+    "polygons": (
+        lambda: voc() | {"Annotations/a.xml": xml("<object><name>cat</name><polygon/></object>")},
+        r"a\.xml, object 1 \(cat\): there is no bndbox \(found: polygon\)",
+    ),
+    "difficult in words": (
+        lambda: voc() | {"Annotations/a.xml": xml(thing(more="<difficult>very</difficult>"))},
+        r"a\.xml, object 1: difficult must be 0 or 1, got 'very'",
+    ),
+    "of another size, turned": (
+        lambda: voc() | {"JPEGImages/a.jpg": turned(6, (44, 33))},
+        r"a\.xml says 40 x 30 pixels, a\.jpg has 44 x 33, and 33 x 44 before its EXIF orientation 6 is applied",
+    ),
+    "not turned any more": (
+        lambda: voc() | {"JPEGImages/a.jpg": saved(60, size=(40, 30))},
+        r"says 40 x 30 pixels, a\.jpg has 30 x 40: the sides are exchanged, as where a picture has lost its EXIF",
+    ),
+    "12 bits beside 8": (
+        lambda: voc(ending=".png", kind="PNG") | {"JPEGImages/a.png": grey(4095, 0)},
+        r"1 grey picture of 16 bits whose values end at 4,095 .* stand beside 5 of 8 bits",
+    ),
+    "in both lists": (
+        lambda: voc(test="def"),
+        r"1 of 3 pictures in test\.txt stand in train\.txt, too \(d\.jpg\); a test needs pictures",
+    ),
+    "tested on its own training pictures": (
+        lambda: voc(test="ab"),
+        r"2 of 2 pictures in test\.txt stand in train\.txt, too \(a\.jpg, b\.jpg\)",
+    ),
+    "a copy": (
+        lambda: voc() | {"JPEGImages/e.jpg": saved(0)},
+        r"1 of 2 pictures in test\.txt are copies of pictures in train\.txt \(e\.jpg is a\.jpg\); .*take them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_boxes_that_cannot_be_read_rightly_are_refused(case, data_folder):
+    files, message = ERRORS[case]
+    with pytest.raises((ValueError, DataNotFoundError), match=message):
+        loaded(data_folder, files())
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+@pytest.mark.parametrize("as_shown", [True, False])
+def test_boxes_lie_where_the_size_of_the_annotation_says(orientation, as_shown, data_folder):
+    """A white thing is in its box, drawn on the picture as viewers show it or, by its size, as it is stored."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    drawn = np.zeros((30, 40, 3), np.uint8)
+    drawn[1:20, 1:20] = 255
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]  # of PIL's transpositions
+    image, out = Image.fromarray(drawn), io.BytesIO()
+    (image.transpose(Image.Transpose(undo)) if as_shown else image).save(out, "PNG", exif=exif)
+    if not as_shown and orientation < 5:
+        return  # the sizes do not tell
+    found = loaded(data_folder, without("JPEGImages/a.jpg") | {"JPEGImages/a.png": out.getvalue()})
+    picture = next(one for one in found.train if one.picture.name == "a.png")
+    x1, y1, x2, y2 = picture.boxes[0].astype(int).tolist()
+    assert picture.read()[:, y1:y2, x1:x2].float().mean() == 255
+    assert tuple(picture.read().shape[1:]) == picture.size == (30, 40)
+
+
+def test_bits_of_boxes_are_those_of_all_listed_pictures(data_folder):
+    """A subset is scaled as the whole is."""
+    files = voc(ending=".png", kind="PNG") | {
+        f"JPEGImages/{c}.png": grey(500 * 2**i, i) for i, c in enumerate("abcdef")
+    }
+    whole = loaded(data_folder, files)
+    some = loaded(data_folder, files, train_images=1, test_images=1)
+    assert {one.bits for one in (*whole.train, *whole.test, *some.train, *some.test)} == {14}
+    assert max(one.read().max() for one in whole.test) == 16000 >> 6
+
+
+def test_clipped_boxes_end_at_the_border(data_folder):
+    found = loaded(data_folder, voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))})
+    assert found.train[0].boxes.tolist() == [[0, 1, 40, 30]]
 
 
 # --- scenes ---------------------------------------------------------------------------------------

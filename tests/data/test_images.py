@@ -1,13 +1,17 @@
 import functools
 import hashlib
 import http.server
+import io
 import itertools
 import json
+import os
 import pickle
 import re
 import shutil
+import struct
 import tarfile
 import threading
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +20,7 @@ import torch
 import torchvision
 from helpers import refused
 from layouts import archive, class_folders, image_archives, image_folder, write
-from PIL import Image
+from PIL import Image, ImageOps
 
 from cpt_lab import data
 from cpt_lab.data.common import class_count
@@ -24,6 +28,7 @@ from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.image_batches import array_batches, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import load_images
+from cpt_lab.data.pictures import inspect_picture, open_rgb
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
@@ -295,6 +300,354 @@ def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     assert ", tested on val/" in load_images(small("pets/", size=size)).title
     (data_folder / "pets/train/empty").mkdir()
     refused(r"pets/train/empty is the folder of a class, and has no picture", load_images, small("pets/", size=size))
+
+
+# --- what the report says, and what is refused ----------------------------------------------------
+
+
+def saved(image, kind="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise(seed, size=(20, 24)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def pets(seed=0, kind="PNG", make=None):
+    """Twelve pictures of two classes."""
+    names = [f"{name}/{i}.{kind.lower()}" for name in ("cat", "dog") for i in range(6)]
+    make = make or (lambda seed: saved(noise(seed), kind))
+    return {name: make(seed + number) for number, name in enumerate(names)}
+
+
+def split_pets():
+    return {f"{part}/{name}": file for part, seed in (("train", 0), ("val", 50)) for name, file in pets(seed).items()}
+
+
+def deep(high, kind="PNG", dtype=np.uint16):
+    """Return a maker of grey pictures of 16 bits with values up to a limit."""
+
+    def make(seed):
+        values = np.random.default_rng(seed).permutation(np.linspace(0, high, 480)).reshape(20, 24)
+        return saved(Image.fromarray(values.astype(dtype)), kind)
+
+    return make
+
+
+def deep_colours(high):
+    """Return a maker of PNG files of 16 bits per channel, which Pillow cannot write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    def make(seed):
+        values = np.random.default_rng(seed).integers(0, high, (20, 24, 3))
+        values[0, 0] = high
+        rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+        header = struct.pack(">IIBBBBB", 24, 20, 16, 2, 0, 0, 0)
+        parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+    return make
+
+
+def turned(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def pages(kind):
+    return saved(noise(70), kind, save_all=True, append_images=[noise(71)])
+
+
+def loosely(*names):
+    """Files of these names that hold a picture."""
+    return {name: saved(noise(200 + i)) for i, name in enumerate(names)}
+
+
+FACTS = {  # what is there -> its files, what the report must say
+    "other kinds": (
+        lambda: pets() | dict.fromkeys(["cat/a.heic", "dog/b.HEIC", "dog/c.gif", "d.avif", "cat/notes.docx"], b"x"),
+        [
+            "left out: 2 files .heic: pictures of this kind are not read; save them as .jpg or .png (cat/a.heic, dog/b",
+            "left out: 1 file .gif",
+            "left out: 1 file .avif",
+            "left out: 1 file .docx: no pictures (cat/notes.docx)",
+        ],
+    ),
+    "jpeg by another name": (
+        lambda: pets() | {"cat/a.jfif": saved(noise(80), "JPEG"), "dog/b.JPE": saved(noise(81), "JPEG")},
+        ["read: 14 pictures: formats PNG 12, JPEG 2"],
+    ),
+    "hidden": (
+        lambda: (
+            pets() | loosely("cat/.a.png", "cat/__x/1.png", "cat/deep/@eaDir/2.png", ".git/3.png", "lost+found/4.png")
+        ),
+        ["left out: 5 files .png: hidden files and folders are not read (.git/3.png, cat/.a.png, cat/__x/1.png, ...)"],
+    ),
+    "in folders of a class": (
+        lambda: pets() | loosely("cat/kittens/1.png", "cat/kittens/2.png", "dog/old/3.png"),
+        ["changed: 3 pictures in folders inside of class folders belong to that class (cat/kittens 2, dog/old 1)"],
+    ),
+    "beside the splits": (
+        lambda: split_pets() | loosely("test/cat/1.png", "extra/2.png", "3.png", "train/4.png") | {"old.npz": b"x"},
+        [
+            "left out: 1 file .png: val/ is tested on (test/cat/1.png)",
+            "left out: 1 file .png: only train/ and a folder to test on are read (extra/2.png)",
+            "left out: 1 file .png: pictures outside of the folders of the classes are not read (3.png)",
+            "left out: 1 file .png: pictures outside of the folders of the classes are not read (train/4.png)",
+            "left out: 1 file .npz",
+        ],
+    ),
+    "names that differ in case": (
+        lambda: pets() | loosely(*(f"Cat/{i}.png" for i in range(5))),
+        ["classes: Cat and cat differ in spelling alone, and are 2 classes"],
+    ),
+    "names that differ in composed letters": (
+        lambda: pets() | loosely(*(f"\u00e9/{i}.png" for i in range(5)), *(f"e\u0301/{i}0.png" for i in range(5))),
+        ["differ in spelling alone, and are 2 classes"],
+    ),
+    "12 bits": (
+        lambda: pets(make=deep(4095)),
+        ["changed: 12 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"],
+    ),
+    "10 bits in TIFF": (lambda: pets(kind="TIFF", make=deep(1000, "TIFF")), ["values up to 1,000: read as 10 bits"]),
+    "16 bits beside 8": (
+        lambda: pets() | {"cat/deep.png": deep(65535)(90)},
+        ["changed: 1 grey picture of 16 bits", "read as 16 bits"],
+    ),
+    "16 bits per channel": (
+        lambda: pets() | {"cat/deep.png": deep_colours(60000)(90)},
+        ["changed: 1 picture with 16 bits per channel: the upper 8 are read (cat/deep.png)"],
+    ),
+    "modes": (
+        lambda: (
+            pets() | {f"cat/{mode}.tif": saved(noise(90).convert(mode), "TIFF") for mode in ("L", "1", "CMYK", "LA")}
+        ),
+        [
+            "modes RGB 12",
+            "of PIL's mode L: grey became three equal channels (cat/L.tif)",
+            "of PIL's mode 1: 1 bit",
+            "of PIL's mode CMYK: colours became",
+            "1 picture with transparency (LA 1): it is left out",
+        ],
+    ),
+    "a palette with transparency": (
+        lambda: pets() | {"cat/p.png": saved(noise(90).convert("P"), transparency=0)},
+        ["of PIL's mode P: a palette became its colours", "with transparency (P 1)"],
+    ),
+    "a colour profile": (
+        lambda: pets() | {"cat/p.jpg": saved(noise(90), "JPEG", icc_profile=b"x")},
+        ["read: 1 picture with a colour profile, which is not applied (cat/p.jpg)"],
+    ),
+    "pages": (
+        lambda: pets() | {"cat/a.tif": pages("TIFF"), "cat/b.png": pages("PNG"), "dog/c.webp": pages("WEBP")},
+        ["changed: 3 pictures of several frames or pages: the first alone is read (cat/a.tif, cat/b.png, dog/c.webp)"],
+    ),
+    "orientation": (
+        lambda: pets() | {f"cat/{k}.jpg": saved(noise(90 + k), "JPEG", exif=turned(k)) for k in (3, 6, 8)},
+        ["changed: EXIF orientation applied to 3 pictures, as viewers do", "cat/3.jpg, cat/6.jpg, cat/8.jpg"],
+    ),
+    "a picture of one value": (
+        lambda: {**pets(), **pets(make=lambda seed: saved(Image.new("RGB", (24, 20), (seed, seed, seed))))},
+        ["of one value throughout"],
+    ),
+    "copies": (
+        lambda: pets() | {name.replace("/", "/copy of "): file for name, file in list(pets().items())[:3]},
+        ["changed: 3 files are copies of others, byte for byte, and stand on their side of the split"],
+    ),
+    "classes without a test picture": (
+        lambda: {name: file for name, file in split_pets().items() if "val/cat" not in name},
+        ["classes: test has no picture of 1 class: cat"],
+    ),
+}
+
+
+def loaded(folder, size, files, **changes):
+    write(folder / "pets", files)
+    return load_images(small("pets/", size=size, **changes))
+
+
+def facts_of(found):
+    return "\n".join(f"{topic}: {text}" for topic, text in found.report.facts)
+
+
+@pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
+@pytest.mark.parametrize("case", FACTS)
+def test_report_of_images_names_what_is_left_out_or_changed(case, size, data_folder):
+    files, words = FACTS[case]
+    found = loaded(data_folder, size, files())
+    facts = facts_of(found)
+    assert [word for word in words if word not in facts] == [], facts
+    assert str(data_folder) not in facts
+    again = load_images(small("pets/", size=size))
+    assert (again.report.digest, again.checksum) == (found.report.digest, found.checksum)
+
+
+ERRORS = {  # what is there -> its files, what the error must say
+    "a class of other kinds": (
+        lambda: pets() | {f"bird/{i}.heic": b"x" for i in range(3)},
+        r"pets/bird is the folder of a class, .* \(found: 3 files \.heic\); save pictures as \.jpg or \.png",
+    ),
+    "pictures of val/ without classes": (
+        lambda: {n: f for n, f in split_pets().items() if "train" in n} | loosely("val/1.png", "val/2.png"),
+        r"pets/val has no folder of a class in it; 2 pictures lie directly in it .* val/<class>/",
+    ),
+    "Tiny ImageNet": (
+        lambda: (
+            {n: f for n, f in split_pets().items() if "train" in n}
+            | loosely("val/images/1.png")
+            | {"val/val_annotations.txt": b"1.png cat"}
+        ),
+        r"class 'images' is unknown; .* folder of their own, val/<class>/ \(val_annotations.txt may say which\)",
+    ),
+    "a class in another spelling": (
+        lambda: {name.replace("val/cat", "val/Cat"): file for name, file in split_pets().items()},
+        r"class 'Cat' is unknown; .*'cat' differs in spelling alone: give both folders one name",
+    ),
+    "splits in capitals": (
+        lambda: {n.replace("val/", "Val/").replace("train", "Train"): f for n, f in split_pets().items()},
+        r"pets has Train/ and Val/; call the folders train/ and val/",
+    ),
+    "a split by another name": (
+        lambda: {name.replace("val/", "dev/"): file for name, file in split_pets().items()},
+        r"pets has train/ and dev/; call the second one val/",
+    ),
+    "12 bits beside 8": (
+        lambda: pets() | {"cat/deep.png": deep(4095)(90)},
+        r"1 grey picture of 16 bits whose values end at 4,095 \(cat/deep.png\) stand beside 12 of 8 bits .*save all",
+    ),
+    "8 bits in 16": (lambda: pets(make=deep(255)), "12 pictures of 16 bits whose values end at 255 would be"),
+    "32 bits": (lambda: pets() | {"cat/f.tif": deep(1e6, "TIFF", np.int32)(0)}, r"cat/f\.tif cannot be .*PIL's mode I"),
+    "floats": (lambda: pets() | {"cat/f.tif": deep(1, "TIFF", np.float32)(0)}, r"cat/f\.tif cannot be .*PIL's mode F"),
+    "12 bits per channel": (
+        lambda: pets(make=deep_colours(4000)),
+        r"12 colour pictures of 16 bits per channel, whose values end below 4,096 of 65,535, would be dark",
+    ),
+    "a copy in another class of the test": (
+        lambda: split_pets() | {"val/dog/new.png": split_pets()["train/cat/0.png"]},
+        r"pets/val: 1 of 13 test images are copies of training images \(val/dog/new.png is train/cat/0.png\).*take",
+    ),
+    "one class": (lambda: {n: f for n, f in pets().items() if "cat" in n}, "the only class is 'cat'"),
+}
+
+
+@pytest.mark.parametrize("size", [16, 80])
+@pytest.mark.parametrize("case", ERRORS)
+def test_images_that_cannot_be_read_rightly_are_refused(case, size, data_folder):
+    files, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        loaded(data_folder, size, files())
+
+
+def test_every_class_of_12_bits_is_scaled_by_the_largest_value_of_all(data_folder):
+    """One dark picture keeps its distance to the others: the scale is that of the data set."""
+    files = pets(make=deep(4095)) | {"cat/0.png": deep(500)(0)}
+    found = loaded(data_folder, 80, files)
+    (index,) = (i for i, (path, _) in enumerate(found.train.dataset.samples) if path.endswith("cat/0.png"))
+    assert np.asarray(found.train.dataset[index][0]).max() == 500 >> 4
+    assert np.asarray(open_rgb(data_folder / "pets/cat/0.png")).max() == 500 >> 1  # alone
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+@pytest.mark.parametrize(("kind", "ending"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("TIFF", "tif")])
+def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_path):
+    image = Image.new("RGB", (48, 32))
+    image.paste((255, 255, 255), (0, 0, 16, 16))
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(saved(image, kind, exif=turned(orientation)))
+    with Image.open(path) as stored:
+        wanted = ImageOps.exif_transpose(stored).convert("RGB")
+    found = open_rgb(path)
+    assert found.size == wanted.size
+    assert np.array_equal(np.asarray(found), np.asarray(wanted))
+    assert inspect_picture(path).shown_size == (found.height, found.width)
+    if kind != "TIFF":  # which PIL turns in any case
+        assert open_rgb(path, turn=False).size == image.size
+
+
+def test_broken_exif_data_does_not_turn_or_stop_a_picture(tmp_path):
+    (tmp_path / "a.png").write_bytes(saved(noise(0), exif=b"Exif\0\0II*\0garbage"))
+    assert np.array_equal(np.asarray(open_rgb(tmp_path / "a.png")), np.asarray(noise(0)))
+    assert inspect_picture(tmp_path / "a.png").has_damaged_exif
+
+
+def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(data_folder):
+    folder = write(data_folder / "pets", pets()) / "cat"
+    (folder / "around").symlink_to(data_folder / "pets")
+    (folder / "itself.png").symlink_to(folder / "itself.png")
+    os.mkfifo(folder / "pipe.png")
+    facts = facts_of(load_images(small("pets/", size=16)))
+    assert "links that lead back to a folder around them (cat/around)" in facts
+    assert "cat/itself.png" in facts
+    assert "neither files nor folders (cat/pipe.png)" in facts
+    (folder / "gone.png").symlink_to(folder / "nowhere.png")
+    with pytest.raises(DataNotFoundError, match=r"there is no file .*cat/gone\.png"):
+        load_images(small("pets/", size=16))
+
+
+def archives(copied, rows=20, **more):
+    """Return archives whose test images are ``copied`` training images and others."""
+    rng = np.random.default_rng(0)
+    train, new = (rng.integers(0, 256, (rows, 8, 8, 3), dtype=np.uint8) for _ in range(2))
+    test = np.concatenate([train[:copied], new[copied:]])
+    labels = np.arange(rows) % 2
+    return {"train.npz": archive(data=train, labels=labels, **more), "test.npz": archive(data=test, labels=labels)}
+
+
+def test_archives_count_a_few_copies_and_refuse_more(data_folder):
+    facts = facts_of(loaded(data_folder, 8, archives(2)))
+    assert "overlap: 2 of 20 test pictures have the pixels of a training or validation picture at 8 x 8" in facts
+    write(data_folder / "pets", archives(3))
+    message = r"3 of 20 test images are copies of training images \(test image 0 is training"
+    refused(message, load_images, small("pets/", size=8))
+    write(data_folder / "pets", archives(20))
+    refused("the 20 test images are the training images", load_images, small("pets/", size=8))
+
+
+def test_report_of_archives_names_arrays_files_and_labels(data_folder):
+    files = archives(0, class_names=np.array(["a", "b"]), meta=np.zeros(3)) | {"more.npz": b"x", "sub/a.txt": b""}
+    with np.load(io.BytesIO(files["test.npz"])) as whole:
+        files["test.npz"] = archive(data=whole["data"], labels=whole["labels"].astype(float)[:, None])
+    facts = facts_of(loaded(data_folder, 8, files))
+    for word in (
+        "left out: 2 arrays of train.npz: class_names, meta",
+        "changed: labels of test.npz, float64 of shape (20, 1)",
+        "left out: 1 file .npz: only train.npz and test.npz are read (more.npz)",
+        "sub/a.txt",
+        "read: train.npz: 20 images, 8 x 8 pixels, 3 channels",
+        "classes: test: 20 pictures of 2 classes: class 0: 10",
+    ):
+        assert word in facts, facts
+
+
+def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
+    def packed(pictures):
+        offsets = np.cumsum([0, *map(len, pictures)])
+        raw = np.frombuffer(b"".join(pictures), np.uint8)
+        return archive(jpeg=raw, offsets=offsets, labels=np.arange(len(pictures)) % 2)
+
+    upright = [saved(noise(seed, (24, 20)), "JPEG") for seed in range(4)]
+    lying = saved(noise(9), "JPEG", exif=turned(6))
+    files = {"train.npz": packed([*upright, lying]), "test.npz": packed([saved(noise(7, (24, 20)))])}
+    facts = facts_of(loaded(data_folder, 24, files, valid_images=0))
+    assert "EXIF orientation applied to 1 picture, as viewers do (orientation and count: 6 1; train.npz pi" in facts
+    grey = {"train.npz": [deep(1023)(i) for i in range(4)], "test.npz": [deep(1023)(9 + i) for i in range(4)]}
+    files = {name: packed(pictures) for name, pictures in grey.items()}
+    found = loaded(data_folder, 20, files, valid_images=0)
+    assert "8 grey pictures of 16 bits, values up to 1,023: read as 10 bits" in facts_of(found)
+    assert found.train.images.max() > 250
+
+
+def test_notices_are_logged_once_per_load(data_folder, caplog):
+    with caplog.at_level("INFO", logger="cpt_lab.data.images"):
+        found = loaded(data_folder, 16, pets() | {"cat/a.heic": b"x"})
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [f"pets/: {topic}: {text}" for topic, text in found.report.notices]
+    assert any("1 file .heic" in line for line in logged)
 
 
 def test_labels_may_be_many_where_samples_are_too():
