@@ -17,10 +17,13 @@ SHAPES = (
     r"\[/?[A-Z]{2,8}\]",  # [SEP]
     r"<\uff5c[^\uff5c\s]{1,40}\uff5c>",  # the same with wide bars
     r"__?(?:eos|EOS|bos|BOS|sos|SOS|end|END|start|START)__?",
-    r"(?<!\S)(?:EOS|eos|EOL|BOS|bos|SOS|sos|\\n|¶|⏎)(?!\S)",
+    r"(?<!\S)(?:EOS|eos|EOL|BOS|bos|SOS|sos|\\n|\u00b6|\u23ce)(?!\S)",  # as words alone
 )
 MARKER = "|".join(SHAPES)
 LAST, FIRST = re.compile(rf"({MARKER})\s*$"), re.compile(rf"^\s*({MARKER})")
+WORDS = ("EOS", "eos", "EOL", "BOS", "bos", "SOS", "sos", "\\n", "\u00b6", "\u23ce")
+CLOSING, OPENING = (">", "]", "_", *WORDS), ("<", "[", "_", *WORDS)  # characters of the markers: a quick look
+LONGEST = 48  # characters of a marker, at most
 NEARLY_ALL = 0.9  # of the lines of a text: a marker that ends so many is the end of a line
 LONG_LINE = 5  # words: shorter lines recur in any text
 MAX_SHARED = 0.5  # of the long lines of a text
@@ -79,8 +82,17 @@ def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str
 
 def _find(lines: list[str], pattern: re.Pattern[str]) -> Matches:
     """Return the lines that have a marker in the place of a pattern."""
-    matches = ((number, pattern.search(line)) for number, line in enumerate(lines))
-    return {number: match for number, match in matches if match}
+    found = {}
+    for number, line in enumerate(lines):
+        likely = line.rstrip().endswith(CLOSING) if pattern is LAST else line.lstrip().startswith(OPENING)
+        if likely and (match := pattern.search(line, _tail(line) if pattern is LAST else 0)):
+            found[number] = match
+    return found
+
+
+def _tail(line: str) -> int:
+    """Return where to begin to look for a marker at the end of a line."""
+    return max(0, len(line.rstrip()) - LONGEST)
 
 
 def _is_word(match: re.Match[str]) -> bool:
@@ -121,7 +133,8 @@ def _break_of(line: str) -> str:
 
 def report_unknown_words(split: str, text: str, report: DataReport) -> None:
     """Add how often words stand in a text that mean unknown words or ends of lines."""
-    words = Counter(text.split())
+    special = {word for word in (UNKNOWN, EOS, *UNKNOWN_SPELLINGS) if word in text}
+    words = Counter(word for word in text.split() if word in special) if special else Counter[str]()
     if count := words[UNKNOWN]:
         report.add("markers", f"{split}: {count:,} times '{UNKNOWN}' in the file itself")
     if count := words[EOS]:
@@ -153,11 +166,12 @@ def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, re
         ValueError: names the texts, how many lines they share and the first of them.
     """
     lines = {split: long_lines(text) for split, text in texts.items()}
+    words = {split: " ".join(text.split()) for split, text in texts.items()}  # however lines are cut
     for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
         use, there = USES[part], f"the {'training' if other == 'train' else other} text"
         if refuse and texts[part] == texts[other] and (other == "train" or lines[part]):
             raise ValueError(f"{dataset}: the {part} text is {there}; a {use} needs another")
-        if refuse and lines[part] and _is_within(texts[part], texts[other]):
+        if refuse and lines[part] and words[part] in words[other]:
             raise ValueError(f"{dataset}: the {part} text is a part of {there}; a {use} needs another")
         known = set(lines[other])
         shared = [line for line in lines[part] if line in known]
@@ -168,8 +182,3 @@ def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, re
         if refuse and len(shared) > MAX_SHARED * len(lines[part]):
             raise ValueError(f"{dataset}: {said}; a {use} needs others than {shared[0][:60]!r}")
         report.add("overlap", said)
-
-
-def _is_within(text: str, other: str) -> bool:
-    """Return whether the words of a text stand in another one in their order, however its lines are cut."""
-    return " ".join(text.split()) in " ".join(other.split())
