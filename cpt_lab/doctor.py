@@ -158,18 +158,17 @@ def check_kernels(beside: Path | None = None) -> Check:
     Args:
         beside: a folder that takes them, by ``CPT_KERNELS_DIR``, where there is no other.
     """
-    from cpt_extras.kernels.cpp import build
+    from cpt_extras.kernels.backend import find_kernels
 
     if sys.platform == "win32" or os.environ.get("CPT_KERNELS") == "reference":
         return Check("kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for")
-    folder, reason = build.find_dir()
+    folder, reason, built, compiler = find_kernels()
     if folder is None and beside is not None:
         folder = _kernels_beside(beside)
     if folder is None:
         cost = "every process builds the C++ kernels anew, half a minute of processor time each"
         return Check("kernels", "degraded", f"{cost}: {reason}", "name a folder of your own with CPT_KERNELS_DIR")
-    compiler = build.compiler()
-    if build.is_there(folder / build.library_name()):
+    if built:
         where = f"built, in {folder}"
     elif compiler is None:
         cost = "there is no C++ compiler (g++ or clang++, CXX): plain torch runs instead, more slowly"
@@ -184,11 +183,11 @@ def check_kernels(beside: Path | None = None) -> Check:
 
 def _kernels_beside(folder: Path) -> Path | None:
     """Let all processes keep kernels in a folder, by ``CPT_KERNELS_DIR``; return it, None where it is not safe."""
-    from cpt_extras.kernels.cpp import build
+    from cpt_extras.kernels.backend import find_kernels
 
     before = os.environ.get("CPT_KERNELS_DIR")
     os.environ["CPT_KERNELS_DIR"] = str(folder)
-    found, _ = build.find_dir()
+    found: Path | None = find_kernels().folder
     if found is None and before is None:
         del os.environ["CPT_KERNELS_DIR"]
     elif found is None and before is not None:

@@ -14,7 +14,7 @@ import torch
 from helpers import refused, specs_of
 
 from cpt_extras import files
-from cpt_extras.kernels.cpp import build
+from cpt_extras.kernels.cpp import build, spare_folders
 from cpt_lab import doctor, machine, provenance
 from cpt_lab.doctor import Check, MachineError, MachineWarning
 from cpt_lab.provenance import Commit
@@ -141,7 +141,7 @@ def test_check_disk_notices_a_file_system_without_fsync(tmp_path, monkeypatch):
 def test_check_kernels_says_where_they_are_and_what_that_costs(tmp_path, monkeypatch):
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(build, "SPARE_DIRS", ())
+    monkeypatch.setattr(spare_folders, "SPARE_DIRS", ())
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "compiler", lambda: "/usr/bin/g++")
     assert "/usr/bin/g++ builds them on first use" in doctor.check_kernels().text
@@ -165,7 +165,7 @@ def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(t
     (tmp_path / "temporary").mkdir(mode=0o777)
     (tmp_path / "temporary").chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(build, "SPARE_DIRS", ())
+    monkeypatch.setattr(spare_folders, "SPARE_DIRS", ())
     monkeypatch.setenv("CPT_KERNELS_DIR", "/proc/nope/kernels")
     assert doctor.check_kernels(tmp_path / "temporary" / "unsafe").state == "degraded"
     assert os.environ["CPT_KERNELS_DIR"] == "/proc/nope/kernels"
@@ -305,9 +305,8 @@ def test_run_grid_checks_the_machine_before_anything_runs(tmp_path, monkeypatch)
 
 def test_cpt_doctor_ends_with_1_when_something_is_refused(command, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        doctor, "examine", lambda least: [Check("git", "degraded", "no commit"), Check("x", "fine", "y")]
-    )
+    found = [Check("git", "degraded", "no commit"), Check("x", "fine", "y")]
+    monkeypatch.setattr(doctor, "examine", lambda least: found)
     assert command("doctor") == (0, "git          degraded  no commit\nx            fine      y\n", "")
     found[:] = [Check("disk", "refused", "full", "make room")]
     assert command("doctor") == (1, "disk         refused   full; make room\n", "")

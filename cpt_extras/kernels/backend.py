@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -72,6 +73,11 @@ def kernels_on(device: torch.device) -> str:
     return found if operators.active is torch.ops.cpt else "reference"  # inside ``reference``, too
 
 
+def find_kernels() -> Any:
+    """Return where the C++ kernels are kept, see ``cpp.spare_folders.Place``; builds and loads nothing."""
+    return importlib.import_module("cpt_extras.kernels.cpp.spare_folders").find_place()
+
+
 @contextmanager
 def reference() -> Iterator[None]:
     """Run the plain backend inside a ``with`` block, whatever is active outside: for comparisons."""
@@ -92,7 +98,7 @@ def _cpp(forced: bool) -> tuple[str, str]:
     from cpt_extras.kernels.cpp import build
 
     try:
-        where = build.load()
+        where = _build_or_load(build)
         operators.gradient_node = True
         importlib.import_module("cpt_extras.kernels.layers")  # registers itself
         return "cpp", where
@@ -100,6 +106,13 @@ def _cpp(forced: bool) -> tuple[str, str]:
         if forced:
             raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
         return "reference", f"no C++ kernels: {error}"
+
+
+def _build_or_load(build: Any) -> str:
+    try:
+        return str(build.load())
+    except build.UnusableError as error:
+        return str(importlib.import_module("cpt_extras.kernels.cpp.spare_folders").load(str(error)))
 
 
 def _triton(forced: bool) -> tuple[str, str]:

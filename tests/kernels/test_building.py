@@ -18,7 +18,7 @@ import torch
 import cpt_core as cpt
 from cpt_extras.kernels import backend as module
 from cpt_extras.kernels import operators
-from cpt_extras.kernels.cpp import build
+from cpt_extras.kernels.cpp import build, spare_folders
 
 pytestmark = pytest.mark.slow
 NOBODY = 65534  # the number of a user
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(build, "SPARE_DIRS", ())
+    monkeypatch.setattr(spare_folders, "SPARE_DIRS", ())
     return tmp_path / "cache"
 
 
@@ -147,9 +147,9 @@ def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(nam
     assert (stat.S_IMODE(spare.stat().st_mode), spare.stat().st_uid) == (0o700, os.geteuid())
     assert loaded == list(spare.glob("*.so")) * 3
     assert fake.read_text() == "built\n"
-    found, reason = build.find_dir()
-    assert found == spare
-    assert re.search(UNUSABLE[name][1], reason)
+    place = spare_folders.find_place()
+    assert (place.folder, place.built) == (spare, True)
+    assert re.search(UNUSABLE[name][1], place.reason)
 
 
 def owned(folder):
@@ -176,8 +176,8 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(name, fake, load
     assert "built for this process alone: /proc/nope/cache cannot be written to" in cpt.backend().why["cpu"]
     assert caplog.text.count("name a safe folder with CPT_KERNELS_DIR") == 1
     assert not list((tmp_path / "temporary").rglob("*.so"))
-    assert build.find_dir() == (None, "/proc/nope/cache cannot be written to")
-    monkeypatch.setattr(build, "SPARE_DIRS", (str(tmp_path / "second"),))
+    assert spare_folders.find_place()[:3] == (None, "/proc/nope/cache cannot be written to", False)
+    monkeypatch.setattr(spare_folders, "SPARE_DIRS", (str(tmp_path / "second"),))
     (tmp_path / "second").mkdir()
     monkeypatch.setattr(module, "_active", None)
     cpt.backend()
@@ -287,7 +287,7 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake, loade
 
 def test_folders_of_kernels_are_the_user_s_own(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
-    monkeypatch.setattr(build, "_build", lambda library, flags: None)
+    monkeypatch.setattr(build, "build", lambda library: None)
     cpt.backend()
     assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]
 

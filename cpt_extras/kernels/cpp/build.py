@@ -8,8 +8,7 @@ above belong to this user or to root, and others cannot write to them (above its
 ``/tmp``, where each may delete his own alone). And only if its content has the digest that was written when it was
 built; else it is built again.
 
-Where the cache cannot be used, as without a home or in a folder that a group shares, a folder of this user's beside
-temporary files takes its place, under the same rules. Where there is none either, every process builds its own.
+Where the cache cannot be used, ``spare_folders`` takes its place.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ import os
 import platform
 import shutil
 import stat
-import subprocess
 import sys
-import sysconfig
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,7 +36,6 @@ WIDE = {
     "AVX2": ("-mavx2",),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 }
-SPARE_DIRS = ("/var/tmp", "/dev/shm")  # for kernels, where the folder for temporary files cannot be used, either
 
 
 def kernels_dir() -> Path:
@@ -53,16 +47,6 @@ def kernels_dir() -> Path:
         return user_cache_path("cpt_core", appauthor=False) / "kernels"
     except RuntimeError:  # no home
         return Path("~/.cache/cpt_core/kernels")
-
-
-def kernels_dirs() -> list[Path]:
-    """Return the folders that may hold compiled kernels, best first: ``kernels_dir()``, then temporary ones."""
-    temporary = []
-    with suppress(OSError):  # there is no folder for temporary files
-        temporary.append(tempfile.gettempdir())
-    name = f"cpt_core-kernels-{os.geteuid()}"
-    spare = [Path(folder).absolute() / name for folder in dict.fromkeys((*temporary, *SPARE_DIRS))]
-    return [kernels_dir(), *spare]
 
 
 class NoKernelsError(RuntimeError):
@@ -82,25 +66,12 @@ def load() -> str:
     """Load the kernels, build them first if need be, and return what they are.
 
     Raises:
-        NoKernelsError: when there is no compiler, or it fails.
+        NoKernelsError: when the compiler fails.
+        UnusableError: when ``kernels_dir()`` cannot be used, see ``spare_folders``.
     """
     if sys.platform == "win32":
         raise NoKernelsError("they are not built on Windows")
-    flags, name = flags_here(), library_name()
-    reasons: list[str] = []
-    for folder in kernels_dirs():
-        try:
-            library = _load_from(folder, name, flags)
-        except UnusableError as error:
-            reasons.append(str(error))
-        else:
-            return "; ".join([f"{capability()}, {library}", *reasons[:1]])
-    if compiler() is None:
-        exposed = [reason for reason in reasons if reason != NO_COMPILER]
-        missing = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
-        raise NoKernelsError(", and ".join([missing, *exposed[:1]]))
-    log.warning("%s; kernels are built for this process alone: name a safe folder with CPT_KERNELS_DIR", reasons[0])
-    return _alone(name, flags, reasons[0])
+    return f"{capability()}, {load_from(kernels_dir())}"
 
 
 def flags_here() -> tuple[str, ...]:
@@ -110,15 +81,14 @@ def flags_here() -> tuple[str, ...]:
 
 def library_name() -> str:
     """Return the name of the file of the kernels, which changes with what they depend on."""
-    flags = flags_here()
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
-    facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
+    facts = (*sources, *flags_here(), torch.__version__, sys.platform, platform.machine())
     return f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
 
 
-def _load_from(folder: Path, name: str, flags: tuple[str, ...]) -> Path:
+def load_from(folder: Path) -> Path:
     """Load the kernels from a folder, after building them there if need be; return the file."""
-    library = _safe_place(folder, name)
+    library = safe_place(folder)
     if is_there(library):
         try:
             _verify(library)
@@ -132,9 +102,9 @@ def _load_from(folder: Path, name: str, flags: tuple[str, ...]) -> Path:
     try:
         before = library.stat().st_mtime_ns if is_there(library) else None
         make_private(library.parent)
-        with FileLock(library.parent / f"{name}.lock"):
+        with FileLock(library.with_name(f"{library.name}.lock")):
             if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
-                _build(library, flags)
+                build(library)
     except OSError:  # a folder that cannot be written to
         raise UnusableError(f"{library.parent} cannot be written to") from None
     try:
@@ -146,13 +116,11 @@ def _load_from(folder: Path, name: str, flags: tuple[str, ...]) -> Path:
     return library
 
 
-def _safe_place(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder, without links; UnusableError where others could have written it."""
+def safe_place(folder: Path) -> Path:
+    """Return the path of the kernels in a folder, without links; UnusableError where others could write it."""
     if str(folder).startswith("~"):
         raise UnusableError(f"this user has no home folder for {folder}")
-    if folder != kernels_dir() and folder.is_symlink():  # anybody can make one in a folder like /tmp
-        raise UnusableError(f"{folder} is a link")
-    library = folder.resolve() / name
+    library = folder.resolve() / library_name()
     if exposed := open_to_others(library):
         raise UnusableError(exposed)
     return library
@@ -170,28 +138,6 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
-
-
-def find_dir() -> tuple[Path | None, str]:
-    """Return the folder that kernels are kept in, None where there is none, and why it is not the first one.
-
-    Nothing is built: a folder counts when it has the kernels, or can be written to.
-    """
-    name = library_name()
-    reasons: list[str] = []
-    for folder in kernels_dirs():
-        try:
-            library = _safe_place(folder, name)
-            if not is_there(library):
-                make_private(library.parent)
-                tempfile.TemporaryFile(dir=library.parent).close()
-        except UnusableError as error:
-            reasons.append(str(error))
-        except OSError:
-            reasons.append(f"{folder} cannot be written to")
-        else:
-            return library.parent, "".join(reasons[:1])
-    return None, reasons[0]
 
 
 def capability() -> str:
@@ -227,17 +173,6 @@ def _is_own_group(number: int) -> bool:
     return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
-def _alone(name: str, flags: tuple[str, ...], why: str) -> str:
-    """Build and load a library that nobody else sees, and return what it is."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
-            _build(Path(own) / name, flags)
-            _load(Path(own) / name)
-    except OSError as error:
-        raise NoKernelsError(f"no folder can hold them: {why}, and {error}") from None
-    return f"{capability()}, built for this process alone: {why}"
-
-
 def _verify(library: Path) -> None:
     """Raise NoKernelsError for a library that is not, byte for byte, what was built."""
     try:
@@ -257,26 +192,9 @@ def _load(library: Path) -> None:
         raise NoKernelsError(f"{library} defines no operator of this package")
 
 
-def _build(library: Path, flags: tuple[str, ...]) -> None:
-    # torch.utils.cpp_extension knows these folders, too, but needs setuptools, and its import looks for CUDA and warns.
-    home = Path(torch.__file__).parent
-    headers = home / "include"
-    includes = (headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
-    found = compiler()
-    assert found is not None
-    handle, part = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
-        command = [found, "-std=c++20", *flags, *(f"-I{path}" for path in includes), str(SOURCES[0]), "-o", part]
-        command += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise NoKernelsError(f"{found} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
-        os.chmod(part, 0o644)
-        from cpt_extras.files import write_text  # kernels are built once
+def build(library: Path) -> None:
+    """Compile the kernels into a file, in one go."""
+    from cpt_extras.kernels.cpp.compilation import compile_library  # kernels are built once
 
-        write_text(library.with_suffix(".sha256"), hashlib.sha256(Path(part).read_bytes()).hexdigest())
-        os.replace(part, library)
-    finally:
-        Path(part).unlink(missing_ok=True)
+    if reason := compile_library(str(compiler()), flags_here(), SOURCES[0], library):
+        raise NoKernelsError(reason)
