@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.quantization.rounding import MIN_SCALE, num_steps
 
-MIN_SHARE = 0.01  # of a weight's numbers: fewer zeros are chance
+MIN_SHARE = 0.05  # of a weight's numbers: fewer zeros are chance, or were initialised and never trained
 
 
 def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pandas as pd
 
 from cpt_lab.analysis.pages import Section
-from cpt_lab.data.report import NOTICES, DataReport
+from cpt_lab.data.report import DataReport, count_of
 from cpt_lab.sweeps.lines import Row, load_rows
 from cpt_lab.sweeps.stores import load_data_report, place
 
-TITLE = "What was read of the data"
+TITLE = "What was read of"
 NOTHING_CHANGED = "Nothing was left out or changed, and no sample stands in two splits."
 NOT_STORED = "the report of these rows is not stored beside them"
 
@@ -40,13 +40,23 @@ def stored_reports(files: Iterable[Path], rows: Iterable[Row] | None = None) -> 
     return list(found.values()), list(missing.values())
 
 
-def section(reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left") -> list[Section]:
-    """Return the section of a page with the facts of data reports; none where there are no reports."""
-    lines = [(report.dataset, fact.topic, fact.text, report.digest) for report in reports for fact in report.facts]
-    notes = tuple(missing)
-    if not lines and not notes:
-        return []
-    if lines and not any(topic in NOTICES for _, topic, _, _ in lines):
-        notes = (NOTHING_CHANGED, *notes)
-    table = pd.DataFrame(lines, columns=["data", "topic", "fact", "report"])
-    return [Section(TITLE, notes, table=table, style=style)]
+def sections(reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left") -> list[Section]:
+    """Return a section of a page for every data report, and one for those that cannot be read."""
+    shown = []
+    for report in reports:
+        notes = [f"Report {report.digest}: `data_report` of the rows that were trained on these data."]
+        if not report.notices:
+            notes.append(NOTHING_CHANGED)
+        table = pd.DataFrame(report.facts, columns=["topic", "fact"])
+        shown.append(Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style))
+    if sentences := tuple(missing):
+        shown.append(Section("Data whose report cannot be read", sentences))
+    return shown
+
+
+def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:
+    """Return a sentence where data were left out, changed or shared between splits; none elsewhere."""
+    count = sum(len(report.notices) for report in reports)
+    if not count:
+        return ()
+    return (f"{count_of(count, 'fact')} below on what was left out or changed of the data, or stands in two splits.",)

@@ -91,7 +91,7 @@ def write(
         *committed,
         Section("Notebooks", (BRACKETS,), table=_notebooks(outcomes), style="left"),
         *_paper_sections(runs),
-        *data_reports.section(*data_reports.stored_reports(files), style="left folded"),
+        *data_reports.sections(*data_reports.stored_reports(files), style="left folded"),
         Section("Where this comes from", (_versions(),)),
     ]
     index = folder / "index.html"
@@ -194,7 +194,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         *([_claims_not_run(tables)] if tables else []),
-        *data_reports.section(*data_reports.stored_reports(files), style="left folded"),
+        *data_reports.sections(*data_reports.stored_reports(files), style="left folded"),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in differences())),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]

@@ -97,7 +97,10 @@ def try_recipe(
     found = replace(found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess)
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    shown = [*sections(found), *data_reports.section(*data_reports.stored_reports([store], tried_rows))]
+    reports, missing = data_reports.stored_reports([store], tried_rows)
+    first, *others = sections(found)
+    first = replace(first, notes=(*first.notes, *data_reports.summary(reports)))
+    shown = [first, *others, *data_reports.sections(reports, missing)]
     write_text(page, render("page.html.j2", title=found.title, notes=[], sections=shown))
     if drawn := shown[0].figure:
         page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address

@@ -23,7 +23,7 @@ def own_spec(data_folder, monkeypatch):
     monkeypatch.setattr(sweep, "_printed", set())
     write(data_folder / "mine", image_archives())
     base = recipe("smoke", "mine/", task="image")
-    return run_spec(replace(base, steps=2, batch=4, valid_images=0), "static 8", q_max=8, seed=0)
+    return run_spec(replace(base, steps=16, batch=4, valid_images=0), "static 8", q_max=8, seed=0)
 
 
 def test_sweep_prints_the_report_of_own_data_once_before_training(own_spec, tmp_path, capsys):
@@ -80,20 +80,24 @@ def test_pages_show_facts_and_name_reports_that_are_missing(own_spec, tmp_path, 
     store.parent.mkdir()
     row = stores.describe(own_spec) | {"status": "ok", "metrics": [], "data_report": facts.digest}
     stores.append_row(store, row)
-    assert data_reports.section(*data_reports.stored_reports([store])) == []  # older than reports
+    assert data_reports.sections(*data_reports.stored_reports([store])) == []  # older than reports
     stores.write_data_report(store, facts)
-    (section,) = data_reports.section(*data_reports.stored_reports([store]))
+    (section,) = data_reports.sections(*data_reports.stored_reports([store]))
     assert section.table.fact.tolist() == ["12 pictures", "3 files .heic: no reader (a.heic)"]
-    assert section.notes == ()
+    assert section.title == "What was read of mine/"
+    assert facts.digest in section.notes[0]
+    assert data_reports.NOTHING_CHANGED not in section.notes
+    assert data_reports.summary([facts])[0].startswith("1 fact below on what was left out")
     stores.place(store, "data", facts.digest).unlink()
-    (section,) = data_reports.section(*data_reports.stored_reports([store]))
+    (section,) = data_reports.sections(*data_reports.stored_reports([store]))
     assert section.notes == (f"mine/ (report {facts.digest}): {data_reports.NOT_STORED}",)
 
 
 def test_page_says_that_nothing_was_left_out():
     sound = DataReport("mine/", [("read", "12 pictures")])
-    (section,) = data_reports.section([sound])
-    assert section.notes == (data_reports.NOTHING_CHANGED,)
+    (section,) = data_reports.sections([sound])
+    assert section.notes[1:] == (data_reports.NOTHING_CHANGED,)
+    assert data_reports.summary([sound]) == ()
 
 
 def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeypatch):
@@ -101,15 +105,13 @@ def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeyp
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     run_grid([replace(own_spec, scale="demo")], store, workers=0)
     page = report.write(tmp_path, "demo", []).read_text()
-    assert data_reports.TITLE in page
-    assert "mine/" in page.partition(data_reports.TITLE)[2]
+    assert f"{data_reports.TITLE} mine/" in page
 
     def run(specs, where):
         return run_grid(specs, where, workers=0)
 
     _, page = trying.try_recipe(own_spec.recipe, "smoke", run, at_once=1, minutes=0.001, seeds=1)
-    shown = page.read_text()
-    assert "mine/" in shown.partition(data_reports.TITLE)[2]
+    assert f"{data_reports.TITLE} mine/" in page.read_text()
 
 
 def test_data_command_prints_the_report_and_trains_nothing(command, data_folder):
