@@ -226,7 +226,7 @@ class _Reader:
         _check_shards(self.folder, split, files)
         self.named |= {file.path for file in files}
         there = {file.language for file in files if file.language}
-        checked, unused_columns, said, rows_read = [], set[str](), False, 0
+        checked, unused_columns, said = [], set[str](), False
         for file in files:
             if file.language not in (None, *languages):
                 continue
@@ -234,7 +234,9 @@ class _Reader:
             said |= in_file
             there |= set(rows.attrs["languages"])
             unused_columns |= unused
-            rows_read += len(rows)
+            if without := int(rows.language.isna().sum()):
+                pairs = f"{count_of(without, 'pair')} of {file.path.name}"
+                self.report.add("left out", f"{split}: {pairs} without a language")
             wanted = rows[rows.language.isin(languages)]
             if len(wanted):
                 checked.append(_checked(file, wanted, split, self.report))
@@ -308,9 +310,15 @@ def _rows(file: _File, default: str, languages: Collection[str]) -> tuple[pd.Dat
         rows = of_languages(rows, languages)
     else:
         rows["language"] = table["language"].to_numpy() if said else file.language or default
+        rows["language"] = rows["language"].map(_language_name)
         there = set(rows.language.dropna())
     rows.attrs["languages"] = sorted(map(str, there))
     return rows, said or file.language is not None, unused
+
+
+def _language_name(value: Any) -> str | None:
+    """Return the name of a language as a table has it, None where there is none."""
+    return value.strip() or None if isinstance(value, str) else None
 
 
 def _columns(file: _File, table: pd.DataFrame) -> dict[str, str]:

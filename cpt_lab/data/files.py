@@ -129,6 +129,7 @@ def task_of_data(dataset: str) -> str:
 VOC_BOXES = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
 CLASS_FOLDERS = "give the pictures of every class a folder of their own"
 KINDS = "pictures of this kind are not read; save them as .jpg or .png, those of every class in a folder of their own"
+SAVE_GRAPH = "numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)"
 WAYS_OUT = {  # what else people have, and what to do with it
     "*.xml|*/*.xml": VOC_BOXES,
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": CLASS_FOLDERS,
@@ -138,7 +139,10 @@ WAYS_OUT = {  # what else people have, and what to do with it
     "T[rR][aA][iI][nN]/*/*|[tT][rR][aA][iI][nN][iI][nN][gG]/*/*": (
         "call the folders train/ and test/, in small letters"
     ),
-    "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
+    "*.jsonl|*.tsv|*.parquet": "call the files of sentence pairs train, validation and test, such as train.jsonl",
+    "*.tokens|*.raw": "call the files of a text train, valid and test, such as wiki.train.tokens",
+    "*.graphml|*.gml|*.edgelist|*.edges|*.mat": f"save a graph with {SAVE_GRAPH}",
+    "*.pt|*/*.pt": f"save a graph of PyTorch Geometric with {SAVE_GRAPH}",
     "*.[hHaA][eEvV][iI][cCfF]|*.[gG][iI][fF]|*/*.[hHaA][eEvV][iI][cCfF]|*/*.[gG][iI][fF]": KINDS,
     "*-ubyte*|*/*-ubyte*|*/*/*-ubyte*": "save MNIST's files as train.npz and test.npz, with data and labels",
     "*/*/*.[jJ][pP]*[gG]|*/*/*.[pP][nN][gG]|*/train/*/*": (

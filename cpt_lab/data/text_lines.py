@@ -26,6 +26,7 @@ CLOSING, OPENING = (">", "]", "_", *WORDS), ("<", "[", "_", *WORDS)  # character
 LONGEST = 48  # characters of a marker, at most
 NEARLY_ALL = 0.9  # of the lines of a text: a marker that ends so many is the end of a line
 LONG_LINE = 5  # words: shorter lines recur in any text
+MIN_LETTERS = 8  # of a word, on average: words of other scripts that are sentences
 MAX_SHARED = 0.5  # of the long lines of a text
 USES = {"valid": "validation", "test": "test"}
 BREAKS = {
@@ -144,13 +145,19 @@ def report_unknown_words(split: str, text: str, report: DataReport) -> None:
 
 
 def long_lines(text: str) -> list[str]:
-    """Return the lines of at least five words, with single blanks between these.
+    """Return the lines of at least five words, or of a script without blanks, with single blanks between words.
 
     >>> long_lines("a  b c d e")
     ['a b c d e']
     """
     words = (line.split() for line in text.splitlines())
-    return [" ".join(line) for line in words if len(line) >= LONG_LINE]
+    return [" ".join(line) for line in words if len(line) >= LONG_LINE or _has_no_blanks(line)]
+
+
+def _has_no_blanks(words: list[str]) -> bool:
+    """Return whether a line is likely to be a sentence of a script without blanks, such as Chinese."""
+    letters = sum(map(len, words))
+    return bool(words) and letters >= MIN_LETTERS * len(words) and not any(word.isascii() for word in words)
 
 
 def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, refuse: bool) -> None:

@@ -357,6 +357,8 @@ FACTS = {  # change of the rows, what the recipe changes, facts
     "no label": (put("train", 0, "label", -1), {}, ["left out: train: 1 pair of train.jsonl without an agreed label"]),
     "a limit": (lambda split, rows: rows, {"train_pairs": 4}, ["left out: all but 4 of 6 pairs of train, a fixed"]),
     "languages": (other_languages, {}, ["left out: train: pairs in fr, it; the recipe takes en"]),
+    "no language": (lambda split, rows: rows.assign(language=["en"] * (len(rows) - 1) + [" "]), {},
+                    ["left out: train: 1 pair of train.jsonl without a language"]),
     "numbers": (lambda split, rows: rows, {}, ["markers: valid: labels 0, 1, 2 are read as entailment, neutral"]),
     "repeated": (repeat_first(None), {}, ["values: train: 1 pair given again"]),
     "another label": (repeat_first(2), {}, ["values: train: 1 pair given again, 1 with another label"]),

@@ -344,6 +344,8 @@ VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
         ("Train/cat/a.jpg Test/cat/a.jpg", "call the folders train/ and test/, in small letters"),
         ("processed/data.pt", "PyTorch Geometric with numpy.savez"),
         ("train/data-0.arrow train/dataset_info.json", "Hugging Face's datasets"),
+        ("snli_1.0_train.jsonl snli_1.0_test.jsonl", "sentence pairs train, validation and test, such as train.jsonl"),
+        ("wiki.train.tokens", "call the files of a text train, valid and test"), ("karate.gml", "numpy.savez"),
     ],
 )  # fmt: skip
 def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):

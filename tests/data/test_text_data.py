@@ -248,6 +248,15 @@ def test_half_of_the_lines_may_be_shared(data_folder):
     assert long_lines("a b c d\na  b\tc d e\n") == ["a b c d e"]
 
 
+def test_texts_without_blanks_may_share_no_lines(data_folder):
+    draw = random.Random(0)
+    lines = ["".join(chr(0x4E00 + draw.randrange(50)) for _ in range(20)) for _ in range(300)]
+    files = {f"{split}.txt": "\n".join(lines[i::3]).encode() for i, split in enumerate(COUNTS)}
+    load(data_folder, files, unit="characters")
+    files["valid.txt"] = "\n".join([*lines[1::3][:30], *lines[0::3][::2]]).encode()
+    refused("50 of 80 lines .* valid text stand in the training text", load, data_folder, files, unit="characters")
+
+
 def test_text_without_blanks_is_refused_with_a_way_out(data_folder):
     draw = random.Random(0)
     lines = ["".join(chr(0x4E00 + draw.randrange(500)) for _ in range(30)) for _ in range(300)]
