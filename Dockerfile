@@ -6,7 +6,9 @@
 # Check:  make image                                                  builds it, starts it, runs a notebook inside
 #
 # The base needs Python 3.11 and no CUDA: torch's wheels carry the CUDA libraries, and the container runtime mounts the
-# driver (580 or newer for CUDA 13).  A CUDA base would hold those 3 GB twice, beside a Python without a DGL wheel.
+# driver (580 or newer for CUDA 13; docs/installing.md says what to do with an older one).  A CUDA base would hold those
+# 3 GB twice, beside a Python without a DGL wheel.  There is no nvcc in the image: Triton brings its own compiler.  DGL's
+# wheel is for the CPU alone: on CUDA use cpt_core.graphs.
 # Any Debian-like image with Python 3.11, or whose package python3 is 3.11, serves as BASE_IMAGE.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
@@ -21,11 +23,11 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     MALLOC_MMAP_THRESHOLD_=1073741824 \
     MALLOC_TRIM_THRESHOLD_=4294967296
 
-# libgomp1 is for DGL, g++ for the C++ and Triton kernels (built on first use), git for the commit that every result names, make for the same commands as outside.
+# libgomp1 is for DGL, g++ and python3-dev (Python.h) for the C++ and Triton kernels (built on first use), git for the commit that every result names, make for the same commands as outside.
 # hadolint ignore=DL3008 # Debian serves only the newest build of a package, so a pinned one soon cannot be installed
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ git libgomp1 make \
-    && if ! command -v python3.11; then apt-get install -y --no-install-recommends python3 python3-venv; fi \
+    && if ! command -v python3.11; then apt-get install -y --no-install-recommends python3 python3-dev python3-venv; fi \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 cpt \
     && install -d -o 1000 -g 1000 /home/cpt/cpt

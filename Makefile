@@ -26,6 +26,9 @@ $(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
 export $(GIVEN)
 
 BIN := .venv/bin
+# What pip says on its way is shown where it fails for another reason than that no index can be reached.
+SETUP_LOG := .venv/setup.log
+NO_NETWORK := "NewConnectionError|Name or service not known|name resolution|Network is unreachable|ConnectTimeout|ProxyError"
 CPT := $(BIN)/python -m cpt_lab
 # The many processes that tests start compile the package once, also where Python was told to keep no bytecode.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -45,10 +48,15 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 	  echo "setup needs Python 3.11, found $(or $(PYTHON),none); install it, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "setup: about 200 packages, 6 GB, into .venv: about two minutes with uv, three to eight with pip"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q uv || echo "setup: no uv, pip does the work"
-	@$(BIN)/python -m uv pip install --compile-bytecode -p $(BIN)/python $(PACKAGES) || $(BIN)/python -m pip install $(PACKAGES) || { \
-	  echo "setup: the packages could not be installed (see above); is there a network connection, and a proxy set if needed?" >&2; \
-	  exit 1; }
+	@$(BIN)/python -m pip install -q --retries 1 uv 2>$(SETUP_LOG) || echo "setup: no uv, pip does the work"
+	@if $(BIN)/python -m uv --version >/dev/null 2>&1; then \
+	  $(BIN)/python -m uv pip install --compile-bytecode -p $(BIN)/python $(PACKAGES) && exit 0; fi; \
+	  $(BIN)/python -m pip install --retries 2 $(PACKAGES) 2>$(SETUP_LOG) && exit 0; \
+	  if grep -qE $(NO_NETWORK) $(SETUP_LOG); then \
+	    echo "setup: no network: the packages could not be fetched; connect, or set HTTPS_PROXY, and say make setup again" >&2; \
+	  else tail -n 15 $(SETUP_LOG) >&2; \
+	    echo "setup: the packages could not be installed (see above); is there a network connection, and a proxy set if needed?" >&2; \
+	  fi; exit 1
 	@touch $@
 
 # The locked setuptools builds the package, so that nothing outside the lock takes part.

@@ -86,6 +86,30 @@ def ask(port: int, path: str, patience: float = 120.0) -> dict:
             time.sleep(0.5)
 
 
+# What a GPU would need can be seen without one. Triton compiles a file that includes Python.h when it starts.
+INSIDE = """
+import pathlib, sysconfig, torch
+header = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
+if not header.exists():
+    raise SystemExit(f"there is no {header}, so Triton has no kernels on a GPU")
+if torch.version.cuda is None:
+    raise SystemExit(f"torch {torch.__version__} is built for the CPU alone")
+import dgl
+parts = pathlib.Path(dgl.__file__).parent.glob("*.so")
+on_cuda = any(b"libcudart" in part.read_bytes() for part in parts)
+print(f"image: Python.h is there, torch is for CUDA {torch.version.cuda}")
+print("image: DGL is for", "CUDA" if on_cuda else "the CPU alone: cpt_core.graphs is what runs on CUDA")
+"""
+
+
+def look_inside(inside: list[str]) -> None:
+    """Check what a GPU would need, and the machine as ``cpt doctor`` sees it."""
+    for what, words in (("what a GPU needs", ("-c", INSIDE)), ("cpt doctor", ("-m", "cpt_lab", "doctor"))):
+        run = ["sh", "-c", 'cd /home/cpt/cpt && exec python "$@"', "sh", *words]
+        if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
+            raise SystemExit(f"image: {what} fails inside")
+
+
 def main() -> None:
     """Build, start, ask, run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -105,6 +129,7 @@ def main() -> None:
         if not wanted <= listed:
             raise SystemExit(f"image: JupyterLab does not list {', '.join(sorted(wanted - listed))}")
         print(f"image: JupyterLab lists {len(wanted)} notebooks")
+        look_inside(inside)
         run = ["sh", "-c", "cd /home/cpt/cpt && python -m cpt_lab reproduce --notebook 00 --scale smoke"]
         if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
             raise SystemExit("image: notebook 00 does not run inside")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cpt_extras import files
-from cpt_lab.machine import existing_cores, shared_memory, usable_cores, usable_memory
+from cpt_lab.machine import DRIVERS, existing_cores, shared_memory, usable_cores, usable_memory
 from cpt_lab.paths import CHECKOUT, runs_dir
 from cpt_lab.provenance import find_commit
 
@@ -33,7 +33,6 @@ MAX_SOCKET_PATH = 107  # bytes that the system allows for the name of a socket
 SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # of multiprocessing's server
 DRIVER = Path("/proc/driver/nvidia/version")
 MOUNTS = Path("/proc/self/mountinfo")
-OLDEST_DRIVERS = {"13": 580, "12": 525, "11": 450}  # by CUDA's version
 # File systems whose locks other machines do not see, by type and an option that says so; None always.
 LOCAL_LOCKS = (
     ("fuse.sshfs", None), ("fuse.rclone", None), ("fuse.s3fs", None), ("fuse.gcsfuse", None),
@@ -364,7 +363,7 @@ def check_gpu() -> Check:
     if cuda is None:
         cost = f"driver {version}, but torch {torch.__version__} is built for the CPU: runs are on the CPU"
         return Check("GPU", "degraded", cost, "install a torch for CUDA; see docs/installing.md")
-    oldest = OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)
+    oldest = DRIVERS.get(cuda.partition(".")[0], 0)
     if int(version.partition(".")[0]) < oldest:
         cost = f"driver {version} is too old for torch's CUDA {cuda}, which needs {oldest}: runs are on the CPU"
         return Check("GPU", "degraded", cost, f"update the driver, or take a torch for it: {older_torch()}")

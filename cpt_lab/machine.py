@@ -13,6 +13,9 @@ PROCESS_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 SHARED = Path("/dev/shm")
 
+# The oldest NVIDIA drivers on Linux by the version of CUDA, from NVIDIA's table of compatibility.
+DRIVERS = {"11": 450, "12": 525, "13": 580}
+
 _runs = 1
 
 

@@ -142,6 +142,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     Raises:
         ValueError: for a wrong name or value, and for data of one's own that is laid out for another task.
         DataNotFoundError: when the data is not there.
+        DeviceNotFoundError: for CUDA where there is none.
     """
     given = check_values(given, "total_steps" in given)
     for name in _injected():
@@ -171,6 +172,10 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             from cpt_lab.tasks.base import read_whole  # here, as it imports torch
 
             read_whole(found)
+    if "device" in given:
+        from cpt_lab.training.device import check_device  # here, as it imports torch
+
+        check_device(given["device"])
     if scale != "smoke":
         return Parameters(**given, task=task, store=store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")

@@ -1,9 +1,11 @@
 """The check of the Docker image, against a builder that only pretends: what it calls, and what it refuses."""
 
 import stat
+import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import refused
 
 from bench import image
@@ -13,7 +15,7 @@ PRETENDS = """#!{python}
 import json, os, subprocess, sys
 words = sys.argv[1:]
 with open({log!r}, "a") as log:
-    log.write(" ".join(words) + "\\n")
+    log.write(" ".join(words).replace("\\n", " ") + "\\n")
 if words[0] == "run":
     port = words[words.index("-p") + 1].split(":")[1]
     silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -22,7 +24,7 @@ if words[0] == "run":
 if words[0] == "rm":
     os.kill(int(words[-1]), 15)
 if words[0] == "exec":
-    sys.exit({status})
+    sys.exit({status} if {fails!r} in " ".join(words) else 0)
 """
 SERVER = """
 import http.server, json, sys
@@ -42,10 +44,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 def pretend(tmp_path, monkeypatch):
     """Put a docker on the PATH, alone, whose server lists these notebooks; return what it was called with."""
 
-    def put(names, status=0):
+    def put(names, status=0, fails="reproduce"):
         log, docker = tmp_path / "log", tmp_path / "docker"
         server = SERVER.format(token=image.TOKEN, names=names)
-        docker.write_text(PRETENDS.format(python=sys.executable, log=str(log), server=server, status=status))
+        docker.write_text(
+            PRETENDS.format(python=sys.executable, log=str(log), server=server, status=status, fails=fails)
+        )
         docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setattr(sys, "argv", ["image"])
@@ -57,9 +61,12 @@ def pretend(tmp_path, monkeypatch):
 def test_builds_starts_asks_and_runs_a_notebook(pretend, capsys):
     log = pretend(NOTEBOOKS)
     image.main()
-    info, build, run, inside, removed = log.read_text().splitlines()
+    info, build, run, needs, doctor, inside, removed = log.read_text().splitlines()
     assert (info, build) == ("info", "build -t cpt-check .")
     assert run.startswith("run --rm -d --ipc=host -p 127.0.0.1:")
+    assert "Python.h" in needs
+    assert "torch.version.cuda" in needs
+    assert doctor.endswith("-m cpt_lab doctor")
     assert inside.endswith("reproduce --notebook 00 --scale smoke")
     assert removed == f"rm -f {inside.split()[1]}"
     assert f"lists {len(NOTEBOOKS)} notebooks" in capsys.readouterr().out
@@ -71,6 +78,25 @@ def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend)
     log = pretend(NOTEBOOKS, status=1)
     refused("notebook 00 does not run inside", image.main, error=SystemExit)
     assert log.read_text().splitlines()[-1].startswith("rm -f"), "the container is removed all the same"
+
+
+@pytest.mark.parametrize(("fails", "what"), [("Python.h", "what a GPU needs"), ("doctor", "cpt doctor")])
+def test_refuses_an_image_in_which_a_check_fails(fails, what, pretend):
+    pretend(NOTEBOOKS, status=1, fails=fails)
+    refused(f"image: {what} fails inside", image.main, error=SystemExit)
+
+
+def test_what_a_gpu_needs_is_looked_for(capfd):
+    """Here, as in the image: a header, a torch for CUDA, and for what DGL is built."""
+    done = subprocess.run([sys.executable, "-c", image.INSIDE], capture_output=True, text=True)
+    expected = 0 if torch.version.cuda else 1
+    assert done.returncode == expected, done.stderr
+    if not expected:
+        assert f"torch is for CUDA {torch.version.cuda}" in done.stdout
+        assert "DGL is for the CPU alone: cpt_core.graphs is what runs on CUDA" in done.stdout
+    changed = image.INSIDE.replace('"Python.h")', '"None.h")')
+    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True)
+    assert (done.returncode, "so Triton has no kernels on a GPU" in done.stderr) == (1, True)
 
 
 def test_says_what_is_missing(tmp_path, monkeypatch):

@@ -190,15 +190,62 @@ def test_make_hands_over_what_it_is_given(odd, make):
     assert make("reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
 
 
+def setup_with(make, folder, pip):
+    """Return status and stderr of `make setup` where uv is missing and pip does what a script says."""
+    (folder / ".venv/.packages").unlink()
+    script = f'#!/bin/sh\ncase "$*" in *"pip install"*) {pip};; *"-m uv"*) exit 1;; *" -c "*|-c*) echo True;; esac\n'
+    (folder / ".venv/bin/python").write_text(script)  # `python -m venv` is left alone
+    status, _, said = make("setup", f"PYTHON={folder}/.venv/bin/python")
+    assert not (folder / ".venv/.packages").exists()
+    return status, [line for line in said.splitlines() if not line.startswith("make")]
+
+
 def test_make_setup_names_network_when_install_fails(make, tmp_path):
-    """Neither uv nor pip gets a package; `python -m venv` is left alone."""
-    (tmp_path / ".venv/.packages").unlink()
-    fails = '#!/bin/sh\ncase "$*" in *"pip install"*) exit 1;; *" -c "*|-c*) echo True;; esac\n'
-    (tmp_path / ".venv/bin/python").write_text(fails)
-    status, _, said = make("setup", f"PYTHON={tmp_path}/.venv/bin/python")
-    assert status == 2
-    assert "is there a network connection" in said
-    assert not (tmp_path / ".venv/.packages").exists()
+    """Neither uv nor pip gets a package, for a reason that nobody knows."""
+    status, said = setup_with(make, tmp_path, "exit 1")
+    assert (status, len(said)) == (2, 1)
+    assert "is there a network connection" in said[0]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "NewConnectionError(<HTTPSConnection>: Failed to establish a new connection: Name or service not known)",
+        "Temporary failure in name resolution",
+        "[Errno 101] Network is unreachable",
+        "ProxyError('Cannot connect to proxy.')",
+    ],
+)
+def test_make_setup_without_a_network_is_one_line(reason, make, tmp_path):
+    retries = f'for i in 1 2 3 4 5; do echo "WARNING: Retrying: {reason}" >&2; done; exit 1'
+    status, said = setup_with(make, tmp_path, retries)
+    assert (status, len(said)) == (2, 1)
+    assert said[0].startswith("setup: no network: ")
+
+
+def test_make_setup_shows_what_pip_says_of_another_failure(make, tmp_path):
+    status, said = setup_with(make, tmp_path, 'echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES" >&2; exit 1')
+    assert (status, said[0]) == (2, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES")
+    assert "no network" not in "".join(said)
+
+
+def test_no_text_advises_to_install_the_package_from_an_index():
+    """It is on none, so anybody could register its name there."""
+    kinds = (".py", ".md", ".ipynb", ".toml", ".yml", ".yaml", ".sh", ".in", ".txt", "Makefile", "Dockerfile")
+    paths = [ROOT / name for name in said_by("git", "-C", ROOT, "ls-files").splitlines()]
+    advice = re.compile(
+        r"(pip|uv|uvx|pipx|conda)\b[^\n`]{0,60}\b(install|add|run)\b[^\n`]*?\bcpt[-_](core|lab)\b(?!-\*)"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in paths
+        if path.name.endswith(kinds) and path.is_file() and path != Path(__file__)
+        for match in advice.finditer(path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert found == []
+    assert advice.search("get it with: pip install 'cpt-core[lab]'")
+    assert advice.search("uv pip install cpt_core")
+    assert not advice.search(install_hint("lab"))
 
 
 def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(make, tmp_path):

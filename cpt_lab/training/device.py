@@ -18,10 +18,10 @@ from torch.utils import collect_env
 from cpt_core.validation import choose
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.machine import DRIVERS
 
 DEVICES = ("auto", "cpu", "cuda")
-TF32_SINCE = (8, 0)  # compute capability
-DRIVERS = {"12": 525, "13": 580}  # the oldest on Linux by the version of CUDA, from NVIDIA's table of compatibility
+TF32_SINCE = (8, 0)
 
 
 def device_name(device: str) -> str:
@@ -61,6 +61,12 @@ def choose_device(device: str, spec: RunSpec) -> str:
     return usual_device(device, spec)
 
 
+def check_device(device: str) -> None:
+    """Refuse "cuda" where torch sees none, by a DeviceNotFoundError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceNotFoundError(f"device 'cuda' was asked for, but {_why_no_gpu()}")
+
+
 def usual_device(device: str, spec: RunSpec) -> str:
     """Return "cpu" or "cuda"; "auto" takes CUDA where there is one at paper scale, and at smoke scale nothing does.
 
@@ -72,8 +78,7 @@ def usual_device(device: str, spec: RunSpec) -> str:
         ValueError: for an unknown name, and for a recipe that the device cannot follow.
     """
     choose("device", device, DEVICES)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceNotFoundError(f"device 'cuda' was asked for, but {_why_no_gpu()}")
+    check_device(device)
     small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
     chosen = "cuda" if torch.cuda.is_available() and device != "cpu" and not small else "cpu"
     check_arithmetic(spec.recipe, torch.device(chosen))

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 from helpers import refused, said_by
 from layouts import image_folder, write
 from nbformat.v4 import new_code_cell, new_notebook
 
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores, sweep
+from cpt_lab.training.device import DeviceNotFoundError
 from cpt_lessons.notebooks import parameters_of
 from cpt_lessons.parameters import check_parameters, check_values
 
@@ -59,6 +61,7 @@ def test_nothing_to_run(asked):
 )
 def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, tmp_path):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     parameters = check_parameters("language_model", **given)
     nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static_bits=[], seeds=[0])
     assert parameters.run(nodes).empty
@@ -66,6 +69,13 @@ def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, 
     assert (specs, options) == (nodes, {"workers": workers, "device": device, "progress": progress})
     assert store == parameters.store.with_name("graph.jsonl")  # the task's own, not the notebook's
     assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
+
+
+@pytest.mark.parametrize("scale", ["smoke", "demo", "paper"])
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(scale, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused("device 'cuda' was asked for", check_parameters, scale=scale, device="cuda", error=DeviceNotFoundError)
+    assert check_parameters(scale=scale, device="cpu").device == "cpu"
 
 
 def test_the_rate_is_chosen(monkeypatch):
