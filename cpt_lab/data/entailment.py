@@ -222,7 +222,9 @@ class _Reader:
         """Return the pairs of a split by language."""
         files = self.find(self.folder, split)
         if not files:
-            raise ValueError(f"{self.folder} has no {split} split; its layout is {self.form}")
+            places = {file.path.parent for other in SPLITS for file in self.find(self.folder, other)}
+            found = list_some(sorted(path.name for place in places for path in place.iterdir()), 6)
+            raise ValueError(f"{self.folder} has no {split} split; its layout is {self.form}; it has {found}")
         _check_shards(self.folder, split, files)
         self.named |= {file.path for file in files}
         there = {file.language for file in files if file.language}

@@ -86,7 +86,7 @@ def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
     """Read a graph from an ``.npz`` archive of the documented layout; what it does not use is in the report."""
     report = empty_report() if report is None else report
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
-        arrays = {key: z[key] for key in z.files}
+        arrays = _arrays(path, z, report)
         used: list[str] = []
         instead: dict[str, str] = {}
         found: dict[str, np.ndarray] = {}
@@ -115,6 +115,21 @@ def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
         raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
     split = {part: _indices(path, part, found[part], len(labels), report) for part in SPLITS}
     return RawGraph(title, (source, destination), found["features"], labels, split)
+
+
+def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarray]:
+    """Return the arrays of an archive by name, without those of Python objects, which only a pickle can hold."""
+    arrays = {}
+    for name in archive.files:
+        try:
+            arrays[name] = archive[name]
+        except ValueError as error:
+            if "allow_pickle" not in str(error):
+                raise
+            if any(name in names for names in NAMES.values()):
+                raise ValueError(f"{path}: the array {name} holds Python objects; save it as numbers") from error
+            report.add("left out", f"the array {name}: it holds Python objects")
+    return arrays
 
 
 def _ends(path: Path, edges: np.ndarray, pyg: bool, report: DataReport) -> tuple[np.ndarray, np.ndarray]:

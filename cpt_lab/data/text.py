@@ -235,7 +235,8 @@ def _file_of(folder: Path, split: str) -> Path:
     texts = _texts_in(folder)
     found = [path for path in texts if path.stem.endswith(NAMES[split])]
     if not found:
-        there = f"; it has {list_some([path.name for path in texts])}" if texts else ""
+        names = sorted(path.name for path in folder.iterdir() if not is_hidden(path.relative_to(folder)))
+        there = f"; it has {list_some(names, 6)}" if names else ""
         raise DataNotFoundError(
             f"{folder} has no file that ends in {split}.txt{_also(split)}; a text needs one for "
             f"{', '.join(SPLITS)}{there}"

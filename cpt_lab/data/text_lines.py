@@ -66,7 +66,8 @@ def report_breaks(name: str, text: str, report: DataReport) -> None:
 def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str]:
     """Return texts without the markers that end or begin their lines; markers that stay words are reported.
 
-    ``<eos>`` is always the end of a line. Another marker is one where it ends, or begins, nearly all lines of a text.
+    ``<eos>`` is always the end of a line. Another marker is one where it ends, or begins, nearly all lines of a text,
+    or stands in a line of its own for nearly every other line.
     """
     lines = {split: text.splitlines(keepends=True) for split, text in texts.items()}
     for pattern, place in ((LAST, "end in"), (FIRST, "begin with")):
@@ -106,7 +107,8 @@ def _taken(lines: Mapping[str, list[str]], found: Mapping[str, Matches]) -> set[
     """Return the markers that are ends, or starts, of lines."""
     taken = set()
     for split, matches in found.items():
-        filled = sum(not line.isspace() for line in lines[split])
+        marked = sum(match.string.strip() == match[1] for match in matches.values())
+        filled = max(1, sum(not line.isspace() for line in lines[split]) - marked)  # lines with more than a marker
         for marker, count in Counter(match[1] for match in matches.values()).items():
             if marker == EOS or (count >= NEARLY_ALL * filled and marker not in (UNKNOWN, *UNKNOWN_SPELLINGS)):
                 taken.add(marker)

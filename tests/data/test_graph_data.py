@@ -487,6 +487,12 @@ def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
     assert str(tmp_path) not in facts
 
 
+def test_arrays_of_python_objects_are_not_read(tmp_path):
+    objects = np.array([{"a": 1}], dtype=object)
+    assert "left out: the array meta: it holds Python objects" in told(write_npz(tmp_path, meta=objects))[0]
+    refused(own(write_npz(tmp_path, labels=objects)), "the array labels holds Python objects; save it as numbers")
+
+
 def test_report_counts_entries_of_sparse_features_given_twice(tmp_path):
     csr = {"feat_indptr": np.minimum(np.arange(61) * 3, 90), "feat_indices": np.array([0, 2, 2] * 30),
            "feat_shape": np.array([60, 4])}  # fmt: skip

@@ -74,6 +74,13 @@ def test_markers_together_or_beside_words_are_all_taken(form, data_folder):
     assert parts == {split: plain(split) for split in COUNTS}
 
 
+@pytest.mark.parametrize("form", ["{}\n<|endoftext|>\n", "<s>\n{}\n", "{}\n\n<eos>\n"])
+def test_marker_in_a_line_of_its_own_is_taken(form, data_folder):
+    parts, facts, _ = load(data_folder, texts(form.format))
+    assert parts == {split: plain(split) for split in COUNTS}
+    assert "lines without words" in facts
+
+
 def test_marker_of_one_split_alone_is_taken(data_folder):
     parts, facts, _ = load(data_folder, texts(lambda line: f"{line} </s>\n", splits=["test"]))
     assert parts == {split: plain(split) for split in COUNTS}
@@ -201,6 +208,7 @@ def test_texts_are_found_by_usual_names(names, data_folder):
         ({"train.txt": b"a", "test.txt": b"a"}, r"no file that ends in valid\.txt \(or val\.txt, validation\.txt, dev"),
         ({"train.txt": b"", "dev.txt": b"", "valid.txt": b"", "test.txt": b""}, r"several texts for valid: dev\.txt"),
         ({"train.txt": b"a", "train.tokens": b"a"}, r"several texts for train: train\.tokens, train\.txt; keep one"),
+        ({"train.txt.gz": b"", "valid.txt": b"a", "test.txt": b"a"}, r"; it has test\.txt, train\.txt\.gz, valid\.txt"),
         ({"a.txt": b"a", "b.txt": b"b"}, r"no file that ends in train\.txt; a text needs one for train, valid, test"),
     ],
 )  # fmt: skip
