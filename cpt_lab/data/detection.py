@@ -29,6 +29,7 @@ from cpt_lab.data.split_facts import (
     report_classes,
     report_sample_values,
     report_shared,
+    report_shared_files,
     report_sizes,
     report_values,
 )
@@ -192,6 +193,8 @@ def _report_splits(
         return
     for name, split in zip(NAMES, splits, strict=True):
         report_sample_values(report, name, split, _open)
+    if is_own(report.dataset):
+        report_shared_files(report, *([str(a.picture) for a in split] for split in splits[:2]))
 
 
 def _open(picture: Annotated) -> Any:

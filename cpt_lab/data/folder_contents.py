@@ -27,6 +27,8 @@ HIDDEN_NAMES = ("lost+found", "$RECYCLE.BIN", "System Volume Information")
 HIDDEN = "hidden files and folders are not read"
 OTHER_KIND = "pictures of this kind are not read; save them as .jpg or .png"
 NO_PICTURE = "no pictures"
+MISSING = -1  # size of a file that is not there
+MIDDLE = 256  # bytes that tell most files of one size apart
 OUTSIDE = "pictures outside of the folders of the classes are not read"
 
 
@@ -256,37 +258,47 @@ def group_alike(names: Collection[str]) -> list[list[str]]:
 def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, str]:
     """Return files of ``second`` whose bytes are those of a file of ``first``: {file: its copy in first}.
 
-    Files of one size alone are opened.
+    Files of one size alone are opened, and those alone are read whole that are equal in the middle, too.
     """
-    sizes = {path: _size(path) for path in [*first, *second]}
-    shared = {sizes[path] for path in first} & {sizes[path] for path in second} - {-1}
+    ours, theirs = list(first), list(second)
+    digests: dict[str, Any] = {}
+    for key in (_size, _middle, _digest):
+        digests = {path: key(path) for path in [*ours, *theirs]}
+        shared = {digests[path] for path in ours} & {digests[path] for path in theirs} - {MISSING}
+        ours = [path for path in ours if digests[path] in shared]
+        theirs = [path for path in theirs if digests[path] in shared]
     originals: dict[str, str] = {}
-    for path in first:
-        if sizes[path] in shared:
-            originals.setdefault(_digest(path), path)
-    found = {path: _digest(path) for path in second if sizes[path] in shared}
-    return {path: originals[digest] for path, digest in found.items() if digest in originals}
+    for path in ours:
+        originals.setdefault(digests[path], path)
+    return {path: originals[digests[path]] for path in theirs}
 
 
 def repeated_files(paths: Sequence[str]) -> dict[str, str]:
     """Return files whose bytes are those of an earlier one: {file: the first of its copies}."""
-    sizes = Counter(_size(path) for path in paths)
+    left = list(paths)
+    digests: dict[str, Any] = {}
+    for key in (_size, _middle, _digest):
+        digests = {path: key(path) for path in left}
+        counts = Counter(digests.values())
+        left = [path for path in left if counts[digests[path]] > 1 and digests[path] != MISSING]
     originals: dict[str, str] = {}
-    copies = {}
-    for path in paths:
-        size = _size(path)
-        if size >= 0 and sizes[size] > 1:
-            first = originals.setdefault(_digest(path), path)
-            if first != path:
-                copies[path] = first
-    return copies
+    for path in left:
+        originals.setdefault(digests[path], path)
+    return {path: originals[digests[path]] for path in left if originals[digests[path]] != path}
 
 
 def _size(path: str) -> int:
     try:
         return Path(path).stat().st_size
     except FileNotFoundError:  # a link to nowhere: named when it is read
-        return -1
+        return MISSING
+
+
+def _middle(path: str) -> bytes:
+    """Return some bytes from the middle of a file."""
+    with reading(Path(path)), Path(path).open("rb") as file:
+        file.seek(max(0, _size(path) // 2 - MIDDLE // 2))
+        return file.read(MIDDLE)
 
 
 def _digest(path: str) -> str:

@@ -117,15 +117,16 @@ class _Archive(NamedTuple):
 def _two_archives(dataset: str, paths: list[Path], report: DataReport) -> list[ArrayImages]:
     if len(paths) != 2:
         raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
-    archives = [_read_archive(path, report) for path in paths]
+    names = _names(paths)
+    archives = [_read_archive(path, name, report) for path, name in zip(paths, names, strict=True)]
     sources = [source for archive in archives for source in archive.sources]
     decoded = iter(_read_sources(dataset, sources, np.asarray, report) if sources else [])
     train, test = (_checked(archive, list(itertools.islice(decoded, len(archive.sources)))) for archive in archives)
-    for path, part in zip(paths, (train, test), strict=True):
+    for name, part in zip(names, (train, test), strict=True):
         _, channels, height, width = part.images.shape
         report.add(
             "read",
-            f"{path.name}: {count_of(len(part), 'image')}, {width} x {height} pixels, {count_of(channels, 'channel')}",
+            f"{name}: {count_of(len(part), 'image')}, {width} x {height} pixels, {count_of(channels, 'channel')}",
         )
     if train.images.shape[1] != test.images.shape[1]:
         both = " and ".join(str(part.images.shape[1]) for part in (train, test))
@@ -171,7 +172,13 @@ def _archives_of(folder: Path, report: DataReport) -> list[Path]:
     return [*train, *test]
 
 
-def _read_archive(path: Path, report: DataReport) -> _Archive:
+def _names(paths: list[Path]) -> list[str]:
+    """Return short names of two archives that tell them apart."""
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [f"{path.parent.name}/{path.name}" for path in paths]
+
+
+def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         keys = set(z.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
@@ -179,22 +186,22 @@ def _read_archive(path: Path, report: DataReport) -> _Archive:
         given = z["labels"]
         labels = whole_numbers(f"{path}: labels", given)
         images = z["data"] if "data" in keys else None
-        sources = [] if "data" in keys else _packed(path, z["jpeg"], z["offsets"])
+        sources = [] if "data" in keys else _packed(path, name, z["jpeg"], z["offsets"])
     used = {"labels", "data"} if "data" in keys else {"labels", "jpeg", "offsets"}
     if unused := sorted(keys - used):
-        report.add("left out", f"{count_of(len(unused), 'array')} of {path.name}: {list_some(unused)}")
+        report.add("left out", f"{count_of(len(unused), 'array')} of {name}: {list_some(unused)}")
     if given.dtype.kind not in "iu" or given.ndim != 1:
-        report.add("changed", f"labels of {path.name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)")
+        report.add("changed", f"labels of {name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)")
     return _Archive(path, labels, images, sources)
 
 
-def _packed(path: Path, raw: np.ndarray, offsets: np.ndarray) -> list[PictureSource]:
+def _packed(path: Path, name: str, raw: np.ndarray, offsets: np.ndarray) -> list[PictureSource]:
     """Return the pictures of files that lie one after the other in an archive."""
     ends = whole_numbers(f"{path}: offsets", offsets)
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) <= 0).any():
         raise ValueError(f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}")
     parts = enumerate(itertools.pairwise(ends))
-    return [PictureSource(f"{path.name} picture {i}", path, raw[a:b].tobytes()) for i, (a, b) in parts]
+    return [PictureSource(f"{name} picture {i}", path, raw[a:b].tobytes()) for i, (a, b) in parts]
 
 
 def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:

@@ -27,6 +27,7 @@ from cpt_lab.data.split_facts import (
     report_classes,
     report_sample_values,
     report_shared,
+    report_shared_files,
     report_sizes,
     report_values,
 )
@@ -110,6 +111,8 @@ def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) ->
         else:
             report_classes(report, name, _labels(split), classes)
             report_sample_values(report, name, split, lambda sample: sample[0])
+    if is_own(report.dataset) and not isinstance(splits[0], ArrayImages):
+        report_shared_files(report, *([split.dataset.samples[i][0] for i in split.indices] for split in splits[:2]))
     if isinstance(splits[0], ArrayImages):
         report_shared(report, {name: split.images for name, split in zip(NAMES, splits, strict=True)})
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cpt_lab.data.folder_contents import identical_files
 from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
 
 MAX_READ = 100  # pictures of a split whose values are looked at where pictures stay on disk
@@ -131,6 +132,16 @@ def report_shared(report: DataReport, splits: Mapping[str, Tensor]) -> None:
         if len(images) and len(pictures) and (shared := identical_pictures(pictures, images)):
             what = f"{len(shared):,} of {count_of(len(images), f'{name} picture')}"
             report.add("overlap", f"{what} have the pixels of a {other} picture at {size} pixels")
+
+
+def report_shared_files(report: DataReport, train: Sequence[str], valid: Sequence[str]) -> None:
+    """Add a fact about files of validation pictures that are copies of training pictures, byte for byte."""
+    if valid and (copies := identical_files(train, valid)):
+        report.add(
+            "overlap",
+            f"{len(copies):,} of {count_of(len(valid), 'validation picture')} are copies of training pictures, byte "
+            "for byte",
+        )
 
 
 def list_alike(counts: Counter[str]) -> str:

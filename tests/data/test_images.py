@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 from cpt_lab import data
 from cpt_lab.data.common import class_count
 from cpt_lab.data.files import DataNotFoundError, check_data
+from cpt_lab.data.folder_contents import identical_files, repeated_files
 from cpt_lab.data.image_batches import array_batches, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import load_images
@@ -622,6 +623,48 @@ def test_report_of_archives_names_arrays_files_and_labels(data_folder):
         "classes: test: 20 pictures of 2 classes: class 0: 10",
     ):
         assert word in facts, facts
+
+
+def test_archives_of_one_name_are_told_apart(data_folder):
+    def packed(*seeds):
+        pictures = [deep(4095 if seed else 1000)(seed) for seed in seeds]
+        raw, offsets = np.frombuffer(b"".join(pictures), np.uint8), np.cumsum([0, *map(len, pictures)])
+        return archive(jpeg=raw, offsets=offsets, labels=np.arange(len(seeds)) % 2)
+
+    write(data_folder, {"a/x.npz": packed(1, 2, 3, 4), "b/x.npz": packed(0, 5)})
+    found = load_images(small("a/x.npz,b/x.npz", size=20, valid_images=0))
+    assert "read: a/x.npz: 4 images" in facts_of(found)
+    assert "6 grey pictures of 16 bits, values up to 4,095: read as 12 bits" in facts_of(found)
+    assert found.test.images[0].max() <= 1000 >> 4  # the scale of both archives
+
+
+@pytest.mark.parametrize("size", [20, 80])
+def test_validation_pictures_that_are_copies_are_counted(size, data_folder):
+    files = split_pets()
+    files |= {f"train/cat/copy{i}.png": files["train/cat/0.png"] for i in range(20)}
+    found = loaded(data_folder, size, files, valid_images=10)
+    overlaps = [text for topic, text in found.report.facts if topic == "overlap"]
+    assert len(overlaps) == 1
+    assert re.match(r"\d of 10 validation pictures (have the pixels of a|are copies of) training picture", overlaps[0])
+
+
+def test_identical_files_are_found_by_their_whole_content(tmp_path):
+    contents = {
+        "a": b"x" * 900,
+        "b": b"x" * 900,
+        "other end": b"x" * 899 + b"y",
+        "other start": b"y" + b"x" * 899,
+        "other middle": b"x" * 450 + b"y" + b"x" * 449,
+        "longer": b"x" * 901,
+        "c": b"x" * 900,
+    }
+    paths = {name: str(write(tmp_path, {name: content}) / name) for name, content in contents.items()}
+    missing = str(tmp_path / "missing")
+    others = [paths[name] for name in contents if name != "a"]
+    found = identical_files([paths["a"], missing], [*others, missing])
+    assert found == {paths["b"]: paths["a"], paths["c"]: paths["a"]}
+    assert repeated_files([*paths.values(), missing]) == found
+    assert repeated_files(others) == {paths["c"]: paths["b"]}
 
 
 def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
