@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cpt_extras import files
-from cpt_lab.machine import DRIVERS, existing_cores, shared_memory, usable_cores, usable_memory
+from cpt_lab.machine import DRIVERS, MachineWarning, existing_cores, shared_memory, usable_cores, usable_memory
 from cpt_lab.paths import CHECKOUT, runs_dir
-from cpt_lab.provenance import find_commit
+from cpt_lab.provenance import find_commit, told_of_commit
 
 State = Literal["fine", "degraded", "refused"]
 LITTLE_DISK = 2 * 10**9  # bytes: checkpoints, curves and logs of a grid
@@ -50,10 +50,6 @@ with open(sys.argv[1]) as file:
     except BlockingIOError:
         sys.exit(1)
 """
-
-
-class MachineWarning(UserWarning):
-    """Something of this machine costs time, safety or knowledge; the message says what, and how to mend it."""
 
 
 class MachineError(OSError):
@@ -135,6 +131,8 @@ def check_sweep(folder: Path, least: int, starts: bool = True) -> None:
             raise MachineError(f"{found.name}: {found.words}; `cpt doctor` checks this machine")
         if found.state == "degraded" and found not in _warned:
             _warned.add(found)
+            if name == "git":
+                told_of_commit()
             warnings.warn(f"{found.name}: {found.words}", MachineWarning, stacklevel=3)
     _checked.add((folder, starts))
 

@@ -19,6 +19,10 @@ DRIVERS = {"11": 450, "12": 525, "13": 580}
 _runs = 1
 
 
+class MachineWarning(UserWarning):
+    """Something of this machine costs time, safety or knowledge; the message says what, and how to mend it."""
+
+
 def share_with(runs: int) -> None:
     """Say that so many runs, this process's included, share the machine from now on: each has its part of it."""
     global _runs

@@ -9,11 +9,13 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from cpt_extras.cpu_info import cpu
+from cpt_lab.machine import MachineWarning
 from cpt_lab.paths import CHECKOUT, ROOT, results_dir
 
 # Modules that may take part in a run, by the distribution that installs them.
@@ -32,6 +34,15 @@ def source() -> dict[str, Any]:
     return {"started": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version(), **commit()}
 
 
+_told = False  # that the commit is not known
+
+
+def told_of_commit() -> None:
+    """Note that the user has been told of a commit that is not known."""
+    global _told
+    _told = True
+
+
 class Commit(NamedTuple):
     """The commit of the checkout."""
 
@@ -41,8 +52,16 @@ class Commit(NamedTuple):
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit of the checkout and whether tracked files differ from it; None where it is not known."""
-    name, dirty, _ = find_commit()
+    """Return the commit of the checkout and whether tracked files differ from it; None where it is not known.
+
+    Warns:
+        MachineWarning: once in a process, of a checkout whose commit is not known.
+    """
+    global _told
+    name, dirty, reason = find_commit()
+    if name is None and CHECKOUT is not None and not _told:
+        _told = True
+        warnings.warn(f"rows name no commit (null): {reason}; `cpt doctor` checks this machine", MachineWarning, 2)
     return {"commit": name, "dirty": dirty}
 
 

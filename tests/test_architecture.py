@@ -46,7 +46,7 @@ ROOMS = {
     "cpt_lab.machine": (),
     "cpt_lab.signals": (),
     "cpt_lab.numerics": ("cpt_core.numerics",),
-    "cpt_lab.provenance": ("cpt_lab.paths", "cpt_extras.cpu_info"),
+    "cpt_lab.provenance": ("cpt_lab.paths", "cpt_lab.machine", "cpt_extras.cpu_info"),
     "cpt_lab.doctor": ("cpt_lab.machine", "cpt_lab.provenance", "cpt_extras.kernels"),
     "cpt_lab.experiments": ("cpt_extras.search", "cpt_extras.diagnostics", "cpt_lab.paths"),
     "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.machine"),

@@ -276,9 +276,11 @@ def test_check_processes_asks_whether_python_can_be_started(tmp_path, monkeypatc
 
 def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "check_git", lambda: Check("git", "degraded", "no commit", "install git"))
+    monkeypatch.setattr(provenance, "_told", False)
     with pytest.warns(MachineWarning, match="git: no commit; install git") as said:
         doctor.check_sweep(tmp_path / "a", 0)
     assert len(said) == 1
+    assert provenance._told, "rows do not say it again"
     with warnings.catch_warnings(action="error"):
         doctor.check_sweep(tmp_path / "a", 0)
         doctor.check_sweep(tmp_path / "b", 0)

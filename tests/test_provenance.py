@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import said_by
 
 from cpt_extras import cpu_info
 from cpt_lab import provenance
+from cpt_lab.machine import MachineWarning
 
 TEXT = """processor	: 0
 vendor_id	: GenuineIntel
@@ -180,7 +182,11 @@ def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch)
     found = provenance.find_commit()
     assert found[:2] == (None, None)
     assert re.search(reason, found.reason), found.reason
-    assert provenance.commit() == {"commit": None, "dirty": None}
+    monkeypatch.setattr(provenance, "_told", False)
+    with pytest.warns(MachineWarning, match=r"rows name no commit \(null\): .*cpt doctor"):
+        assert provenance.commit() == {"commit": None, "dirty": None}
+    with warnings.catch_warnings(action="error"):
+        provenance.commit()
 
 
 def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(tmp_path, monkeypatch):
