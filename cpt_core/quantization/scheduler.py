@@ -183,7 +183,8 @@ class PrecisionScheduler:
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         whole("last_step", state["last_step"], 0)
         numerics = whole("numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1)
-        theirs = {"ladders": {}, **state}  # none in files that were stored before there were ladders
+        ladders = state.get("ladders", {})  # none in files that were stored before there were ladders
+        theirs = {**state, "ladders": {name: d for name, d in ladders.items() if any(d.values())}}
         mine = {**self.state_dict(), "layers": self._layers}
         if unknown := sorted(map(repr, set(state) - set(mine))):
             raise ValueError(

@@ -121,7 +121,8 @@ class LadderGrids(AffineGrids):
     def to_dict(self) -> dict[str, Any]:
         """Return the ladders of every role, for checkpoints; {} for the paper's."""
         paper = ladder_of(None)
-        return {role: {} if x == paper else x.to_dict() for role, x in self.ladders._asdict().items()}
+        ladders = {role: {} if x == paper else x.to_dict() for role, x in self.ladders._asdict().items()}
+        return ladders if any(ladders.values()) else {}
 
 
 def _priced_format(ladder: FormatLadder, level: int | None) -> Format | int:

@@ -459,6 +459,17 @@ def test_a_checkpoint_of_another_ladder_is_refused():
     cpt.PrecisionScheduler(net(), OF_MX).load_state_dict(old)
 
 
+def test_state_of_the_paper_ladder_names_no_ladder():
+    """The paper's grids are one thing, however they were asked for, also in states that say so role by role."""
+    asked = cpt.PrecisionScheduler(net(AFFINE), OF_MX)
+    plain = cpt.PrecisionScheduler(net(), OF_MX)
+    assert asked.state_dict()["ladders"] == {}
+    asked.load_state_dict(plain.state_dict())
+    by_role = {name: {"activation": {}, "weight": {}} for name in asked.state_dict()["layers"]}
+    for scheduler in (asked, plain):
+        scheduler.load_state_dict({**plain.state_dict(), "ladders": by_role})
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
 def test_ranges_of_rows_take_the_place_of_running_ones(kind):
     torch.manual_seed(0)

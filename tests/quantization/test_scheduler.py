@@ -8,6 +8,7 @@ import torch
 from helpers import pictures, refused, small, state_of
 from torch import nn
 
+from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -376,3 +377,32 @@ def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(f
     assert len(set(first)) <= 1  # one text: Python shows it once
     assert all("no grid has a step below 1e-08. Multiply the loss, and divide" in text for text in first)
     assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise": torch.zeros(2)}, "entries that this release does not know: 'noise'. It is of another release"),
+        ({"epoch": 3, "amax": {}}, "does not know: 'amax', 'epoch'"),
+        ({"numerics": "2"}, "numerics must be a whole number of at least 1, got '2'"),
+        ({"numerics": 0}, "numerics must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_scheduler_refuses_states_that_it_does_not_know(change, message):
+    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
+    state = copy.deepcopy(scheduler.state_dict())
+    scheduler.step()
+    refused(message, scheduler.load_state_dict, {**state, **change})
+    assert scheduler.last_step == 1
+
+
+def test_scheduler_warns_of_a_state_of_other_numerics():
+    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
+    state = copy.deepcopy(scheduler.state_dict())
+    assert state.pop("numerics") == NUMERICS
+    scheduler.step()
+    scheduler.load_state_dict(state)  # as releases wrote it before states had a version
+    assert scheduler.last_step == 0
+    for other in (1, NUMERICS + 1):
+        with pytest.warns(UserWarning, match=f"the state is of numerics {other}, and this release has {NUMERICS}"):
+            scheduler.load_state_dict({**state, "numerics": other})
