@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
@@ -37,6 +38,9 @@ from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.int8.layers import encoded
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import gemm_backend, lstm, operators
+
+
+NUMERICS_BUFFER = "cpt_numerics"  # of a program: no operation reads it
 
 
 class Codes(nn.Module):
@@ -84,6 +88,9 @@ def export(
     ``execution`` is "simulated"; an LSTM's up to the rounding of its gates, and products on codes ("integer") up to
     the rounding of their float32 sums.
 
+    The buffer "cpt_numerics" of a program is the version of the numerics that made it, see ``cpt_core.numerics``:
+    ``int(torch.export.load("model.pt2").state_dict["cpt_numerics"])``. A program computes the same in every release.
+
     Args:
         model: converted by ``quantize_``, trained, in evaluation mode.
         inputs: the arguments of its forward, an example of two or more where the batch is to be free.
@@ -118,6 +125,7 @@ def export(
             module = deployed.get_submodule(name)
             if layer not in used_elsewhere and _can_hold_codes(module):
                 _encode_parameters_(module, layer)
+        deployed.register_buffer(NUMERICS_BUFFER, torch.tensor(NUMERICS))
         # a program that returns a class of transformers could not be loaded without it
         deployed.register_forward_hook(lambda module, args, y: dict(y) if isinstance(y, Mapping) else y)
         if dynamic_shapes is None:
