@@ -9,8 +9,8 @@ numerics, the first two on any processor:
   values round to the other side: only the first loss is compared there, up to ``FIRST_LOSS``.
 
 Measured with the instructions AVX-512, AVX2 and SSE4 of one processor: the first losses agree up to 2e-7, that of the
-entailment up to 0.2 %. Later losses differ by up to 0.5 % (images), 8 % (graphs), 1 % (text) and more (detection), about
-as much as other noise makes.
+entailment up to 0.2 %. Later losses differ by up to 0.5 % (images), 8 % (graphs), 1 % (text) and more (detection),
+about as much as other noise makes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def find(*places: str) -> Any:
 def name_release(release: str) -> None:
     """Let rows name the release of the checkout, whatever is installed."""
     installed = metadata.version
-    metadata.version = lambda name: release if name == "cpt-core" else installed(name)
+    metadata.version = lambda name: release if name == "cpt-core" else installed(name)  # type: ignore[assignment]
 
 
 def stand_in_for_orjson() -> None:

@@ -16,6 +16,23 @@ COLLECTED = "cpt_core.extensions"
 FORMER_NAMES = {"choosing": "search", "inspecting": "diagnostics"}  # of subpackages, until the release after 0.4
 
 
+class _MissingModules:
+    """Explain a missing module of the package: a model that was pickled whole may name it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("cpt_core.") and not name.endswith(".__main__"):
+            raise ModuleNotFoundError(
+                f"No module named {name!r} in this release: CHANGELOG.md lists modules that moved. A model that was "
+                "pickled whole, as by torch.save(model), loads only in the release that wrote it: load it there and "
+                "keep its state_dict(), or what cpt.export makes of it",
+                name=name,
+            )
+
+
+sys.meta_path.append(_MissingModules)  # asked last
+
+
 def homes(package: str) -> dict[str, str]:
     """Return the public names of an imported package, and the module of each: its imports ``if TYPE_CHECKING``.
 

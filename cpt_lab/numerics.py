@@ -69,7 +69,7 @@ def warn_of_other_numerics(rows: Iterable[Mapping[str, Any]], stacklevel: int = 
     stores = sorted({row["store"] for row in others if row.get("store")})
     where = f" (the others in {', '.join(stores[:3])}{' and more' if len(stores) > 3 else ''})" if stores else ""
     warnings.warn(
-        f"rows of other numerics than today's, which are {NUMERICS}: {describe_counts(counts)}{where}; equal seeds "
+        f"rows of other numerics than today's, {NUMERICS}: {describe_counts(counts)}{where}; equal seeds "
         "gave other noise there, so that such rows are neither paired nor reruns of each other. The column numerics "
         "tells them apart; `cpt run GRID --rerun-old` makes them again",
         OtherNumericsWarning,
