@@ -22,12 +22,11 @@ class _MissingModules:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         if name.startswith("cpt_core.") and not name.endswith(".__main__"):
-            raise ModuleNotFoundError(
-                f"No module named {name!r} in this release: CHANGELOG.md lists modules that moved. A model that was "
-                "pickled whole, as by torch.save(model), loads only in the release that wrote it: load it there and "
-                "keep its state_dict(), or what cpt.export makes of it",
-                name=name,
+            said = f"No module named {name!r} in this release, see CHANGELOG.md. A model that was pickled whole, as by "
+            said += (
+                "torch.save(model), loads only in the release that wrote it: keep its state_dict() or export it there"
             )
+            raise ModuleNotFoundError(said, name=name)
 
 
 sys.meta_path.append(_MissingModules)  # asked last

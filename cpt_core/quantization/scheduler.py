@@ -174,10 +174,7 @@ class PrecisionScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers.
-
-        ValueError also names entries that this release does not know. A state of other numerics loads with a warning.
-        """
+        """Continue from ``state_dict()``, after a warning from other numerics; ValueError for another run's."""
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
@@ -187,10 +184,8 @@ class PrecisionScheduler:
         theirs = {**state, "ladders": {name: d for name, d in ladders.items() if any(d.values())}}
         mine = {**self.state_dict(), "layers": self._layers}
         if unknown := sorted(map(repr, set(state) - set(mine))):
-            raise ValueError(
-                f"state has entries that this release does not know: {', '.join(unknown)}. It is of another release: "
-                "go on with that one, or load the model's weights alone and start a new schedule"
-            )
+            said = f"state has entries that this release does not know: {', '.join(unknown)}. It is of another "
+            raise ValueError(f"{said}release: go on with that one, or load the weights alone and start a new schedule")
         wrappers = extensions.services("wrappers")
         theirs, mine = wrappers.unwrapped(theirs) or theirs, wrappers.unwrapped(mine) or mine
         for key in ("schedules", "q_grad", "ladders"):
@@ -210,11 +205,8 @@ class PrecisionScheduler:
         self.last_step = int(state["last_step"])
         self._apply()
         if numerics != NUMERICS:
-            warnings.warn(
-                f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other "
-                "noise than it had, so that its losses are not those of one run; see cpt_core.numerics",
-                stacklevel=2,
-            )
+            said = f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other"
+            warnings.warn(f"{said} noise, so its losses are not those of one run; see cpt_core.numerics", stacklevel=2)
 
 
 def assign_schedules(
