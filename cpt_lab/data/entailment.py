@@ -32,7 +32,7 @@ from cpt_lab.data.pair_facts import (
 )
 from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
 from cpt_lab.data.templates import sentence_pairs
-from cpt_lab.data.unread_files import is_hidden, report_unread
+from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import data_dir
@@ -160,7 +160,7 @@ def _hub(folder: Path, split: str) -> list[_File]:
     """Return the hub's files, in a folder for each language, in one for all, or in none."""
     name = {"valid": "validation"}.get(split, split)
     found = [*sorted(folder.glob(f"*/{name}-*.parquet")), *sorted(folder.glob(f"{name}-*.parquet"))]
-    files = [path for path in found if not is_hidden(path.relative_to(folder))]
+    files = [path for path in found if not is_below_hidden(path.relative_to(folder))]
     by_language = [path for path in files if path.parent != folder and is_language(path.parent.name)]
     if by_language:
         return [_File(path, COLUMNS, path.parent.name) for path in by_language]

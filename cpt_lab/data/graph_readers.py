@@ -26,7 +26,7 @@ from cpt_lab.data.files import not_here, reading, sources
 from cpt_lab.data.graph_facts import report_arrays, report_repeated_entries
 from cpt_lab.data.inert_pickle import array_of, load_inert, sparse_of
 from cpt_lab.data.report import DataReport, count_of, empty_report
-from cpt_lab.data.unread_files import is_hidden, report_unread
+from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_lab.paths import command, data_dir
 
@@ -220,7 +220,7 @@ OGB_UNREAD = (
 def read_ogb_folder(path: Path, title: str, report: DataReport | None = None) -> RawGraph:
     """Read a graph in OGB's raw layout, from its text alone."""
     report = empty_report() if report is None else report
-    splits = sorted(p for p in (path / "split").glob("*") if p.is_dir() and not is_hidden(p.relative_to(path)))
+    splits = sorted(p for p in (path / "split").glob("*") if p.is_dir() and not is_below_hidden(p.relative_to(path)))
     if len(splits) != 1:
         raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
     parts = ("edge", "node-feat", "node-label", "num-node-list", "num-edge-list")

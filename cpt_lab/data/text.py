@@ -26,7 +26,7 @@ from cpt_lab.data.text_lines import (
     strip_markers,
     unify_breaks,
 )
-from cpt_lab.data.unread_files import is_hidden, report_unread
+from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import data_dir
@@ -226,7 +226,7 @@ def _single_text(folder: Path) -> list[Path]:
 def _texts_in(folder: Path) -> list[Path]:
     """Return the files of a folder that are texts by their endings."""
     found = (path for ending in ENDINGS for path in folder.glob(f"*{ending}"))
-    return sorted(path for path in found if not is_hidden(path.relative_to(folder)))
+    return sorted(path for path in found if not is_below_hidden(path.relative_to(folder)))
 
 
 def _file_of(folder: Path, split: str) -> Path:
@@ -235,7 +235,7 @@ def _file_of(folder: Path, split: str) -> Path:
     texts = _texts_in(folder)
     found = [path for path in texts if path.stem.endswith(NAMES[split])]
     if not found:
-        names = sorted(path.name for path in folder.iterdir() if not is_hidden(path.relative_to(folder)))
+        names = sorted(path.name for path in folder.iterdir() if not is_below_hidden(path.relative_to(folder)))
         there = f"; it has {list_some(names, 6)}" if names else ""
         raise DataNotFoundError(
             f"{folder} has no file that ends in {split}.txt{_also(split)}; a text needs one for "

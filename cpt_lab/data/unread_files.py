@@ -1,33 +1,21 @@
-"""Files of a data set's folder that no reader opens: the report names them.  Needs no torch."""
+"""Files of a data set's folder that no reader of texts, sentence pairs or graphs opens: the report names them."""
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
+from cpt_lab.data.folder_contents import is_hidden, list_folder
 from cpt_lab.data.report import DataReport
 
-HIDDEN_FOLDERS = ("@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found")
-HIDDEN_FILES = ("Thumbs.db", "desktop.ini")
 
+def is_below_hidden(place: PurePath) -> bool:
+    """Return whether a path, relative to a data set's folder, is hidden or lies in a hidden folder.
 
-def is_hidden(place: PurePath) -> bool:
-    """Return whether a path, relative to a data set's folder, is hidden or made by a system or tool for itself.
-
-    >>> is_hidden(PurePath("raw/.ipynb_checkpoints/edge.csv.gz")), is_hidden(PurePath("raw/edge.csv.gz"))
+    >>> is_below_hidden(PurePath("raw/.ipynb_checkpoints/edge.csv.gz")), is_below_hidden(PurePath("raw/edge.csv.gz"))
     (True, False)
     """
-    folders = any(part.startswith(".") or part in HIDDEN_FOLDERS for part in place.parts)
-    return folders or place.name in HIDDEN_FILES
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder and of the folders in it, each folder once, also where links lead back."""
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(place))
-        folders[:] = [name for name in sorted(folders) if os.path.realpath(os.path.join(place, name)) not in seen]
-        yield from (Path(place, name) for name in sorted(names))
+    return any(is_hidden(part) for part in place.parts)
 
 
 def report_unread(
@@ -42,17 +30,13 @@ def report_unread(
         reason: why other files are not read.
         own_reasons: (pattern as ``Path.match`` has it, reason), the first that fits.
     """
-    paths = {os.path.abspath(path) for path in used}
+    contents = list_folder(folder)
+    contents.report_unread(report)
+    read = {os.path.relpath(path, folder).replace(os.sep, "/") for path in used}
     by_reason = defaultdict(list)
-    for path in files_below(folder):
-        if os.path.abspath(path) not in paths:
-            place = path.relative_to(folder)
-            by_reason[_reason_of(place, reason, own_reasons)].append(place.as_posix())
+    for name in contents.files:
+        if name not in read:
+            own = (why for pattern, why in own_reasons if PurePath(name).match(pattern))
+            by_reason[next(own, reason)].append(name)
     for why, names in by_reason.items():
         report.leave_out(why, names)
-
-
-def _reason_of(place: Path, reason: str, own_reasons: Iterable[tuple[str, str]]) -> str:
-    if is_hidden(place):
-        return "hidden, or made by a system or tool for itself"
-    return next((why for pattern, why in own_reasons if place.match(pattern)), reason)

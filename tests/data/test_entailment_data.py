@@ -387,7 +387,7 @@ def test_report_names_files_that_are_not_read(tmp_path):
     facts, _ = told(folder)
     for name in ("README.md", "old/train.csv", "de/train-0.parquet.lock"):
         assert name in facts
-    assert "left out: 1 file .csv: hidden, or made by a system or tool for itself (._train.csv)" in facts
+    assert "left out: 1 file .csv: hidden files and folders are not read (._train.csv)" in facts
 
 
 def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
