@@ -12,7 +12,9 @@ several machines on a shared file system. ``image.curves/``, ``image.checkpoints
 import errno
 import json
 import os
+import random
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ from cpt_lab.sweeps.lines import load_rows as load_rows
 from cpt_lab.sweeps.lines import newest as newest
 
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
+TORN_SECONDS = 0.05  # after which half a row is that of a writer who is gone: others write theirs in microseconds
 MAX_TRIES = 5  # of an append whose row others overwrite or cut off
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
 _ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log", "data": ".json"}
@@ -117,7 +120,9 @@ def append_row(store: Path, row: Row) -> Row:
                 if held is not None and held["status"] != "failed" and numerics_of(held) == numerics_of(row):
                     return held
                 start = _write_line(store, end, ended, line)
-                if start is not None and _read_at(store, start, len(line)) == line:
+                if start is None:
+                    time.sleep(random.uniform(0.5, 1.5) * TORN_SECONDS)
+                elif _read_at(store, start, len(line)) == line:
                     return row
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
@@ -139,6 +144,9 @@ def _write_line(store: Path, end: int, ended: bool, line: bytes) -> int | None:
     with open(store, "a+b", buffering=0) as file:
         rest = _read_at(store, end)
         if TORN.fullmatch(rest):
+            time.sleep(random.uniform(0.5, 1.5) * TORN_SECONDS)
+            if _read_at(store, end) != rest:
+                return None
             file.truncate(end)
         elif rest:  # rows that came since ``end`` was seen, from a writer that our lock does not exclude
             if not rest.endswith(b"\n"):

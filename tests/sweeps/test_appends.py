@@ -76,6 +76,22 @@ def test_append_row_waits_for_a_row_that_another_is_writing(tmp_path, monkeypatc
     assert names_in(store) == ["other", "third", "mine"]
 
 
+def test_append_row_cuts_off_no_row_that_is_being_written(tmp_path, monkeypatch):
+    """Half of it is there when the end is looked at, and the rest soon after."""
+    store, line = tmp_path / "rows.jsonl", line_of(row("other"))
+    stores.append_row(store, row("first"))
+    with open(store, "ab") as other:
+        other.write(line[:60])
+
+    def write_on(_):
+        with open(store, "ab") as other:
+            other.write(line[60:])
+
+    monkeypatch.setattr(stores.time, "sleep", write_on)
+    stores.append_row(store, row("mine"))
+    assert names_in(store) == ["first", "other", "mine"]
+
+
 @pytest.mark.parametrize("times", [1, 3, 99])
 def test_append_row_writes_again_what_another_cut_off(times, tmp_path, monkeypatch):
     store, write, cut = tmp_path / "rows.jsonl", stores._write_line, []
