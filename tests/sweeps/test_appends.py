@@ -80,12 +80,13 @@ def test_append_row_cuts_off_no_row_that_is_being_written(tmp_path, monkeypatch)
     """Half of it is there when the end is looked at, and the rest soon after."""
     store, line = tmp_path / "rows.jsonl", line_of(row("other"))
     stores.append_row(store, row("first"))
-    with open(store, "ab") as other:
-        other.write(line[:60])
+    parts = [line[60:], line[:60]]
 
-    def write_on(_):
+    def write_on(_=0):
         with open(store, "ab") as other:
-            other.write(line[60:])
+            other.write(parts.pop() if parts else b"")
+
+    write_on()
 
     monkeypatch.setattr(stores.time, "sleep", write_on)
     stores.append_row(store, row("mine"))
@@ -290,11 +291,19 @@ def test_a_row_edited_in_place_to_be_another_is_noticed_beyond_the_end(tmp_path)
     assert stores.find_row(store, named("b")) == row("b")
     first, second, rest = store.read_bytes().split(b"\n", 2)
     with open(store, "r+b") as file:
-        file.write(second + b"\n" + first + b"\n" + rest)
-    stores.append_row(store, row("c"))  # so that the file has grown, too
+        file.write(second + b"\n" + first + b"\n" + rest + line_of(row("c")))  # so that the file has grown, too
     assert stores.find_row(store, named("a")) == row("a")
     assert stores.find_row(store, named("b")) == row("b")
     assert stores.append_row(store, row("b", 2)) == row("b")
+
+
+def test_a_file_that_was_written_anew_and_is_longer_is_read_anew(tmp_path):
+    store = tmp_path / "rows.jsonl"
+    stores.append_row(store, row("a"))
+    assert stores.find_row(store, named("a")) == row("a")
+    store.write_bytes(b"".join(line_of(row(name, "x" * 50)) for name in ("b", "a", "c")))
+    for name in ("a", "b", "c"):
+        assert stores.find_row(store, named(name)) == row(name, "x" * 50)
 
 
 def test_append_row_reads_only_what_is_new(tmp_path, monkeypatch):
