@@ -263,7 +263,10 @@ def report_unlisted(
     places = (f"{base}JPEGImages/", f"{base}Annotations/")
     unlisted = [name for name in unused if name.startswith(places) and (is_picture(name) or name.endswith(".xml"))]
     report.leave_out(f"listed neither in {' nor in '.join(f'{part}.txt' for part in lists)}", unlisted)
-    report.leave_out("no part of the layout that is read", sorted(set(unused) - set(unlisted)))
+    other_lists = [name for name in unused if name.startswith(f"{base}ImageSets/") and name.endswith(".txt")]
+    report.leave_out(f"of the lists, only {' and '.join(f'{part}.txt' for part in lists)} are read", other_lists)
+    others = set(unused) - set(unlisted) - set(other_lists)
+    report.leave_out("no part of the layout that is read", sorted(others))
 
 
 def annotation_root(xml: Path) -> ElementTree.Element:
