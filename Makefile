@@ -21,7 +21,8 @@ PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,note
 endif
 
 # What the user gives goes to the recipes as it was written, through the environment: a name may hold spaces, quotes or $.
-GIVEN := NB SCALE DATASET PARAMS
+# Where several words may be given, `set -f` keeps the shell from reading * as names of files.
+GIVEN := NB SCALE DATASET PARAMS ONLY JOBS CHANGED UPDATE COMPAT IMAGE RUNS UP
 $(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
 export $(GIVEN)
 
@@ -103,13 +104,13 @@ bench: setup  ## time of a quantised training step relative to float32
 	$(BIN)/python -m bench.step_ratio
 
 demo-check: setup  ## run notebooks 03 to 07 at demo scale; every promised figure and table must be there: 15 minutes; ONLY=03
-	$(BIN)/python -m bench.demo_check $(if $(ONLY),--only $(ONLY))
+	set -f; $(BIN)/python -m bench.demo_check $${ONLY:+--only $$ONLY}
 
 mutants: setup  ## break a copy in 400 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
-	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS)) $(if $(CHANGED),--changed $(CHANGED))
+	set -f; $(BIN)/python -m bench.mutants $${ONLY:+--only $$ONLY} $${JOBS:+-j "$$JOBS"} $${CHANGED:+--changed "$$CHANGED"}
 
 third-party: setup  ## torch's databases, invariances of 200 models, tests of transformers and timm; ONLY=layers UPDATE=1
-	$(BIN)/python -m bench.third_party $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
+	set -f; $(BIN)/python -m bench.third_party $${ONLY:+--only $$ONLY} $${UPDATE:+--update}
 
 # Their clients need other versions than the lock has: they lie in an environment before the packages of .venv.
 .venv/.trackers: .venv/.installed tests/trackers/requirements.lock
@@ -131,10 +132,10 @@ wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the whe
 	$(PYTEST) tests/test_wheel.py
 
 image:  ## build the Docker image (docker, podman or buildah), start it, and run a notebook in it; IMAGE="--base ..."
-	$(PYTHON) -m bench.image $(IMAGE)
+	set -f; $(PYTHON) -m bench.image $$IMAGE
 
 compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
-	$(BIN)/python -m bench.compat $(COMPAT)
+	set -f; $(BIN)/python -m bench.compat $$COMPAT
 
 .venv/.browser: .venv/.installed browser/requirements.lock
 	@$(BIN)/python -m uv pip install -q -p $(BIN)/python --require-hashes -r browser/requirements.lock || \
@@ -145,23 +146,23 @@ chromium: .venv/.browser  ## the Chromium that belongs to Playwright, for make b
 	$(BIN)/playwright install $(if $(CI),--with-deps) chromium
 
 browser: .venv/.browser $(if $(ONLY),,book)  ## notebooks in JupyterLab, report and site in a browser: ten minutes; ONLY=03 or ONLY=explorer
-	$(PYTEST) browser $(if $(ONLY),-k $(ONLY))
+	$(PYTEST) browser $${ONLY:+-k "$$ONLY"}
 	@echo "make browser: all is well; screenshots: build/browser"
 
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
-	  --no-annotate --no-emit-index-url --generate-hashes $(UP) -o requirements.lock
+	  --no-annotate --no-emit-index-url --generate-hashes $$UP -o requirements.lock
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --no-deps -c requirements.lock -o constraints.txt
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q --group browser --python-version 3.11 \
-	  --no-annotate --no-emit-index-url --generate-hashes -c requirements.lock $(UP) -o browser/requirements.lock
+	  --no-annotate --no-emit-index-url --generate-hashes -c requirements.lock $$UP -o browser/requirements.lock
 	mkdir -p build && grep -E '^(numpy|pandas)==' constraints.txt > build/trackers.txt
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q --group trackers --python-version 3.11 \
-	  --no-annotate --no-emit-index-url --generate-hashes -c build/trackers.txt $(UP) -o tests/trackers/requirements.lock
+	  --no-annotate --no-emit-index-url --generate-hashes -c build/trackers.txt $$UP -o tests/trackers/requirements.lock
 
 clean:  ## remove caches, builds, pages and reports; RUNS=delete also rows, checkpoints and all else of runs/
 	rm -rf runs/reproduce runs/report.html build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	@if [ "$(RUNS)" = delete ]; then rm -rf runs; elif [ -d runs ]; then \
+	@if [ "$$RUNS" = delete ]; then rm -rf runs; elif [ -d runs ]; then \
 	  find runs -name '*.jsonl' -exec sh -c 'echo "kept: $$1 ($$(wc -l < "$$1") rows)"' sh {} \; ; \
 	  echo "runs/ is kept, with the checkpoints of its rows; make clean RUNS=delete removes it"; fi
 	find . \( -path ./.venv -o -path ./data -o -path ./runs -o -path ./.git \) -prune -o \

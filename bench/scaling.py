@@ -422,8 +422,8 @@ CASES = {
     "record": Case("diagnostics.record", "layers", 16, recorded_step),
     "record, steps": Case("diagnostics.record", "steps", 16, recorded_steps, 2),
     "quantize_": Case("quantize_", "layers", 32, layers(cpt.quantize_, chain)),
-    "quantize_, layers by name": Case("quantize_", "layers and names", 32, lambda n, f: partial(mostly_float32, n)),
-    "restore_": Case("restore_", "layers", 32, layers(cpt.restore_)),
+    "quantize_, layers by name": Case("quantize_", "layers and names", 160, lambda n, f: partial(mostly_float32, n)),
+    "restore_": Case("restore_", "layers", 256, layers(cpt.restore_)),
     "copy_ranges": Case("quantization.copy_ranges", "layers", 32, copied_ranges),
     "precision": Case("precision", "layers, each with its bits", 24, in_precision),
     "PrecisionScheduler": Case(
@@ -444,7 +444,7 @@ CASES = {
     "LayeredSchedule": Case("LayeredSchedule", "groups", 12, layered),
     "make_schedule": Case("make_schedule", "steps", 50_000, lambda n, folder: lambda: cyclic(n).relative_cost()),
     "make_schedule, cycles": Case(
-        "make_schedule CyclicSchedule", "cycles", 256, lambda n, folder: lambda: cyclic(4096, n).bits()
+        "make_schedule CyclicSchedule", "cycles", 256, lambda n, folder: lambda: cyclic(16 * n, n).bits()
     ),
     "DelayedSchedule": Case(
         "DelayedSchedule", "steps", 50_000, lambda n, folder: lambda: cpt.DelayedSchedule(cyclic(n), n // 4, 32).bits()

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import re
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -421,16 +422,33 @@ def try_(
             "pictures with boxes: on two cores a training takes minutes, an answer hours (--minutes 300)", err=True
         )
     options = SweepOptions(workers=workers, device=device, progress=False)
+    note = f"The model is {r.model}" + (", the first for such data; --model names another." if model is None else ".")
+    typer.echo(note, err=True)
     with stoppable():
         try:
             found, page = try_recipe(
-                r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
-                seeds=seeds, margin=margin, guessed=guessed,
+                r, scale, _with_lines(partial(run_grid, options=options)), at_once=workers or usable_cores(),
+                minutes=minutes, seeds=seeds, margin=margin, guessed=guessed, note=note,
             )  # fmt: skip
         except RuntimeError as error:
             typer.echo(f"error: a training failed: {error}", err=True)
             raise typer.Exit(1) from None
     typer.echo(f"{found}\npage: {page}")
+
+
+def _with_lines(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return ``run`` with a line per training where no one sees a bar: the output is a file."""
+    if sys.stderr.isatty():
+        return run
+
+    def run_and_say(specs: list[Any], store: Path) -> list[Any]:
+        rows = run(specs, store)
+        for row in rows:
+            arm, seed = row["spec"]["arm"], row["spec"]["seed"]
+            typer.echo(f"trained {arm}, seed {seed}: {row['status']}, {row.get('seconds', 0):.0f} s", err=True)
+        return rows
+
+    return run_and_say
 
 
 @app.command("range-test", cls=Many)

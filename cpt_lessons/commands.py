@@ -3,7 +3,7 @@
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,14 +59,35 @@ def _reproduce(scale: str, notebook: str | None, dataset: str | None, parameter:
 
 @app.command()
 def notebooks(
-    copy: Annotated[Path, typer.Option(help="the folder, which is made where it is not there")],
+    copy: Annotated[Path | None, typer.Option(help="the folder, which is made where it is not there")] = None,
     hand_out: Annotated[bool, typer.Option("--hand-out", help="for a class: no solutions, no outputs")] = False,
+    parameters: Annotated[str | None, typer.Option(help="list the parameters of a notebook, such as 03")] = None,
 ) -> None:
-    """Copy the notebooks and the rows that they speak of, to work on them."""
+    """Copy the notebooks and the rows that they speak of, to work on them; or list the parameters of one."""
     from cpt_lessons import notebooks as r
 
+    if (copy is None) == (parameters is None):
+        raise ValueError("give either --copy FOLDER or --parameters NOTEBOOK, such as --parameters 03")
+    if parameters is not None:
+        (path,) = r.notebooks(parameters)
+        typer.echo(f"{path.name}\n{_describe_parameters(r.parameters_of(path))}")
+        return
+    assert copy is not None
     copies = r.copy_notebooks(copy, hand_out)
     typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+
+
+def _describe_parameters(defaults: dict[str, Any]) -> str:
+    """Return a line per parameter, as the notebook has it, with what is allowed."""
+    from cpt_lessons.parameters import ONE_SCHEDULE, PARAMETERS
+
+    known = PARAMETERS | (ONE_SCHEDULE if "total_steps" in defaults else {})
+    width = max(map(len, defaults))
+    lines = []
+    for name, value in defaults.items():
+        kind, allowed = (known[name].kind, known[name].allowed) if name in known else (type(value).__name__, "")
+        lines.append(f"{name:<{width}}  {kind:<5}  default {value!r}" + (f"; {allowed}" if allowed else ""))
+    return "\n".join(lines)
 
 
 study = typer.Typer(help="The paper's study for a model of yours.", no_args_is_help=True)

@@ -8,7 +8,7 @@ its noise and the network of notebook 00. ``explorer.js`` is the page's own code
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 from scipy import stats
 from sklearn.datasets import load_digits
@@ -22,6 +22,7 @@ STEPS, BATCH, LEARN = 400, 32, 1000  # of notebook 00
 SEEDS = (3, 5, 10, 20, 40)
 MOST_BITS, MOST_CYCLES = 12, 16
 LESSON = "notebooks/00_start_here.html"  # beside the page of the course
+LINK_SCHEMES = ("", "http", "https", "file")  # of addresses that lead to a page
 SCRIPTS = {name: Path(__file__).with_name(f"{name}.js") for name in ("schedules", "training", "explorer")}
 
 
@@ -50,7 +51,14 @@ def digits() -> dict[str, str]:
 
 
 def write_explorer(out: Path, home: str = "") -> Path:
-    """Write the page, complete in itself but for links to ``home`` and the lesson beside it; return its path."""
+    """Write the page, complete in itself but for links to ``home`` and the lesson beside it; return its path.
+
+    Raises:
+        ValueError: for a ``home`` that is no page, such as a script.
+        FileNotFoundError: where the folder of ``out`` is not there.
+    """
+    if urlsplit(home).scheme not in LINK_SCHEMES:
+        raise ValueError(f"home: expected a page such as index.html or https://example.org/, got {home!r}")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent}")
     code = {name: path.read_text(encoding="utf-8") for name, path in SCRIPTS.items()}

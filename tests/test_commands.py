@@ -592,3 +592,37 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
     said = said_by(*words, env={**os.environ, **locale}, encoding="utf-8")
     assert "open: mlp6 on scikit-learn digits, 8 x 8, 3 to 8 bits" in said
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
+
+
+def test_try_names_its_model_and_says_every_training(command, place, monkeypatch):
+    words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "0", "--minutes", "0.01"]
+    status, _, said = command(*words)
+    assert status == 0
+    assert "The model is mlp6, the first for such data; --model names another." in said
+    assert re.search(r"^trained .+, seed 0: ok, \d+ s$", said, re.MULTILINE)
+    page = (place / "runs/try/digits-mlp6-smoke/index.html").read_text()
+    assert "The model is mlp6, the first for such data" in page
+    assert "The model is mlp6." in command(*words, "--model", "mlp6")[2]
+
+
+@pytest.mark.parametrize("dataset", ["./<img src=x onerror=alert(1)>/", "../../mine/", ".hidden/"])
+def test_try_writes_into_a_folder_that_is_shown(dataset, place):
+    made = replace(recipe("smoke"), dataset=dataset)
+    folder = trying._folder(made, "smoke")
+    assert folder.name[0].isalnum()
+    assert folder.parent == place / "runs/try"
+    former = folder.with_name(re.sub(r"[^\w.-]+", "-", f"{dataset.strip('/')}-{made.model}"))
+    assert former.name[0] == "."
+
+
+def test_notebooks_lists_parameters(command):
+    status, out, _ = command("notebooks", "--parameters", "03")
+    assert status == 0
+    assert out.startswith("03_image_classification.ipynb\nscale")
+    assert re.search(r"^q_max +list +default \[8\]; .+", out, re.MULTILINE)
+    assert re.search(
+        r"^total_steps +int +default 64000; .+", command("notebooks", "--parameters", "01")[1], re.MULTILINE
+    )
+    for words in ([], ["--copy", "x", "--parameters", "03"]):
+        assert "give either --copy FOLDER or --parameters NOTEBOOK" in command("notebooks", *words)[2]
+    assert "no notebook '77'" in command("notebooks", "--parameters", "77")[2]

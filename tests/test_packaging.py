@@ -200,6 +200,16 @@ def setup_with(make, folder, pip):
     return status, [line for line in said.splitlines() if not line.startswith("make")]
 
 
+@pytest.mark.parametrize("odd", [odd for odd in ODD if " " not in odd])
+def test_make_runs_nothing_of_what_tools_are_given(odd, make):
+    """Values of several words are split at blanks, and nothing else is done with them."""
+    mutants = ["-m", "bench.mutants", "--only", odd, "b", "-j", odd, "--changed", odd]
+    assert make("mutants", f"ONLY={odd} b", f"JOBS={odd}", f"CHANGED={odd}") == (0, mutants, "")
+    assert make("demo-check", f"ONLY={odd}") == (0, ["-m", "bench.demo_check", "--only", odd], "")
+    assert make("third-party", f"ONLY={odd}", "UPDATE=1")[1][-3:] == ["--only", odd, "--update"]
+    assert make("compat", f"COMPAT=--torch {odd}") == (0, ["-m", "bench.compat", "--torch", odd], "")
+
+
 def test_make_setup_names_network_when_install_fails(make, tmp_path):
     """Neither uv nor pip gets a package, for a reason that nobody knows."""
     status, said = setup_with(make, tmp_path, "exit 1")

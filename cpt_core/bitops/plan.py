@@ -117,6 +117,8 @@ class BitOpsPlan:
         lines = [f"{'layer':<{width}}  {'forward MACs':>15}  {'BitOps':>12}"]
         lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
         lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
+        training = "one training step" if self.steps == 1 else f"a training of {self.steps:,} steps"
+        lines.append(f"BitOps of {training}, in units of one 32 x 32-bit MAC")
         lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32")
         lines.append(describe_float32(self.float32))
         paper, ran = self.by_convention["paper"], self.by_convention["per_op"]

@@ -120,7 +120,14 @@ def describe_float32(shares: Mapping[str, float], where: str = "float32") -> str
 def largest_layers(by_layer: Mapping[str, float], form: str, where: str) -> str:
     """Name the three layers with the largest numbers; ``where`` has the others."""
     largest = sorted(by_layer, key=lambda layer: -by_layer[layer])
-    named = [f"{layer or '(model)'} {by_layer[layer]:{form}}" for layer in largest[:3]]
+    named = [f"{_in_words(layer)} {by_layer[layer]:{form}}" for layer in largest[:3]]
     if len(largest) > 3:
         named.append(f"{len(largest) - 3} more in .{where}")
     return ", ".join(named)
+
+
+def _in_words(layer: str) -> str:
+    """Return the name of a layer, which may be a number as in ``nn.Sequential``, so that no one reads it as one."""
+    if not layer:
+        return "(model)"
+    return f"layer {layer}" if layer.replace(".", "").isdigit() else layer

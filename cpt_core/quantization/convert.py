@@ -370,17 +370,23 @@ def float32_reason(module: nn.Module) -> str:
 
 def _excluded(model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, str]) -> set[str]:
     """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
-    names = [name for name, _ in model.named_modules() if name]
-    excluded: set[str] = set()
+    names = dict.fromkeys(name for name, _ in model.named_modules() if name)
+    matched: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in names if fnmatchcase(name, pattern)]
+        hits = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
-            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3] or ["none, as it has no parts"]
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3] or ["none, as it has no parts"]
             raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
         if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
             raise ValueError(f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it")
-        excluded |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
-    return excluded
+        matched.update(hits)
+    return {name for name in names if not matched.isdisjoint(_with_parents(name))}
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return the name of a module, and those of all that contain it but for the model: "a.b" gives "a", "a.b"."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def restore_(model: nn.Module) -> nn.Module:

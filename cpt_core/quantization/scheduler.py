@@ -231,8 +231,11 @@ def assign_schedules(
 def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collection[str], what: str) -> dict[str, str]:
     """Return layer -> the first pattern that matches; ValueError when a layer that has to match one matches none."""
     found = {}
+    order = {pattern: number for number, pattern in enumerate(patterns)}
+    wild = [pattern for pattern in patterns if any(sign in pattern for sign in "*?[")]  # others match their own name
     for layer, own in layers.items():
-        pattern = next((p for p in patterns if fnmatchcase(layer, p)), None)
+        candidates = [p for p in wild if fnmatchcase(layer, p)] + [layer] * (layer in order)
+        pattern = min(candidates, key=lambda candidate: order[candidate], default=None)
         if pattern is not None:
             found[layer] = pattern
         elif own is None or own.has_weights:  # others may never multiply, and need no precision then

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -39,17 +40,20 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
             )
     elif optimizer not in _schedulers:
         _add_hooks(optimizer)
-    for layer in scheduler._layers.values():  # of which one at most follows
-        release(layer)
+    release(scheduler._layers.values())  # of whose schedulers one at most follows
     _schedulers[optimizer] = scheduler
     scheduler.follows = True
 
 
-def release(layer: LayerPrecision) -> None:
-    """Let no scheduler drive a layer; a scheduler that drives none follows no optimizer."""
-    scheduler, layer.driver = layer.driver, None
-    if scheduler is not None and not is_driving(scheduler):
-        scheduler.follows = False
+def release(layers: Iterable[LayerPrecision]) -> None:
+    """Let no scheduler drive layers; a scheduler that drives none follows no optimizer."""
+    schedulers = set()
+    for layer in layers:
+        schedulers.add(layer.driver)
+        layer.driver = None
+    for scheduler in schedulers - {None}:
+        if not is_driving(scheduler):
+            scheduler.follows = False
 
 
 def _follower(optimizer: Optimizer) -> PrecisionScheduler | None:

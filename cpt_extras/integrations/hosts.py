@@ -93,12 +93,15 @@ def after_conversion(model: nn.Module, excluded: Collection[str]) -> None:
 
 def before_restoration(model: nn.Module) -> None:
     """Let copies of graph modules be converted no longer, and no scheduler drive what is restored."""
+    driven = []
     for module in list(model.modules()):
         precision = precision_of(module)
         if precision is not None and precision.driver is not None:
-            extensions.load("follow").release(precision)
+            driven.append(precision)
         if isinstance(module, fx.GraphModule):
             _graph_modules().forget_copies(module)
+    if driven:
+        extensions.load("follow").release(driven)
 
 
 def _graph_modules() -> Any:

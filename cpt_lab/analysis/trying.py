@@ -63,18 +63,18 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
 
 def try_recipe(
     recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
-    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, guessed: float | None = None,
+    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, guessed: float | None = None, note: str = "",
 ) -> tuple[Tried, Path]:  # fmt: skip
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
+
+    The page begins with the ``note``, a sentence about the model.
 
     Where float32 is no better than what is ``guessed``, the share of the commonest class, the answer says that.
 
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
     """
-    name = re.sub(r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}")
-    name += f"-{zlib.crc32(said.encode()):08x}" * (name != said)  # for a-b/ is another folder than a/b/
-    store, unit, title, of = runs_dir() / "try" / f"{name}-{scale}" / "rows.jsonl", "", "", ""
+    store, unit, title, of = _folder(recipe, scale) / "rows.jsonl", "", "", ""
     tried_rows: list[Row] = []
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
@@ -101,11 +101,22 @@ def try_recipe(
     first, *others = sections(found)
     first = replace(first, notes=(*first.notes, *data_reports.summary(reports)))
     shown = [first, *others, *data_reports.sections(reports, missing)]
-    write_text(page, render("page.html.j2", title=found.title, notes=[], sections=shown))
+    write_text(page, render("page.html.j2", title=found.title, notes=[note] if note else [], sections=shown))
     if drawn := shown[0].figure:
         page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address
     write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
     return found, page
+
+
+def _folder(recipe: Recipe, scale: str) -> Path:
+    """Return the folder of the page: a name that no shell hides, or the hidden one that a former release made."""
+    name = re.sub(r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}")
+    former = name
+    name = name.lstrip(".-") if name.startswith(".") else name
+    if name != said:  # for a-b/ is another folder than a/b/
+        name, former = (f"{one}-{zlib.crc32(said.encode()):08x}" for one in (name, former))
+    hidden = runs_dir() / "try" / f"{former}-{scale}"
+    return hidden if hidden.exists() else hidden.with_name(f"{name}-{scale}")
 
 
 def sections(found: Tried) -> list[Section]:

@@ -156,7 +156,7 @@ def test_the_plan_says_what_its_total_lacks():
     assert plan.total == 3 * 10 * 8 * (24 + 3)  # the borrowed weight is a layer's
     assert plan.unpriced == {"(products)": 2 * 2 * 5 * 5 * 8}
     lines = str(plan).splitlines()
-    assert [lines[-5], lines[-1]] == [
+    assert [lines[-6], lines[-1]] == [
         f"total     {2160:>15,}  {6480:>12}",
         'total is without 800 MACs per step (27.0% of the forward pass), which "paper" does not price: (products) 800',
     ]

@@ -6,6 +6,7 @@ import re
 import sys
 
 import nbformat
+import papermill
 import pytest
 from flow import COURSE, FOLDER, NOTEBOOKS, PAPER, PREDICTING, RAN, ROWS, code_cells, pictures, reached, read
 
@@ -185,3 +186,8 @@ def test_what_is_said_of_runs_is_said_in_words(book):
             if isinstance(node, ast.Assert) and "runs" in ast.unparse(node.test):
                 assert node.msg is not None, cell.source
                 assert not re.search(r"loss|status", ast.unparse(node.test)), cell.source
+
+
+def test_parameters_have_types_that_papermill_shows(path):
+    inferred = papermill.inspect_notebook(str(path)).values()
+    assert [parameter["name"] for parameter in inferred if parameter["inferred_type_name"] == "None"] == []

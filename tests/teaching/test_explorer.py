@@ -227,7 +227,9 @@ def test_both_arms_of_a_seed_start_alike_and_are_tested_on_other_pictures(engine
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return explorer.write_explorer(tmp_path_factory.mktemp("page") / "explorer.html").read_text(encoding="utf-8")
+    return explorer.explorer.write_explorer(tmp_path_factory.mktemp("page") / "explorer.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_is_complete_in_itself_and_small(page):
@@ -243,7 +245,7 @@ def test_the_page_is_complete_in_itself_and_small(page):
 
 
 def test_it_leads_back_and_to_the_lesson(page, tmp_path):
-    told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
+    told = explorer.explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
     assert "Back to the course" not in page
     assert '<a href="index.html">Back to the course</a> <a href="notebooks/00_start_here.html">' in told
 
@@ -258,3 +260,19 @@ def test_it_holds_the_digits_and_the_intervals_of_the_library():
         values = np.random.default_rng(n).normal(size=n)
         mean, low, _ = interval(values)
         assert student * values.std(ddof=1) / n**0.5 == pytest.approx(mean - low)
+
+
+@pytest.mark.parametrize(
+    "home", ["javascript:alert(1)", " JavaScript:alert(1)", "java\tscript:x", "data:text/html,x", "vbscript:x"]
+)
+def test_explorer_refuses_a_home_that_is_no_page(home, tmp_path):
+    with pytest.raises(ValueError, match=r"home: expected a page such as index\.html"):
+        explorer.write_explorer(tmp_path / "page.html", home)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "home", ["", "index.html", "../a/index.html", "https://example.org/x", "file:///tmp/index.html"]
+)
+def test_explorer_takes_pages(home, tmp_path):
+    assert explorer.write_explorer(tmp_path / "page.html", home).exists()
