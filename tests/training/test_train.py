@@ -9,6 +9,7 @@ import torch
 from helpers import refused, same, smoke_spec
 from torch import nn
 
+from cpt_core.numerics import NUMERICS
 from cpt_extras.files import write_atomically
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
@@ -183,6 +184,20 @@ def test_a_checkpoint_of_other_data_is_set_aside(stopped, tmp_path, caplog):
     assert steps[0] == 0
     assert os.listdir(tmp_path) == ["run.damaged.pt"]
     assert "run.pt was trained on other data than is there now: kept as run.damaged.pt" in caplog.text
+
+
+def test_checkpoint_of_other_numerics_is_set_aside(stopped, tmp_path, caplog, monkeypatch):
+    """A run that was interrupted under other numerics begins anew, with a warning."""
+    spec, _, (newer, _) = stopped
+    (tmp_path / "run.pt").write_bytes(newer)
+    (tmp_path / "run.previous.pt").write_bytes(newer)
+    monkeypatch.setattr("cpt_lab.training.checkpoint.NUMERICS", NUMERICS + 1)
+    steps = []
+    train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", on_step=lambda step, *_: steps.append(step))
+    assert steps[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["run.other_numerics.pt", "run.previous.other_numerics.pt"]
+    said = f"run.pt was written with numerics {NUMERICS}, and today's is {NUMERICS + 1}: kept as run.other_numerics.pt"
+    assert said in caplog.text
 
 
 DAMAGES = {
