@@ -68,6 +68,27 @@ def test_a_tilde_that_no_shell_has_read_is_the_home(folder, tmp_path, monkeypatc
     assert folder() == tmp_path / "x"
 
 
+@pytest.fixture
+def homeless(monkeypatch):
+    """Take home and name from the user, as of a number in a container."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "CPT_KERNELS_DIR", "CPT_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_a_user_without_a_home_has_folders(installed, homeless, monkeypatch):
+    monkeypatch.chdir(installed)
+    assert paths.data_dir() == installed / "data" / "cache"
+    assert str(kernels_dir()).startswith("~"), "which is no folder; another takes its place"
+    monkeypatch.setenv("CPT_DATA_DIR", "~/data")
+    with pytest.raises(ValueError, match="CPT_DATA_DIR=~/data: this user has no home folder; give the whole path"):
+        paths.data_dir()
+
+
 def test_an_installation_has_no_commit_even_inside_a_repository(installed):
     assert provenance.commit() == {"commit": None, "dirty": None}
 
