@@ -49,7 +49,9 @@ def data_dir() -> Path:
         return given
     if CHECKOUT is None:
         with suppress(RuntimeError):
-            return user_cache_path("cpt_core", appauthor=False)
+            cache = user_cache_path("cpt_core", appauthor=False)
+            if cache.is_absolute():  # older versions of platformdirs leave ~ as it is
+                return cache
     return work_dir() / "data" / "cache"
 
 

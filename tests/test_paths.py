@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from platformdirs import user_cache_path
 
 from cpt_extras.kernels.cpp.build import kernels_dir
 from cpt_lab import paths, provenance
@@ -81,8 +82,9 @@ def homeless(monkeypatch):
 
 
 def test_a_user_without_a_home_has_folders(installed, homeless, monkeypatch):
-    monkeypatch.chdir(installed)
-    assert paths.data_dir() == installed / "data" / "cache"
+    for cache in (user_cache_path, lambda name, **_: Path("~/.cache") / name):
+        monkeypatch.setattr(paths, "user_cache_path", cache)
+        assert paths.data_dir() == installed / "data" / "cache"
     assert str(kernels_dir()).startswith("~"), "which is no folder; another takes its place"
     monkeypatch.setenv("CPT_DATA_DIR", "~/data")
     with pytest.raises(ValueError, match="CPT_DATA_DIR=~/data: this user has no home folder; give the whole path"):
