@@ -9,7 +9,7 @@
 module  kind             parameters    MACs  precision
 0       Linear                   15   66.7%  quantised
 1       Linear                    8   33.3%  float32 (left out)
-33.3% of the forward MACs of matmuls and convolutions run in float32: 1 33.3%
+33.3% of the forward MACs of matmuls and convolutions run in float32: layer 1 33.3%
 in force in 1 layer: bits=not set, execution=simulated
 """
 
