@@ -10,26 +10,22 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 COLLECTED = "cpt_core.extensions"
 FORMER_NAMES = {"choosing": "search", "inspecting": "diagnostics"}  # of subpackages, until the release after 0.4
 
 
-class _MissingModules:
+def _explain_missing(name: str, path: Any = None, target: Any = None) -> None:
     """Explain a missing module of the package: a model that was pickled whole may name it."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        if name.startswith("cpt_core.") and not name.endswith(".__main__"):
-            said = f"No module named {name!r} in this release, see CHANGELOG.md. A model that was pickled whole, as by "
-            said += (
-                "torch.save(model), loads only in the release that wrote it: keep its state_dict() or export it there"
-            )
-            raise ModuleNotFoundError(said, name=name)
+    if name.startswith("cpt_core.") and not name.endswith(".__main__"):
+        said = f"No module named {name!r} in this release, see CHANGELOG.md. A model that was pickled whole, as by "
+        said += "torch.save(model), loads only in the release that wrote it: keep its state_dict() or export it there"
+        raise ModuleNotFoundError(said, name=name)
 
 
-sys.meta_path.append(_MissingModules)  # asked last
+sys.meta_path.append(SimpleNamespace(find_spec=_explain_missing))  # asked last
 
 
 def homes(package: str) -> dict[str, str]:

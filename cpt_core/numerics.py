@@ -1,10 +1,9 @@
 """The version of the numerics: within one, a seed gives the same bits on one machine, in layers of the paper.
 
-1 (release 0.1): a pool of random numbers for every model.
+1 (release 0.1): a pool of random numbers for every model;
 2 (0.2, 0.3): one hash of a key and a position, the same in every kernel.
 
-When ``tests/compatibility/test_losses.py`` fails for a change that is meant, add a line here, raise ``NUMERICS``, and
-run ``python -m bench.pinned_losses``.
+If ``tests/compatibility/test_losses.py`` fails for a change that is meant: raise it, ``python -m bench.pinned_losses``.
 """
 
 NUMERICS = 2

@@ -180,8 +180,7 @@ class PrecisionScheduler:
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         whole("last_step", state["last_step"], 0)
         numerics = whole("numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1)
-        ladders = state.get("ladders", {})  # none in files that were stored before there were ladders
-        theirs = {**state, "ladders": {name: d for name, d in ladders.items() if any(d.values())}}
+        theirs = {**state, "ladders": {n: d for n, d in state.get("ladders", {}).items() if any(d.values())}}
         mine = {**self.state_dict(), "layers": self._layers}
         if unknown := sorted(map(repr, set(state) - set(mine))):
             said = f"state has entries that this release does not know: {', '.join(unknown)}. It is of another "
