@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cpt_extras import files
 from cpt_lab.machine import DRIVERS, MachineWarning, existing_cores, shared_memory, usable_cores, usable_memory
@@ -103,12 +104,11 @@ def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
     return found
 
 
-def check_sweep(folder: Path, least: int, starts: bool = True) -> None:
+def check_sweep(folder: Path, starts: bool = True) -> None:
     """Warn of what is degraded for a sweep that writes into a folder, once in a process; takes milliseconds.
 
     Args:
         folder: of its store.
-        least: bytes that must be free there.
         starts: whether its runs are processes of their own.
 
     Raises:
@@ -120,7 +120,7 @@ def check_sweep(folder: Path, least: int, starts: bool = True) -> None:
         "kernels": partial(check_kernels, beside=folder / "kernels"),
         "git": check_git,
         "locks": partial(check_locks, folder),
-        "disk": partial(check_disk, folder, least),
+        "disk": partial(check_disk, folder),
         "GPU": check_gpu,
     }
     if starts:
@@ -155,11 +155,9 @@ def check_kernels(beside: Path | None = None) -> Check:
     Args:
         beside: a folder that takes them, by ``CPT_KERNELS_DIR``, where there is no other.
     """
-    from cpt_extras.kernels.backend import find_kernels
-
     if sys.platform == "win32" or os.environ.get("CPT_KERNELS") == "reference":
         return Check("kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for")
-    folder, reason, built, compiler = find_kernels()
+    folder, reason, built, compiler = _find_kernels()
     if folder is None and beside is not None:
         folder = _kernels_beside(beside)
     if folder is None:
@@ -178,13 +176,16 @@ def check_kernels(beside: Path | None = None) -> Check:
     return Check("kernels", "fine", where)
 
 
+def _find_kernels() -> Any:
+    """Return the ``Place`` of the C++ kernels, by name: only the backend opens them, and nothing is built here."""
+    return import_module("cpt_extras.kernels.cpp.spare_folders").find_place()
+
+
 def _kernels_beside(folder: Path) -> Path | None:
     """Let all processes keep kernels in a folder, by ``CPT_KERNELS_DIR``; return it, None where it is not safe."""
-    from cpt_extras.kernels.backend import find_kernels
-
     before = os.environ.get("CPT_KERNELS_DIR")
     os.environ["CPT_KERNELS_DIR"] = str(folder)
-    found: Path | None = find_kernels().folder
+    found: Path | None = _find_kernels().folder
     if found is None and before is None:
         del os.environ["CPT_KERNELS_DIR"]
     elif found is None and before is not None:

@@ -278,17 +278,18 @@ def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "check_git", lambda: Check("git", "degraded", "no commit", "install git"))
     monkeypatch.setattr(provenance, "_told", False)
     with pytest.warns(MachineWarning, match="git: no commit; install git") as said:
-        doctor.check_sweep(tmp_path / "a", 0)
+        doctor.check_sweep(tmp_path / "a")
     assert len(said) == 1
     assert provenance._told, "rows do not say it again"
     with warnings.catch_warnings(action="error"):
-        doctor.check_sweep(tmp_path / "a", 0)
-        doctor.check_sweep(tmp_path / "b", 0)
+        doctor.check_sweep(tmp_path / "a")
+        doctor.check_sweep(tmp_path / "b")
+    monkeypatch.setattr(doctor, "check_locks", lambda folder: Check("locks", "fine", "of no interest"))
     for _ in range(2):
-        refused("disk: .*a run needs", doctor.check_sweep, tmp_path / "c", 2**60, error=MachineError)
+        refused("disk: .*cannot be written to", doctor.check_sweep, Path("/proc/nope"), error=MachineError)
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nope")
-    doctor.check_sweep(tmp_path / "d", 0, starts=False)
-    refused("temporary: there is no folder", doctor.check_sweep, tmp_path / "d", 0, error=MachineError)
+    doctor.check_sweep(tmp_path / "d", starts=False)
+    refused("temporary: there is no folder", doctor.check_sweep, tmp_path / "d", error=MachineError)
 
 
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

@@ -39,7 +39,6 @@ from cpt_extras.int8.layers import encoded
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import gemm_backend, lstm, operators
 
-
 NUMERICS_BUFFER = "cpt_numerics"  # of a program: no operation reads it
 
 

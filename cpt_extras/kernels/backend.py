@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -73,11 +72,6 @@ def kernels_on(device: torch.device) -> str:
     return found if operators.active is torch.ops.cpt else "reference"  # inside ``reference``, too
 
 
-def find_kernels() -> Any:
-    """Return where the C++ kernels are kept, see ``cpp.spare_folders.Place``; builds and loads nothing."""
-    return importlib.import_module("cpt_extras.kernels.cpp.spare_folders").find_place()
-
-
 @contextmanager
 def reference() -> Iterator[None]:
     """Run the plain backend inside a ``with`` block, whatever is active outside: for comparisons."""
@@ -98,7 +92,10 @@ def _cpp(forced: bool) -> tuple[str, str]:
     from cpt_extras.kernels.cpp import build
 
     try:
-        where = _build_or_load(build)
+        try:
+            where = build.load()
+        except build.UnusableError as error:
+            where = importlib.import_module("cpt_extras.kernels.cpp.spare_folders").load(str(error))
         operators.gradient_node = True
         importlib.import_module("cpt_extras.kernels.layers")  # registers itself
         return "cpp", where
@@ -106,13 +103,6 @@ def _cpp(forced: bool) -> tuple[str, str]:
         if forced:
             raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
         return "reference", f"no C++ kernels: {error}"
-
-
-def _build_or_load(build: Any) -> str:
-    try:
-        return str(build.load())
-    except build.UnusableError as error:
-        return str(importlib.import_module("cpt_extras.kernels.cpp.spare_folders").load(str(error)))
 
 
 def _triton(forced: bool) -> tuple[str, str]:

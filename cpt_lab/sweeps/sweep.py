@@ -92,7 +92,7 @@ def run_grid(
     _check_data(specs, todo, held.values(), store, options)
     _warn_of_old_rows(store, [held[spec.key] for spec in specs if spec.key in done], len(todo))
     if todo:
-        check_sweep(store.parent, stores.FREE_BYTES, starts=options.workers != 0)
+        check_sweep(store.parent, starts=options.workers != 0)
         stores.check_source(store, commit())
         _sweep(_jobs(todo, store, options), _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store

@@ -6,9 +6,7 @@ its place and moved there, under a lock: processes that start at once build it o
 Loading a library runs it. So it is taken from a folder only where nobody else could have put it: it and the folders
 above belong to this user or to root, and others cannot write to them (above its own folder there may be one like
 ``/tmp``, where each may delete his own alone). And only if its content has the digest that was written when it was
-built; else it is built again.
-
-Where the cache cannot be used, ``spare_folders`` takes its place.
+built; else it is built again. Where the cache cannot be used, ``spare_folders`` has others.
 """
 
 from __future__ import annotations
@@ -194,7 +192,7 @@ def _load(library: Path) -> None:
 
 def build(library: Path) -> None:
     """Compile the kernels into a file, in one go."""
-    from cpt_extras.kernels.cpp.compilation import compile_library  # kernels are built once
+    from cpt_extras.kernels.cpp.compilation import compile_library
 
     if reason := compile_library(str(compiler()), flags_here(), SOURCES[0], library):
         raise NoKernelsError(reason)
