@@ -122,6 +122,15 @@ def test_a_failed_row_of_a_run_that_never_began_is_run_again(error, again, tmp_p
 # --- signals -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def default_signals():
+    """Answer signals as a program does that was not started by nohup; processes inherit that."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in signals.PASSED_ON}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", signals.PASSED_ON)
 def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_come(number, capsys):
     before = signal.getsignal(number)
