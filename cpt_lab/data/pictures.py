@@ -274,12 +274,13 @@ def report_pictures(report: DataReport, pictures: Mapping[str, PictureFacts], bi
 def report_orientation(report: DataReport, pictures: Mapping[str, PictureFacts]) -> None:
     """Add a fact about the pictures that are turned as their EXIF orientation has it."""
     turned = {name: p for name, p in pictures.items() if p.orientation > 1}
-    counts = list_counts({str(k): n for k, n in Counter(p.orientation for p in turned.values()).items()})
+    numbers = Counter(p.orientation for p in turned.values())
+    kinds = ", ".join(f"orientation {number}: {numbers[number]:,}" for number in sorted(numbers))
     if turned:
         report.add(
             "changed",
             f"EXIF orientation applied to {count_of(len(turned), 'picture')}, as viewers do "
-            f"(orientation and count: {counts}; {list_some(sorted(turned))})",
+            f"({kinds}; {list_some(sorted(turned))})",
         )
 
 

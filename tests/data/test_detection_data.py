@@ -325,7 +325,7 @@ FACTS = {  # what is there -> its files, what the report must say
     "turned and annotated as shown": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(6, (40, 30))},
         [
-            "changed: EXIF orientation applied to 1 picture, as viewers do (orientation and count: 6 1; JPEGImages",
+            "changed: EXIF orientation applied to 1 picture, as viewers do (orientation 6: 1; JPEGImages",
             "all 40 x 30 pixels",
         ],
     ),
