@@ -227,9 +227,7 @@ def test_both_arms_of_a_seed_start_alike_and_are_tested_on_other_pictures(engine
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return explorer.explorer.write_explorer(tmp_path_factory.mktemp("page") / "explorer.html").read_text(
-        encoding="utf-8"
-    )
+    return explorer.write_explorer(tmp_path_factory.mktemp("page") / "explorer.html").read_text(encoding="utf-8")
 
 
 def test_the_page_is_complete_in_itself_and_small(page):
@@ -245,7 +243,7 @@ def test_the_page_is_complete_in_itself_and_small(page):
 
 
 def test_it_leads_back_and_to_the_lesson(page, tmp_path):
-    told = explorer.explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
+    told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
     assert "Back to the course" not in page
     assert '<a href="index.html">Back to the course</a> <a href="notebooks/00_start_here.html">' in told
 
