@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cpt_extras import files
-from cpt_lab.data.report import count_of
 from cpt_lab.machine import DRIVERS, MachineWarning, existing_cores, shared_memory, usable_cores, usable_memory
 from cpt_lab.paths import CHECKOUT, runs_dir
 from cpt_lab.provenance import find_commit, told_of_commit
@@ -341,7 +340,7 @@ def check_cores() -> Check:
     if threads > usable:
         cost = f"{granted} granted, but torch takes {threads} threads in programs of your own, and is slower"
         return Check("cores", "degraded", cost, f"set OMP_NUM_THREADS={usable}; sweeps count right by themselves")
-    return Check("cores", "fine", f"{granted}; torch computes with {count_of(threads, 'thread')}")
+    return Check("cores", "fine", f"{granted}; threads of torch: {threads}")
 
 
 def check_memory() -> Check:
