@@ -342,8 +342,8 @@ def _drawn(files: PictureFiles, folder: Path, report: DataReport) -> tuple[Pictu
         pairs = [f"{_name(folder, one)} is {_name(folder, other)}" for one, other in sorted(copies.items())]
         report.add(
             "changed",
-            f"{count_of(len(copies), 'file')} are copies of others, byte for byte, and stand on their side of the "
-            f"split ({list_some(pairs)})",
+            f"copies of other files, byte for byte: {len(copies):,}; each is in the split of its original "
+            f"({list_some(pairs)})",
         )
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
     for path, label in files.samples:

@@ -458,7 +458,7 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "copies": (
         lambda: pets() | {name.replace("/", "/copy of "): file for name, file in list(pets().items())[:3]},
-        ["changed: 3 files are copies of others, byte for byte, and stand on their side of the split"],
+        ["changed: copies of other files, byte for byte: 3; each is in the split of its original"],
     ),
     "classes without a test picture": (
         lambda: {name: file for name, file in split_pets().items() if "val/cat" not in name},
