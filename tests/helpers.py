@@ -284,3 +284,18 @@ class ForeignCheckpoint(torch.autograd.Function):
             y = state.function(*xs)
         torch.autograd.backward(y, gradients)
         return None, *(x.grad for x in xs)
+
+
+TRACKED_RUNS = "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
+
+
+def train_tracked_runs(folder):
+    """Train the two runs that are sent to trackers, with their rows in a folder; return it."""
+    from typer.testing import CliRunner
+
+    from cpt_lab.commands import app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPT_RUNS_DIR", str(folder))
+        assert CliRunner().invoke(app, TRACKED_RUNS).exit_code == 0
+    return folder

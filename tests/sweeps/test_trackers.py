@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import TRACKED_RUNS, train_tracked_runs
 from typer.testing import CliRunner
 
 from cpt_lab.commands import app
@@ -12,16 +13,10 @@ from cpt_lab.sweeps import sweep, trackers
 from cpt_lab.sweeps.stores import claim, load_rows
 from cpt_lab.sweeps.trackers import TRACKERS, Sender, TrackedRun
 
-RUN = "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CPT_RUNS_DIR", str(folder))
-        assert CliRunner().invoke(app, RUN).exit_code == 0
-    return folder
+    return train_tracked_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def tracked(monkeypatch):
 
 
 def run(*words):
-    shown = CliRunner().invoke(app, [*RUN, "--log", "memory", *words])
+    shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", "memory", *words])
     return shown.exit_code, shown.output
 
 
@@ -129,7 +124,7 @@ def test_tracker_that_is_not_there_is_told_before_anything_runs(tmp_path, monkey
     expected = {name: f"get it with: pip install {name}" for name in ("mlflow", "wandb", "trackio")}
     expected |= {"broken": "broken cannot be imported (an old protobuf)", "comet": "unknown log 'comet'; choose from"}
     for tracker, said in expected.items():
-        shown = CliRunner().invoke(app, [*RUN, "--log", tracker])
+        shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", tracker])
         assert said in str(shown.exception)
         assert not (tmp_path / "smoke").exists()
     with pytest.raises(ValueError, match="unknown log ''"):

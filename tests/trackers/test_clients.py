@@ -14,22 +14,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from helpers import TRACKED_RUNS, train_tracked_runs
 from typer.testing import CliRunner
 
 from cpt_lab.commands import app
 from cpt_lab.sweeps.stores import load_curve, load_rows
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the clients are their own
-RUN = "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CPT_RUNS_DIR", str(folder))
-        assert CliRunner().invoke(app, RUN).exit_code == 0
-    return folder
+    return train_tracked_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ def curves(runs, rows):
 
 
 def log(tracker):
-    shown = CliRunner().invoke(app, [*RUN, "--log", tracker])
+    shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", tracker])
     assert shown.exit_code == 0, shown.output
     return next(line for line in shown.output.splitlines() if line.startswith("rows sent: "))
 
@@ -138,7 +134,7 @@ def test_mlflow_that_does_not_answer_costs_no_run(runs, monkeypatch):
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         mlflow.set_tracking_uri(uri)
-        shown = CliRunner().invoke(app, [*RUN, "--log", "mlflow"])
+        shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", "mlflow"])
     assert (shown.exit_code, shown.output.count("mlflow did not take")) == (1, 1)
     assert "2 ok" in shown.output
     mlflow.set_tracking_uri(f"sqlite:///{runs / 'mlflow.db'}")
