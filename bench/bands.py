@@ -26,17 +26,30 @@ SEEDS = range(12)
 def smoke(dataset: str, arm: str) -> list[RunSpec]:
     """Smoke runs of the notebook on an embedded data set."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return designs.quality_cost("smoke", dataset, schedules=[] if static else [arm], static_bits=static, seeds=SEEDS)
+    return designs.quality_cost(
+        "smoke",
+        dataset,
+        schedules=[] if static else [arm],
+        static_bits=static,
+        seeds=SEEDS,
+    )
 
 
-image, detection = (partial(smoke, name) for name in ("digits", "digit-scenes"))  # notebooks 03, 04
+image, detection = (
+    partial(smoke, name) for name in ("digits", "digit-scenes")
+)  # notebooks 03, 04
 
 
 # name of the band -> (specs of an arm, the arm, the control, the metric)
 BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
     "smoke accuracy of static 8": (image, "static 8", "static 2", "accuracy"),
     "smoke accuracy of ER": (image, "ER", "static 2", "accuracy"),
-    "smoke loss of the detector with static 8": (detection, "static 8", "static 1", "loss"),
+    "smoke loss of the detector with static 8": (
+        detection,
+        "static 8",
+        "static 1",
+        "loss",
+    ),
     "smoke loss of the detector with ER": (detection, "ER", "static 1", "loss"),
 }
 
@@ -49,23 +62,41 @@ def measured(specs: list[RunSpec], metric: str) -> list[float]:
 def main() -> None:
     """Measure and write ``data/results/bands.json``; with --only, the bands whose name has these words."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="part of a band's name; the others stay as they are")
+    parser.add_argument(
+        "--only", default="", help="part of a band's name; the others stay as they are"
+    )
     only = parser.parse_args().only
     torch.set_num_threads(1)
     path = results_dir() / "bands.json"
-    bands = {k: v for k, v in json.loads(path.read_text())["bands"].items() if only and k in BANDS}
+    bands = {
+        k: v
+        for k, v in json.loads(path.read_text())["bands"].items()
+        if only and k in BANDS
+    }
     for name, (specs, arm, control_arm, metric) in BANDS.items():
         if only not in name:
             continue
-        values, control = measured(specs(arm), metric), measured(specs(control_arm), metric)
+        values, control = (
+            measured(specs(arm), metric),
+            measured(specs(control_arm), metric),
+        )
         mean, sigma = statistics.mean(values), statistics.stdev(values)
         low, high = round(mean - 4 * sigma, 4), round(mean + 4 * sigma, 4)
         outside = sum(not low <= c <= high for c in control)
-        print(f"{name}: {low} .. {high}; control outside for {outside} of {len(control)} seeds", flush=True)
+        print(
+            f"{name}: {low} .. {high}; control outside for {outside} of {len(control)} seeds",
+            flush=True,
+        )
         if outside < len(control):
-            raise SystemExit(f"the control {control_arm!r} falls inside the band of {name!r}: {control}")
+            raise SystemExit(
+                f"the control {control_arm!r} falls inside the band of {name!r}: {control}"
+            )
         bands[name] = {"low": low, "high": high, "values": values, "control": control}
-    content = {"command": "python -m bench.bands", "rule": "mean +- 4 standard deviations", "bands": bands}
+    content = {
+        "command": "python -m bench.bands",
+        "rule": "mean +- 4 standard deviations",
+        "bands": bands,
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

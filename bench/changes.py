@@ -26,13 +26,33 @@ from typing import Any, NamedTuple
 
 PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
-}  # fmt: skip
-CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Div,
+    ast.Mod: ast.Mult,
+}
+CALLED = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "floor": "ceil",
+    "ceil": "floor",
+}
 LEFT_ALONE = {"annotation", "returns", "decorator_list", "pattern"}  # fields of nodes
 
 
@@ -50,7 +70,9 @@ class Change(NamedTuple):
     after: str
 
 
-def changed_lines(ref: str, root: Path, folders: Sequence[str] = PACKAGES) -> dict[str, set[int]]:
+def changed_lines(
+    ref: str, root: Path, folders: Sequence[str] = PACKAGES
+) -> dict[str, set[int]]:
     """Return the lines of Python files in folders of ``root`` that a commit does not have, by file.
 
     Those of the working tree: what is not committed counts, and so do files that git does not know yet.
@@ -59,7 +81,13 @@ def changed_lines(ref: str, root: Path, folders: Sequence[str] = PACKAGES) -> di
         ValueError: for what is no commit.
     """
     found: dict[str, set[int]] = {}
-    plain = ("--unified=0", "--no-renames", "--no-ext-diff", "--no-color", "--dst-prefix=b/")
+    plain = (
+        "--unified=0",
+        "--no-renames",
+        "--no-ext-diff",
+        "--no-color",
+        "--dst-prefix=b/",
+    )
     for line in _git(root, "diff", *plain, ref, "--", *folders).splitlines():
         if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
             lines = found.setdefault(named[1], set())
@@ -68,9 +96,16 @@ def changed_lines(ref: str, root: Path, folders: Sequence[str] = PACKAGES) -> di
         elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
             lines.update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
     for name in _git(
-        root, "ls-files", "--others", "--exclude-standard", "--", *(f"{f}/*.py" for f in folders)
+        root,
+        "ls-files",
+        "--others",
+        "--exclude-standard",
+        "--",
+        *(f"{f}/*.py" for f in folders),
     ).splitlines():
-        found[name] = set(range(1, (root / name).read_text(encoding="utf-8").count("\n") + 2))
+        found[name] = set(
+            range(1, (root / name).read_text(encoding="utf-8").count("\n") + 2)
+        )
     return {name: lines for name, lines in found.items() if lines}
 
 
@@ -84,7 +119,11 @@ def _git(root: Path, *words: str) -> str:
 def changes(source: str, lines: Collection[int]) -> list[Change]:
     """Return the wrong changes of these lines of a source, those of a node after those of what it is in."""
     wrong = (pair for node in _nodes(ast.parse(source)) for pair in _wrong(node))
-    return [_change(source, old, new) for old, new in wrong if not lines_of(old).isdisjoint(lines)]
+    return [
+        _change(source, old, new)
+        for old, new in wrong
+        if not lines_of(old).isdisjoint(lines)
+    ]
 
 
 def lines_of(node: ast.expr | ast.stmt) -> set[int]:
@@ -107,11 +146,17 @@ def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.
     match node:
         case ast.Compare(ops=ops):
             for i, op in enumerate(ops):
-                yield node, _with(node, ops=[*ops[:i], COMPARED[type(op)](), *ops[i + 1 :]])
+                yield (
+                    node,
+                    _with(node, ops=[*ops[:i], COMPARED[type(op)](), *ops[i + 1 :]]),
+                )
         case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in COMPUTED:
             yield node, _with(node, op=COMPUTED[type(op)]())
         case ast.BoolOp(op=op):
-            yield node, _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+            yield (
+                node,
+                _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And()),
+            )
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield node, operand
         case ast.Constant(value=bool(value)):
@@ -127,7 +172,9 @@ def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.
             for i, keyword in enumerate(keywords):
                 if keyword.arg is not None:
                     yield node, _with(node, keywords=keywords[:i] + keywords[i + 1 :])
-        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+        case ast.Return(value=ast.expr() as value) if not (
+            isinstance(value, ast.Constant) and value.value is None
+        ):
             yield node, ast.Return()
         case ast.Expr(value=ast.Call()):
             yield node, ast.Pass()
@@ -160,10 +207,18 @@ def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> 
         new, (ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Call)
     ):
         text = f"({text})"  # whatever stands around it
-    changed = lines[first][: old.col_offset] + text.encode() + lines[last - 1][old.end_col_offset :]
+    changed = (
+        lines[first][: old.col_offset]
+        + text.encode()
+        + lines[last - 1][old.end_col_offset :]
+    )
     start, stop = first, last
-    while source.find(before := b"".join(lines[start:stop]).decode()) != source.rfind(before):
+    while source.find(before := b"".join(lines[start:stop]).decode()) != source.rfind(
+        before
+    ):
         start, stop = (start - 1, stop) if start else (0, stop + 1)
     after = b"".join([*lines[start:first], changed, *lines[last:stop]]).decode()
-    was, becomes = (shorten(ast.unparse(node), 80, placeholder=" ...") for node in (old, new))
+    was, becomes = (
+        shorten(ast.unparse(node), 80, placeholder=" ...") for node in (old, new)
+    )
     return Change(f"line {old.lineno}: `{was}` becomes `{becomes}`", before, after)

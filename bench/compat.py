@@ -22,7 +22,9 @@ CHECK = Path(__file__).with_name("compat_check.py")
 
 
 def _uv() -> str:
-    found = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    found = shutil.which(
+        "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     if found is None:
         raise SystemExit("compat needs uv: pip install uv")
     return found
@@ -30,51 +32,107 @@ def _uv() -> str:
 
 def _environment() -> dict[str, str]:
     """Ours, without the checkout, with the Pythons of pyenv, whose shims answer for the chosen one only."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CPT_", "VIRTUAL_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "CPT_", "VIRTUAL_"))
+    }
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    return {**kept, "PATH": os.pathsep.join([*map(str, pyenv.glob("versions/*/bin")), os.environ["PATH"]])}
+    return {
+        **kept,
+        "PATH": os.pathsep.join(
+            [*map(str, pyenv.glob("versions/*/bin")), os.environ["PATH"]]
+        ),
+    }
 
 
 def _call(*words: str | Path, cwd: Path) -> tuple[bool, str]:
-    done = subprocess.run(words, cwd=cwd, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=cwd, env=_environment(), capture_output=True, text=True
+    )
     return done.returncode == 0, (done.stdout + done.stderr).strip()
 
 
 def _reason(said: str) -> str:
     """The last line that says something."""
-    return next((line.strip(" ╰─▶│") for line in reversed(said.splitlines()) if line.strip()), "no message")[:140]
+    return next(
+        (line.strip(" ╰─▶│") for line in reversed(said.splitlines()) if line.strip()),
+        "no message",
+    )[:140]
 
 
 def build(uv: str, folder: Path) -> Path:
     """Build the wheel by way of the source distribution, which takes no stale files along."""
-    there, said = _call(uv, "build", "-q", "--no-build-isolation", "-p", sys.executable, "-o", folder, ROOT, cwd=folder)
+    there, said = _call(
+        uv,
+        "build",
+        "-q",
+        "--no-build-isolation",
+        "-p",
+        sys.executable,
+        "-o",
+        folder,
+        ROOT,
+        cwd=folder,
+    )
     if not there:
         raise SystemExit(f"compat could not build the wheel:\n{said}")
     return next(folder.glob("*.whl"))
 
 
-def combination(uv: str, wheel: Path, python: str, torch: str, backend: str, links: list[str]) -> list[str]:
+def combination(
+    uv: str, wheel: Path, python: str, torch: str, backend: str, links: list[str]
+) -> list[str]:
     """Return a line of the table: what was asked for, what was installed, and how the check went."""
     with tempfile.TemporaryDirectory(prefix="cpt-compat-") as name:
         place = Path(name)
         there, said = _call(uv, "venv", "-q", "-p", python, place / "venv", cwd=place)
         if not there:
-            return [python, torch, "-", f"skipped: no Python {python} here ({_reason(said)})"]
+            return [
+                python,
+                torch,
+                "-",
+                f"skipped: no Python {python} here ({_reason(said)})",
+            ]
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
         source = ["--torch-backend", "cpu"] if backend == "cpu" else []
         source += [word for folder in links for word in ("--find-links", folder)]
-        package = f"{wheel}[lab]"  # with the command line, which trains a model of digits
-        install = [uv, "pip", "install", "-q", "-p", str(place / "venv"), *source, package, wanted]
+        package = (
+            f"{wheel}[lab]"  # with the command line, which trains a model of digits
+        )
+        install = [
+            uv,
+            "pip",
+            "install",
+            "-q",
+            "-p",
+            str(place / "venv"),
+            *source,
+            package,
+            wanted,
+        ]
         there, said = _call(*install, cwd=place)
         if not there:
-            return [python, torch, "-", f"skipped: {wanted} cannot be installed ({_reason(said)})"]
+            return [
+                python,
+                torch,
+                "-",
+                f"skipped: {wanted} cannot be installed ({_reason(said)})",
+            ]
         passed, said = _call(place / "venv" / "bin" / "python", CHECK, cwd=place)
         lines = said.splitlines()
         words = lines[0].split() if lines else []
         installed = words[words.index("torch") + 1] if "torch" in words else "-"
-        failed = [line for line in lines if not line.startswith("ok ")][1:] or [_reason(said)]
+        failed = [line for line in lines if not line.startswith("ok ")][1:] or [
+            _reason(said)
+        ]
         good = sum(line.startswith("ok ") for line in lines)
-        return [python, torch, installed, f"passed: {good} parts" if passed else f"FAILED: {'; '.join(failed)}"]
+        return [
+            python,
+            torch,
+            installed,
+            f"passed: {good} parts" if passed else f"FAILED: {'; '.join(failed)}",
+        ]
 
 
 def main() -> int:
@@ -89,7 +147,11 @@ def main() -> int:
         wheel = build(uv, Path(folder))
         for python in given.python:
             for torch in given.torch:
-                lines.append(combination(uv, wheel, python, torch, given.backend, given.find_links))
+                lines.append(
+                    combination(
+                        uv, wheel, python, torch, given.backend, given.find_links
+                    )
+                )
                 print("{:<7} torch {:<8} {:<14} {}".format(*lines[-1]), flush=True)
     failed = sum(line[3].startswith("FAILED") for line in lines)
     passed = sum(line[3].startswith("passed") for line in lines)

@@ -20,7 +20,9 @@ import cpt_core as cpt
 
 def network() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
+    )
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +30,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x.sum(1) > 0).long()
 
 
-def stepper(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], torch.Tensor]:
+def stepper(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[int], torch.Tensor]:
     def step(number: int) -> torch.Tensor:
         x, y = batch(number)
         loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -41,13 +45,26 @@ def stepper(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 
 def schedules() -> None:
-    costs = {name: cpt.make_schedule(name, q_min=3, q_max=8, total_steps=64_000).relative_cost() for name in cpt.SUITE}
+    costs = {
+        name: cpt.make_schedule(
+            name, q_min=3, q_max=8, total_steps=64_000
+        ).relative_cost()
+        for name in cpt.SUITE
+    }
     assert len(costs) == 10
     assert costs["RR"] < costs["CR"] < 1
 
 
 def solver() -> None:
-    assert abs(cpt.solve_schedule(0.6, q_min=3, q_max=8, total_steps=64_000).relative_cost() - 0.6) < 0.01
+    assert (
+        abs(
+            cpt.solve_schedule(
+                0.6, q_min=3, q_max=8, total_steps=64_000
+            ).relative_cost()
+            - 0.6
+        )
+        < 0.01
+    )
 
 
 def training() -> None:
@@ -82,9 +99,15 @@ def recurrent_and_graph() -> None:
 def attention() -> None:
     torch.manual_seed(0)
     config = cpt.QuantConfig().with_gradient_rounding("nearest")
-    model, x = cpt.quantize_(torch.nn.MultiheadAttention(8, 2, batch_first=True), config), torch.randn(2, 5, 8)
+    model, x = (
+        cpt.quantize_(torch.nn.MultiheadAttention(8, 2, batch_first=True), config),
+        torch.randn(2, 5, 8),
+    )
     with cpt.precision(model, bits=4):
-        eager, compiled = model(x, x, x)[0], torch.compile(model, backend="aot_eager")(x, x, x)[0]
+        eager, compiled = (
+            model(x, x, x)[0],
+            torch.compile(model, backend="aot_eager")(x, x, x)[0],
+        )
         eager.sum().backward()
     assert torch.allclose(eager, compiled, atol=1e-5)
     assert cpt.check(model, (x, x, x)).quantized_share == 1
@@ -98,7 +121,11 @@ def codes() -> None:
     x, gradients = batch(0)[0], []
     for execution in ("simulated", "integer"):
         torch.manual_seed(0)
-        config = cpt.QuantConfig(execution=execution).with_shared_steps().with_gradient_rounding("nearest")
+        config = (
+            cpt.QuantConfig(execution=execution)
+            .with_shared_steps()
+            .with_gradient_rounding("nearest")
+        )
         model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(16, 1)), config)
         with cpt.precision(model, bits=8):
             model(x).square().mean().backward()
@@ -114,7 +141,9 @@ def exported() -> None:
         expected = model.eval()(x[:5])
     with tempfile.TemporaryDirectory() as folder:
         torch.export.save(cpt.export(model, (x,)), f"{folder}/model.pt2")
-        assert torch.equal(torch.export.load(f"{folder}/model.pt2").module()(x[:5]), expected)
+        assert torch.equal(
+            torch.export.load(f"{folder}/model.pt2").module()(x[:5]), expected
+        )
 
 
 def operations() -> None:
@@ -125,23 +154,48 @@ def operations() -> None:
 def range_test() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = cpt.search.precision_range_test(model, stepper(model, optimizer), optimizer, q_max=8, bits=(2, 4), dwell=20)
+    found = cpt.search.precision_range_test(
+        model, stepper(model, optimizer), optimizer, q_max=8, bits=(2, 4), dwell=20
+    )
     assert "8" in str(found)
 
 
 def digits() -> None:
-    words = [sys.executable, "-m", "cpt_lab", "run", "digits/mlp6", "--scale", "smoke", "--arms", "CR"]
+    words = [
+        sys.executable,
+        "-m",
+        "cpt_lab",
+        "run",
+        "digits/mlp6",
+        "--scale",
+        "smoke",
+        "--arms",
+        "CR",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
 
 
-PARTS = (schedules, solver, training, recurrent_and_graph, attention, codes, exported, operations, range_test, digits)
+PARTS = (
+    schedules,
+    solver,
+    training,
+    recurrent_and_graph,
+    attention,
+    codes,
+    exported,
+    operations,
+    range_test,
+    digits,
+)
 
 
 def main() -> int:
     warnings.simplefilter("ignore")
-    print(f"python {platform.python_version()} torch {torch.__version__} cpt_core {cpt.__file__}")
+    print(
+        f"python {platform.python_version()} torch {torch.__version__} cpt_core {cpt.__file__}"
+    )
     failed = 0
     for part in PARTS:
         try:
@@ -149,7 +203,9 @@ def main() -> int:
             print(f"ok {part.__name__}")
         except Exception:
             failed += 1
-            print(f"failed {part.__name__}: {traceback.format_exc().strip().splitlines()[-1]}")
+            print(
+                f"failed {part.__name__}: {traceback.format_exc().strip().splitlines()[-1]}"
+            )
     return min(failed, 1)
 
 

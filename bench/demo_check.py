@@ -39,9 +39,15 @@ def missing(book: Any, own_runs: bool) -> list[str]:
         shown = [output.get("data", {}) for output in cell.outputs]
         if any(output.output_type == "error" for output in cell.outputs):
             lines.append(f"{cell.id}: it ended in an error")
-        if _last_line(cell).startswith(DRAWS) and not any(PICTURE in data for data in shown):
+        if _last_line(cell).startswith(DRAWS) and not any(
+            PICTURE in data for data in shown
+        ):
             lines.append(f"{cell.id}: no picture of {_last_line(cell)}")
-        if TABULATES in cell.source and TRAINS not in cell.source and not any(TABLE in data for data in shown):
+        if (
+            TABULATES in cell.source
+            and TRAINS not in cell.source
+            and not any(TABLE in data for data in shown)
+        ):
             lines.append(f"{cell.id}: no table of {_last_line(cell)}")
         if TRAINS in cell.source and own_runs:
             if not any(PICTURE in data for data in shown):
@@ -49,7 +55,13 @@ def missing(book: Any, own_runs: bool) -> list[str]:
             if not any(CLAIMS in data.get(TABLE, "") for data in shown):
                 lines.append(f"{cell.id}: no claims about the runs that it made")
     sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
-    for words in (TRAINS, "figures.figure_", "settings_table(", "claims_table(", "printed_table("):
+    for words in (
+        TRAINS,
+        "figures.figure_",
+        "settings_table(",
+        "claims_table(",
+        "printed_table(",
+    ):
         if not any(words in source for source in sources):
             lines.append(f"no cell calls {words.rstrip('(')}")
     return lines
@@ -65,14 +77,18 @@ def run(number: str, folder: Path) -> list[str]:
 
     (path,) = FOLDER.glob(f"{number}_*.ipynb")
     copy = folder / path.name
-    papermill.execute_notebook(path, copy, {"scale": "demo"}, cwd=str(FOLDER), progress_bar=False)
+    papermill.execute_notebook(
+        path, copy, {"scale": "demo"}, cwd=str(FOLDER), progress_bar=False
+    )
     return missing(nbformat.read(copy, as_version=4), own_runs=True)
 
 
 def main() -> int:
     """Run the notebooks, print what is missing, and return 1 if anything is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=PAPER, choices=PAPER, help="numbers of notebooks")
+    parser.add_argument(
+        "--only", nargs="+", default=PAPER, choices=PAPER, help="numbers of notebooks"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the notebooks that ran")
     given = parser.parse_args()
     failed = 0

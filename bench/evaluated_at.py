@@ -25,13 +25,25 @@ from cpt_lab.studies.h7.arms import CASES
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train
 
-TASKS, BITS, SEEDS = ("digits", "characters", "gcn", "ptb"), (3, 4, 5, 6, 8), range(600, 608)
+TASKS, BITS, SEEDS = (
+    ("digits", "characters", "gcn", "ptb"),
+    (3, 4, 5, 6, 8),
+    range(600, 608),
+)
 
 
 def qualities(name: str, trained: int, seed: int) -> dict[str, float]:
     """Return the quality at every precision of evaluation: points, or -100 times the logarithm of the perplexity."""
     recipe = CASES[name].recipe
-    spec = RunSpec(recipe, StaticSchedule(trained, recipe.steps), 8, 8, seed, f"static {trained}", "demo")
+    spec = RunSpec(
+        recipe,
+        StaticSchedule(trained, recipe.steps),
+        8,
+        8,
+        seed,
+        f"static {trained}",
+        "demo",
+    )
     task = task_of(spec)
     run = train(task, spec)
     model, data = run.model.eval(), task(spec, torch.device("cpu"))
@@ -51,10 +63,21 @@ def main() -> None:
     for name in TASKS:
         for seed in SEEDS:
             for trained in BITS:
-                rows.append({"task": name, "seed": seed, "trained": trained, "quality": qualities(name, trained, seed)})
+                rows.append(
+                    {
+                        "task": name,
+                        "seed": seed,
+                        "trained": trained,
+                        "quality": qualities(name, trained, seed),
+                    }
+                )
                 print(rows[-1], flush=True)
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {"command": "python -m bench.evaluated_at", "rows": rows, "provenance": where}
+    kept = {
+        "command": "python -m bench.evaluated_at",
+        "rows": rows,
+        "provenance": where,
+    }
     write_text(results_dir() / "evaluated_at.json", json.dumps(kept, indent=1) + "\n")
 
 

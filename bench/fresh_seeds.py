@@ -26,23 +26,31 @@ def complete(grid: str) -> list[Row]:
     keys = [spec.key for spec in fresh(grid)]
     rows = [known[key] for key in keys if key in known]
     checksums = {checksum for _, checksum in data_of(grid)}
-    whole = len(rows) == len(keys) and {row["data_checksum"] for row in rows} == checksums
+    whole = (
+        len(rows) == len(keys) and {row["data_checksum"] for row in rows} == checksums
+    )
     return rows if whole else []
 
 
 def main() -> None:
     """Compare, print, write."""
     path, kept = results_dir() / "fresh_seeds.json", dict[str, Any]()
-    before = json.loads(path.read_text(encoding="utf-8"))["grids"] if path.is_file() else {}
+    before = (
+        json.loads(path.read_text(encoding="utf-8"))["grids"] if path.is_file() else {}
+    )
     for grid in (name for study in studies("arms") for name in study.GRIDS):
         if not (rows := complete(grid)):
             kept |= {grid: before[grid]} if grid in before else {}
             continue
         found = repeated(grid, rows)
         print(grid, *found, sep="\n  ", flush=True)
-        sources = {(row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows}
+        sources = {
+            (row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows
+        }
         if not all(commit and dirty is False for commit, dirty in sources):
-            raise ValueError(f"{grid}: some of its rows are not those of a clean commit")
+            raise ValueError(
+                f"{grid}: some of its rows are not those of a clean commit"
+            )
         kept[grid] = {
             "runs": len(rows),
             "commits": sorted(commit for commit, _ in sources),
@@ -50,7 +58,11 @@ def main() -> None:
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
             "effects": {one.now.what: list(one.now.values) for one in found},
         }
-    write_text(path, json.dumps({"command": "python -m bench.fresh_seeds", "grids": kept}, indent=1) + "\n")
+    write_text(
+        path,
+        json.dumps({"command": "python -m bench.fresh_seeds", "grids": kept}, indent=1)
+        + "\n",
+    )
 
 
 if __name__ == "__main__":

@@ -22,19 +22,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAME, TOKEN = "cpt-check", "of-this-check"
-BUILDERS = {"docker": ("docker", "info"), "podman": ("podman", "info"), "buildah": ("buildah", "info")}
-ISOLATION = ("--isolation", "chroot", "--network", "host")  # buildah's, which asks for no daemon and no privileges
+BUILDERS = {
+    "docker": ("docker", "info"),
+    "podman": ("podman", "info"),
+    "buildah": ("buildah", "info"),
+}
+ISOLATION = (
+    "--isolation",
+    "chroot",
+    "--network",
+    "host",
+)  # buildah's, which asks for no daemon and no privileges
 
 
 def _works(builder: str) -> bool:
-    return shutil.which(builder) is not None and subprocess.run(BUILDERS[builder], capture_output=True).returncode == 0
+    return (
+        shutil.which(builder) is not None
+        and subprocess.run(BUILDERS[builder], capture_output=True).returncode == 0
+    )
 
 
 def build(builder: str, base: str | None) -> None:
     """Build the image from the checkout, in which .dockerignore leaves out what git does."""
     arguments = ["--build-arg", f"BASE_IMAGE={base}"] if base else []
     more = [*ISOLATION, "--layers"] if builder == "buildah" else []
-    subprocess.run([builder, "build", *more, *arguments, "-t", NAME, "."], cwd=ROOT, check=True)
+    subprocess.run(
+        [builder, "build", *more, *arguments, "-t", NAME, "."], cwd=ROOT, check=True
+    )
 
 
 @contextmanager
@@ -52,16 +66,27 @@ def running(builder: str, port: int) -> Iterator[list[str]]:
             f"JUPYTER_TOKEN={TOKEN}",
             NAME,
         ]
-        made = subprocess.run([builder, *start], check=True, capture_output=True, text=True).stdout.strip()
+        made = subprocess.run(
+            [builder, *start], check=True, capture_output=True, text=True
+        ).stdout.strip()
         try:
             yield [builder, "exec", made]
         finally:
             subprocess.run([builder, "rm", "-f", made], capture_output=True)
         return
-    made = subprocess.run([builder, "from", NAME], check=True, capture_output=True, text=True).stdout.strip()
+    made = subprocess.run(
+        [builder, "from", NAME], check=True, capture_output=True, text=True
+    ).stdout.strip()
     inside = [builder, "run", *ISOLATION, made, "--"]
-    said = json.loads(subprocess.run([builder, "inspect", made], check=True, capture_output=True).stdout)
-    command = [word if not word.startswith("--port") else f"--port={port}" for word in said["OCIv1"]["config"]["Cmd"]]
+    said = json.loads(
+        subprocess.run(
+            [builder, "inspect", made], check=True, capture_output=True
+        ).stdout
+    )
+    command = [
+        word if not word.startswith("--port") else f"--port={port}"
+        for word in said["OCIv1"]["config"]["Cmd"]
+    ]
     server = subprocess.Popen([*inside, "env", f"JUPYTER_TOKEN={TOKEN}", *command])
     try:
         yield inside
@@ -75,14 +100,18 @@ def running(builder: str, port: int) -> Iterator[list[str]]:
 def ask(port: int, path: str, patience: float = 120.0) -> dict:
     """Return what JupyterLab's server answers, as soon as it does."""
     end = time.monotonic() + patience
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"token {TOKEN}"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"token {TOKEN}"}
+    )
     while True:
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return dict(json.load(answer))
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             if time.monotonic() > end:
-                raise SystemExit(f"image: no answer from JupyterLab within {patience:.0f} seconds") from None
+                raise SystemExit(
+                    f"image: no answer from JupyterLab within {patience:.0f} seconds"
+                ) from None
             time.sleep(0.5)
 
 
@@ -104,7 +133,10 @@ print("image: DGL is for", "CUDA" if on_cuda else "the CPU alone: cpt_core.graph
 
 def look_inside(inside: list[str]) -> None:
     """Check what a GPU would need, and the machine as ``cpt doctor`` sees it."""
-    for what, words in (("what a GPU needs", ("-c", INSIDE)), ("cpt doctor", ("-m", "cpt_lab", "doctor"))):
+    for what, words in (
+        ("what a GPU needs", ("-c", INSIDE)),
+        ("cpt doctor", ("-m", "cpt_lab", "doctor")),
+    ):
         run = ["sh", "-c", 'cd /home/cpt/cpt && exec python "$@"', "sh", *words]
         if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
             raise SystemExit(f"image: {what} fails inside")
@@ -113,24 +145,38 @@ def look_inside(inside: list[str]) -> None:
 def main() -> None:
     """Build, start, ask, run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
-    parser.add_argument("--base", help="BASE_IMAGE of the Dockerfile, where its own cannot be had")
+    parser.add_argument(
+        "--builder", choices=BUILDERS, help="default: the first that works"
+    )
+    parser.add_argument(
+        "--base", help="BASE_IMAGE of the Dockerfile, where its own cannot be had"
+    )
     given = parser.parse_args()
     builder = given.builder or next(filter(_works, BUILDERS), None)
     if builder is None:
-        raise SystemExit(f"image needs one of {', '.join(BUILDERS)}; docker needs its daemon, too")
+        raise SystemExit(
+            f"image needs one of {', '.join(BUILDERS)}; docker needs its daemon, too"
+        )
     build(builder, given.base)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with running(builder, port) as inside:
-        listed = {entry["name"] for entry in ask(port, "/api/contents/notebooks")["content"]}
+        listed = {
+            entry["name"] for entry in ask(port, "/api/contents/notebooks")["content"]
+        }
         wanted = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
         if not wanted <= listed:
-            raise SystemExit(f"image: JupyterLab does not list {', '.join(sorted(wanted - listed))}")
+            raise SystemExit(
+                f"image: JupyterLab does not list {', '.join(sorted(wanted - listed))}"
+            )
         print(f"image: JupyterLab lists {len(wanted)} notebooks")
         look_inside(inside)
-        run = ["sh", "-c", "cd /home/cpt/cpt && python -m cpt_lab reproduce --notebook 00 --scale smoke"]
+        run = [
+            "sh",
+            "-c",
+            "cd /home/cpt/cpt && python -m cpt_lab reproduce --notebook 00 --scale smoke",
+        ]
         if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
             raise SystemExit("image: notebook 00 does not run inside")
     print("image: notebook 00 ran inside; all checks passed")

@@ -45,7 +45,11 @@ def start(specs: Path, store: Path) -> subprocess.Popen[str]:
     """Start a sweep in a process group of its own, as a terminal does."""
     command = [sys.executable, "-c", SWEEP, str(specs), str(store)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -60,7 +64,8 @@ def holder(lock: Path) -> int | None:
     except OSError:
         return None
     found = re.search(
-        rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ", Path("/proc/locks").read_text(encoding="utf-8")
+        rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ",
+        Path("/proc/locks").read_text(encoding="utf-8"),
     )
     return int(found[1]) if found else None
 
@@ -70,7 +75,9 @@ def claims(store: Path) -> list[Path]:
     return sorted((store.parent / f"{store.stem}.locks").glob("*.lock"))
 
 
-def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Random) -> bool:
+def strike(
+    kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Random
+) -> bool:
     """Kill; False when there was nothing of this kind to kill."""
     if kind == "sweep":
         sweep.kill()
@@ -83,7 +90,11 @@ def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Ran
     else:
         deadline = time.monotonic() + 20
         while sweep.poll() is None and time.monotonic() < deadline:
-            locks = [store.with_name(store.name + ".lock")] if kind == "writer" else claims(store)
+            locks = (
+                [store.with_name(store.name + ".lock")]
+                if kind == "writer"
+                else claims(store)
+            )
             held = [pid for pid in map(holder, locks) if pid is not None]
             pid = rng.choice(held) if held else sweep.pid
             if pid != sweep.pid:
@@ -100,12 +111,32 @@ def facts(store: Path) -> dict[str, tuple[str, str]]:
     """What must not depend on what happened: the numbers of every row and of its curve."""
     out = {}
     for row in stores.load_rows(store):
-        numbers = {name: row.get(name) for name in ("status", "metrics", "bitops", "steps", "loss", "data_checksum")}
-        out[row["key"]] = (json.dumps(numbers, sort_keys=True), stores.load_curve(store, row["key"]).to_json())
+        numbers = {
+            name: row.get(name)
+            for name in (
+                "status",
+                "metrics",
+                "bitops",
+                "steps",
+                "loss",
+                "data_checksum",
+            )
+        }
+        out[row["key"]] = (
+            json.dumps(numbers, sort_keys=True),
+            stores.load_curve(store, row["key"]).to_json(),
+        )
     return out
 
 
-def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: int = 190, say=print) -> Counter[str]:
+def torture(
+    kills: int,
+    seed: int,
+    *,
+    seeds: tuple[int, ...] = (0, 1),
+    steps: int = 190,
+    say=print,
+) -> Counter[str]:
     """Kill ``kills`` times, over as many sweeps as it takes, and raise AssertionError when anything is lost.
 
     Returns:
@@ -116,7 +147,9 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         specs = designs.quality_cost("smoke", seeds=seeds, steps=steps)
-        (folder / "specs.json").write_text(json.dumps([spec.to_dict() for spec in specs]))
+        (folder / "specs.json").write_text(
+            json.dumps([spec.to_dict() for spec in specs])
+        )
         began = time.monotonic()
         run_grid(specs, folder / "calm" / "rows.jsonl", workers=0)
         span = time.monotonic() - began
@@ -135,37 +168,55 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
                     if sweep.poll() is None and strike(kind, sweep, store, rng):
                         struck += 1
                         done[kind] += 1
-                if struck >= kills or sweep.poll() is not None or kind not in ("run", "writer"):
+                if (
+                    struck >= kills
+                    or sweep.poll() is not None
+                    or kind not in ("run", "writer")
+                ):
                     status = sweep.wait()
                     if status == 0:
-                        held = {row["key"]: row["status"] for row in stores.load_rows(store)}
+                        held = {
+                            row["key"]: row["status"] for row in stores.load_rows(store)
+                        }
                         if len(held) == len(specs) and "failed" not in held.values():
                             break
                     sweep = start(folder / "specs.json", store)
             lines = [json.loads(line) for line in store.read_text().splitlines()]
-            finished = Counter(line["key"] for line in lines if line["status"] != "failed")
+            finished = Counter(
+                line["key"] for line in lines if line["status"] != "failed"
+            )
             assert set(finished) == set(expected), "a row was lost"
-            assert set(finished.values()) == {1}, f"a run was done twice: {finished.most_common(3)}"
+            assert set(finished.values()) == {1}, (
+                f"a run was done twice: {finished.most_common(3)}"
+            )
             assert facts(store) == expected, "a resumed run differs"
             left = [p.name for p in (store.parent / "rows.checkpoints").glob("*")]
             assert not left, left
-            assert {p.stem: (p.stat().st_size, holder(p)) for p in claims(store)} == dict.fromkeys(expected, (0, None))
+            assert {
+                p.stem: (p.stat().st_size, holder(p)) for p in claims(store)
+            } == dict.fromkeys(expected, (0, None))
             for log in (store.parent / "rows.logs").glob("*.log"):
                 done["resumed"] += log.read_text().count("goes on from step")
             done["failed rows"] += sum(line["status"] == "failed" for line in lines)
-            say(f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(done)}")
+            say(
+                f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(done)}"
+            )
     return done
 
 
 def main() -> None:
     """Run it from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     began = time.monotonic()
     done = torture(given.kills, given.seed)
-    print(f"{given.kills} kills in {time.monotonic() - began:.0f} s: {dict(done)}; nothing lost, nothing twice")
+    print(
+        f"{given.kills} kills in {time.monotonic() - began:.0f} s: {dict(done)}; nothing lost, nothing twice"
+    )
 
 
 if __name__ == "__main__":

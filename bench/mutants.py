@@ -39,7 +39,14 @@ from cpt_lab.machine import usable_cores
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-LEFT_OUT = (".*", "*.egg-info", "build", "dist", "runs", "cache")  # made by machines, or not read by tests
+LEFT_OUT = (
+    ".*",
+    "*.egg-info",
+    "build",
+    "dist",
+    "runs",
+    "cache",
+)  # made by machines, or not read by tests
 SECONDS = 900  # after this long a test hangs
 NEAREST = 4  # files of tests for a mutant that was made
 GREEN, RED = 0, 1  # what pytest ends with; all else is a test that did not run
@@ -86,12 +93,17 @@ def table(path: Path = TABLE) -> list[Mutant]:
 
 def made(ref: str, root: Path = ROOT) -> list[Mutant]:
     """Return the mutants that a machine makes from the lines that a commit does not have."""
-    texts = {p.relative_to(root / "tests").as_posix(): p.read_text("utf-8") for p in root.glob("tests/**/test_*.py")}
+    texts = {
+        p.relative_to(root / "tests").as_posix(): p.read_text("utf-8")
+        for p in root.glob("tests/**/test_*.py")
+    }
     found = []
     for file, lines in changed_lines(ref, root).items():
         tests = nearest(file, dict(sorted(texts.items())))
         source = (root / file).read_text(encoding="utf-8")
-        found += [Mutant(file, *change, tests, made=True) for change in changes(source, lines)]
+        found += [
+            Mutant(file, *change, tests, made=True) for change in changes(source, lines)
+        ]
     return found
 
 
@@ -102,12 +114,22 @@ def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
     there are none, some of its room.
     """
     module, name = file.removesuffix(".py").replace("/", "."), Path(file).stem
-    imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{name}\b")
-    listed = [test.partition("::")[0] for mutant in table() if mutant.file == file for test in mutant.tests]
+    imports = re.compile(
+        rf"{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{name}\b"
+    )
+    listed = [
+        test.partition("::")[0]
+        for mutant in table()
+        if mutant.file == file
+        for test in mutant.tests
+    ]
     room = [test for test in texts if Path(test).parent.name == Path(file).parent.name]
     named = [test for test in room if name in Path(test).stem]
     importing = [test for test in [*room, *texts] if imports.search(texts[test])]
-    found = dict.fromkeys([*(test for test in listed if test in texts), *named, *importing]) or room
+    found = (
+        dict.fromkeys([*(test for test in listed if test in texts), *named, *importing])
+        or room
+    )
     return tuple(found)[:NEAREST]
 
 
@@ -120,7 +142,9 @@ def problem(mutant: Mutant, root: Path = ROOT) -> str:
     if (count := source.count(mutant.before)) != 1 or mutant.before == mutant.after:
         return f"{mutant.before!r} is in the file {count} times, it must be there once and change"
     try:
-        ast.parse(source.replace(mutant.before, mutant.after) if path.suffix == ".py" else "")
+        ast.parse(
+            source.replace(mutant.before, mutant.after) if path.suffix == ".py" else ""
+        )
     except SyntaxError:
         return f"{mutant.after!r} makes no Python of it"
     for test in mutant.tests:
@@ -128,12 +152,16 @@ def problem(mutant: Mutant, root: Path = ROOT) -> str:
         path = root / "tests" / file
         parts = re.sub(r"\[.*", "", name).split("::") if name else []
         text = path.read_text(encoding="utf-8") if path.is_file() else None
-        if text is None or not all(re.search(rf"^ *(def|class) {part}\b", text, re.M) for part in parts):
+        if text is None or not all(
+            re.search(rf"^ *(def|class) {part}\b", text, re.M) for part in parts
+        ):
             return f"there is no test {test}"
     return "" if mutant.tests else "no test is named"
 
 
-def run(tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT) -> tuple[int, str]:
+def run(
+    tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT
+) -> tuple[int, str]:
     """Run tests in a copy of the checkout, with a mutant or without; return what pytest ended with, and its output."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "checkout"
@@ -142,14 +170,35 @@ def run(tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT) -
             path = copy / mutant.file
             text = path.read_text(encoding="utf-8").replace(mutant.before, mutant.after)
             path.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DGLBACKEND": "pytorch"}
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds a start, and no test here needs one
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "OMP_NUM_THREADS": "1",
+            "DGLBACKEND": "pytorch",
+        }
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
+            "1"  # seconds a start, and no test here needs one
+        )
         try:
             done = subprocess.run(
                 [*command, *(f"tests/{test}" for test in tests)],
-                cwd=copy, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                cwd=copy,
+                env=environment,
+                timeout=SECONDS,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         except subprocess.TimeoutExpired:
             return -1, f"no end after {SECONDS} s"
         return done.returncode, done.stdout
@@ -164,7 +213,11 @@ def tried(mutant: Mutant, root: Path = ROOT) -> str:
         return "killed by " + ", ".join(re.findall(r"^FAILED tests/(\S+)", said, re.M))
     if mutant.made and status != GREEN:
         return "killed, its tests do not run"
-    return "SURVIVED" if status == GREEN else f"NOT TRIED, its tests did not run:\n{said[-2000:]}"
+    return (
+        "SURVIVED"
+        if status == GREEN
+        else f"NOT TRIED, its tests did not run:\n{said[-2000:]}"
+    )
 
 
 def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
@@ -173,9 +226,15 @@ def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
     with ThreadPoolExecutor(jobs) as pool:
         sound = pool.submit(run, named, None, root)
         good = []
-        for mutant, said in zip(mutants, pool.map(lambda m: tried(m, root), mutants), strict=True):
+        for mutant, said in zip(
+            mutants, pool.map(lambda m: tried(m, root), mutants), strict=True
+        ):
             good.append(said.startswith("killed"))
-            print(f"{mutant}: {said}" + (f"\n{mutant.difference()}" if said == "SURVIVED" else ""), flush=True)
+            print(
+                f"{mutant}: {said}"
+                + (f"\n{mutant.difference()}" if said == "SURVIVED" else ""),
+                flush=True,
+            )
         status, said = sound.result()
     if status != GREEN:
         print(f"the tests are not green without a mutant either:\n{said[-2000:]}")
@@ -184,10 +243,25 @@ def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
 
 def main() -> None:
     """Run it from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-j", "--jobs", type=int, default=usable_cores(), help="mutants at a time")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="those whose file or description holds a word")
-    parser.add_argument("--changed", nargs="?", const="HEAD", metavar="COMMIT", help="made from lines that it has not")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=usable_cores(), help="mutants at a time"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="those whose file or description holds a word",
+    )
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="COMMIT",
+        help="made from lines that it has not",
+    )
     parser.add_argument("--most", type=int, default=40, help="made ones at most (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw among more")
     given = parser.parse_args()
@@ -195,17 +269,25 @@ def main() -> None:
         listed = made(given.changed) if given.changed else table()
     except ValueError as error:
         sys.exit(str(error))
-    chosen = [m for m in listed if not given.only or any(word in str(m) for word in given.only)]
+    chosen = [
+        m
+        for m in listed
+        if not given.only or any(word in str(m) for word in given.only)
+    ]
     if not chosen and given.changed:
         sys.exit(f"nothing to change in the lines that {given.changed} does not have")
     if not chosen:
         sys.exit(f"no mutant has {' or '.join(given.only)} in its file or description")
     if given.changed and given.most < len(chosen):
-        print(f"{given.most} of {len(chosen)}, drawn with seed {given.seed}", flush=True)
+        print(
+            f"{given.most} of {len(chosen)}, drawn with seed {given.seed}", flush=True
+        )
         chosen = random.Random(given.seed).sample(chosen, given.most)
     began = time.monotonic()
     alive = canary(chosen, given.jobs)
-    print(f"{len(chosen)} mutants in {time.monotonic() - began:.0f} s: {'all killed' if alive else 'NOT ALL KILLED'}")
+    print(
+        f"{len(chosen)} mutants in {time.monotonic() - began:.0f} s: {'all killed' if alive else 'NOT ALL KILLED'}"
+    )
     sys.exit(not alive)
 
 

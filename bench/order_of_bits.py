@@ -40,7 +40,9 @@ from cpt_lab.training.train import train
 LOW, HIGH, OUTPUT, STATIC, GRADIENTS, Q_MAX, SEEDS = 3, 5, 6, 4, 5, 8, range(700, 712)
 ORDERS = ("rising", "even", "falling")
 RECIPES: dict[str, Recipe] = {
-    f"characters, LSTM of {hidden}, {steps} steps": replace(CASES["characters"].recipe, hidden=hidden, steps=steps)
+    f"characters, LSTM of {hidden}, {steps} steps": replace(
+        CASES["characters"].recipe, hidden=hidden, steps=steps
+    )
     for hidden in (64, 128, 256)
     for steps in (160, 640)
 } | {"Penn Treebank, small": CASES["ptb"].recipe}
@@ -61,17 +63,39 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
     spec = RunSpec(recipe, static, Q_MAX, GRADIENTS, 0, "", "demo")
     task = task_of(spec)(spec, torch.device("cpu"))
     model = quantize_(task.model())
-    macs = count_bitops(model, task.inputs(next(iter(task.batches(0)))), static, q_grad=GRADIENTS).macs
-    output = {name: n for name, n in macs.items() if name == "decoder"} if recipe.dataset == "pydoc" else {}
+    macs = count_bitops(
+        model, task.inputs(next(iter(task.batches(0)))), static, q_grad=GRADIENTS
+    ).macs
+    output = (
+        {name: n for name, n in macs.items() if name == "decoder"}
+        if recipe.dataset == "pydoc"
+        else {}
+    )
     rest = {name: n for name, n in macs.items() if name not in output}
-    cost = {q: relative_cost([q], Q_MAX, q_grad=GRADIENTS) for q in (LOW, STATIC, HIGH, OUTPUT)}
-    left = (sum(macs.values()) * cost[STATIC] - sum(output.values()) * cost[OUTPUT]) / sum(rest.values())
+    cost = {
+        q: relative_cost([q], Q_MAX, q_grad=GRADIENTS)
+        for q in (LOW, STATIC, HIGH, OUTPUT)
+    }
+    left = (
+        sum(macs.values()) * cost[STATIC] - sum(output.values()) * cost[OUTPUT]
+    ) / sum(rest.values())
     high = round(recipe.steps * (left - cost[LOW]) / (cost[HIGH] - cost[LOW]))
-    found: dict[str, Schedule] = {order: ordered(order, high, recipe.steps) for order in ORDERS}
+    found: dict[str, Schedule] = {
+        order: ordered(order, high, recipe.steps) for order in ORDERS
+    }
     if output:
-        fixed = (tuple(output), StaticSchedule(OUTPUT, recipe.steps), sum(output.values()))
-        names = tuple(dict.fromkeys(name.split()[0] for name in rest))  # the gates of an LSTM run at its bits
-        found = {o: LayeredSchedule((fixed, (names, s, sum(rest.values())))) for o, s in found.items()}
+        fixed = (
+            tuple(output),
+            StaticSchedule(OUTPUT, recipe.steps),
+            sum(output.values()),
+        )
+        names = tuple(
+            dict.fromkeys(name.split()[0] for name in rest)
+        )  # the gates of an LSTM run at its bits
+        found = {
+            o: LayeredSchedule((fixed, (names, s, sum(rest.values()))))
+            for o, s in found.items()
+        }
     return {"static": static, **found}
 
 
@@ -79,7 +103,9 @@ def quality(spec: RunSpec) -> float:
     """Train, and return -100 times the logarithm of the test perplexity at 8 bits: a difference of 1 is a percent."""
     run = train(task_of(spec), spec)
     found: list[dict[str, Any]] = [m for m in run.metrics if m["split"] == "test"]
-    surprise = found[-1]["value"] if run.status == "ok" else OUTPUTS[spec.recipe.dataset]
+    surprise = (
+        found[-1]["value"] if run.status == "ok" else OUTPUTS[spec.recipe.dataset]
+    )
     return -100 * math.log(surprise)
 
 
@@ -95,9 +121,21 @@ def main() -> None:
             for arm, schedule in made[name].items():
                 spec = RunSpec(recipe, schedule, Q_MAX, GRADIENTS, seed, arm, "demo")
                 cost = schedule.relative_cost(q_max=Q_MAX, q_grad=GRADIENTS)
-                rows.append({"task": name, "seed": seed, "arm": arm, "cost": cost, "quality": quality(spec)})
+                rows.append(
+                    {
+                        "task": name,
+                        "seed": seed,
+                        "arm": arm,
+                        "cost": cost,
+                        "quality": quality(spec),
+                    }
+                )
                 print(rows[-1], flush=True)
-        kept = {"command": "python -m bench.order_of_bits", "rows": rows, "provenance": where}
+        kept = {
+            "command": "python -m bench.order_of_bits",
+            "rows": rows,
+            "provenance": where,
+        }
         write_text(path, json.dumps(kept, indent=1) + "\n")
 
 

@@ -33,17 +33,30 @@ def counted() -> pd.DataFrame:
     for name, grid in find_grids(None).items():
         if "paper" not in grid.scales:
             continue
-        specs = [spec for spec in grid.make("paper") if spec.key not in seen]  # a run of two grids counts in the first
+        specs = [
+            spec for spec in grid.make("paper") if spec.key not in seen
+        ]  # a run of two grids counts in the first
         if not specs:
             continue
         seen |= {spec.key for spec in specs}
         found = kept(specs[0])
         if found is None:
-            raise SystemExit(f"{name} was never measured here; first: cpt plan --measure --scale paper")
+            raise SystemExit(
+                f"{name} was never measured here; first: cpt plan --measure --scale paper"
+            )
         steps = [spec.recipe.steps for spec in specs]
         stored = sum(CURVE_BYTES * n + RUN_BYTES for n in steps) / 1e6
-        values = (name, grid.artefact, len(specs), sum(steps) / len(steps), found.macs / 1e9, stored)
-        lines.append(dict(zip(OF_A_ROW, (*values, 2 * found.checkpoint / 1e6), strict=True)))
+        values = (
+            name,
+            grid.artefact,
+            len(specs),
+            sum(steps) / len(steps),
+            found.macs / 1e9,
+            stored,
+        )
+        lines.append(
+            dict(zip(OF_A_ROW, (*values, 2 * found.checkpoint / 1e6), strict=True))
+        )
     return pd.DataFrame(lines, columns=OF_A_ROW)
 
 
@@ -56,18 +69,34 @@ def priced(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:
 
 def main() -> None:
     """Count, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tflops", type=float, default=10.0, help="float32 operations a second that are reached, in 10^12"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--price", type=float, default=2.0, help="of an hour of this GPU")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        default=10.0,
+        help="float32 operations a second that are reached, in 10^12",
+    )
+    parser.add_argument(
+        "--price", type=float, default=2.0, help="of an hour of this GPU"
+    )
     given = parser.parse_args()
     frame = counted()
-    kept_ = {"command": "python -m bench.paper_scale", "rows": frame.to_dict("records"), "provenance": source()}
+    kept_ = {
+        "command": "python -m bench.paper_scale",
+        "rows": frame.to_dict("records"),
+        "provenance": source(),
+    }
     write_text(results_dir() / "paper_scale.json", json.dumps(kept_, indent=1) + "\n")
     table = priced(frame, given.tflops, given.price)
     print(table.round(1).to_string(index=False))
-    print(table[["runs", "store_mb", "exaops", "hours", "money"]].sum().round(1).to_string())
+    print(
+        table[["runs", "store_mb", "exaops", "hours", "money"]]
+        .sum()
+        .round(1)
+        .to_string()
+    )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ class Pinned(NamedTuple):
     """What is pinned of a run."""
 
     losses: list[float]
-    noise_keys: str  # digest of the noise keys of all layers after the last of these steps
+    noise_keys: (
+        str  # digest of the noise keys of all layers after the last of these steps
+    )
 
 
 class _FinishedError(Exception):
@@ -74,12 +76,31 @@ def tiny_spec(name: str, arm: str) -> RunSpec:
         "image_resnet": ("digits", "resnet8_w8", {"batch": 8}),
         "graph_gcn": ("digits-graph", None, {}),
         "language_lstm": ("pydoc", None, {"train_tokens": 4000}),
-        "entailment_bert": ("templates", None, {"train_pairs": 64, "valid_pairs": 16, "test_pairs": 16}),
-        "detection_retinanet": ("digit-scenes", None, {"train_images": 8, "test_images": 4}),
+        "entailment_bert": (
+            "templates",
+            None,
+            {"train_pairs": 64, "valid_pairs": 16, "test_pairs": 16},
+        ),
+        "detection_retinanet": (
+            "digit-scenes",
+            None,
+            {"train_images": 8, "test_images": 4},
+        ),
     }[name]
-    settings: dict[str, Any] = {"n_cycles": 2, "evaluate_every": 0, "steps": 20, **changes}
+    settings: dict[str, Any] = {
+        "n_cycles": 2,
+        "evaluate_every": 0,
+        "steps": 20,
+        **changes,
+    }
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-        return run_spec(replace(recipe("smoke", dataset, model), **settings), arm, q_max=8, seed=0, scale="smoke")
+        return run_spec(
+            replace(recipe("smoke", dataset, model), **settings),
+            arm,
+            q_max=8,
+            seed=0,
+            scale="smoke",
+        )
 
 
 def pin_run(spec: RunSpec) -> Pinned:
@@ -119,8 +140,12 @@ def pin_roundings() -> dict[str, str]:
             for bits in (2, 5, 8):
                 for rounding, noise_key in (("nearest", None), ("stochastic", key)):
                     steps = torch.tensor(num_steps(bits))
-                    rounded = operators.active.fake_quantize(x, steps, granularity + zero, noise_key)[0]
-                    found[f"{granularity}{zero}, {bits} bits, {rounding}"] = _digest(_bytes(rounded))
+                    rounded = operators.active.fake_quantize(
+                        x, steps, granularity + zero, noise_key
+                    )[0]
+                    found[f"{granularity}{zero}, {bits} bits, {rounding}"] = _digest(
+                        _bytes(rounded)
+                    )
     return found
 
 
@@ -132,22 +157,34 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def find_changes(found: Pinned, stored: dict[str, Any], same_machine: bool) -> list[str]:
+def find_changes(
+    found: Pinned, stored: dict[str, Any], same_machine: bool
+) -> list[str]:
     """Return what is not as it was stored: noise keys and first losses, on the same machine all losses."""
     changes = []
     if found.noise_keys != stored["noise_keys"]:
         changes.append("the noise keys of its layers changed")
     pairs = list(zip(found.losses, stored["losses"], strict=True))
     if same_machine:
-        changes += [f"loss {i} is {now!r}, it was {was!r}" for i, (now, was) in enumerate(pairs, 1) if now != was][:3]
+        changes += [
+            f"loss {i} is {now!r}, it was {was!r}"
+            for i, (now, was) in enumerate(pairs, 1)
+            if now != was
+        ][:3]
     elif abs(pairs[0][0] / pairs[0][1] - 1) > FIRST_LOSS:
-        changes.append(f"the first loss is {pairs[0][0]!r}, it was {pairs[0][1]!r} on another machine")
+        changes.append(
+            f"the first loss is {pairs[0][0]!r}, it was {pairs[0][1]!r} on another machine"
+        )
     return changes
 
 
 def describe_machine() -> dict[str, Any]:
     """Return what must agree for losses to be equal bit for bit."""
-    found = {name: value for name, value in machine().items() if name not in ("threads", "switches")}
+    found = {
+        name: value
+        for name, value in machine().items()
+        if name not in ("threads", "switches")
+    }
     return {**found, **{name: version(name) for name in LIBRARIES}}
 
 
@@ -174,12 +211,26 @@ def computing_with(kernels: str) -> Iterator[None]:
 def main() -> int:
     """Write the file; refuse where the numbers changed on the machine of the old one and ``NUMERICS`` did not."""
     with computing_with("reference"):
-        runs = {f"{name} {arm}": pin_run(tiny_spec(name, arm))._asdict() for name, arm in RUNS}
-        found = {"numerics": NUMERICS, "machine": describe_machine(), "roundings": pin_roundings(), "runs": runs}
+        runs = {
+            f"{name} {arm}": pin_run(tiny_spec(name, arm))._asdict()
+            for name, arm in RUNS
+        }
+        found = {
+            "numerics": NUMERICS,
+            "machine": describe_machine(),
+            "roundings": pin_roundings(),
+            "runs": runs,
+        }
     if FILE.exists():
         before = json.loads(FILE.read_text(encoding="utf-8"))
-        if before["numerics"] == NUMERICS and before["machine"] == found["machine"] and before != found:
-            print(f"the numbers changed, and NUMERICS is still {NUMERICS}: raise it in cpt_core/numerics.py first")
+        if (
+            before["numerics"] == NUMERICS
+            and before["machine"] == found["machine"]
+            and before != found
+        ):
+            print(
+                f"the numbers changed, and NUMERICS is still {NUMERICS}: raise it in cpt_core/numerics.py first"
+            )
             return 1
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"written to {FILE}")

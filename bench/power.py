@@ -44,7 +44,14 @@ MARGINS = {  # of "no effect worth naming", tested at .05 on both sides: margin,
 
 if __name__ == "__main__":
     for name, (effect, sd, n, level, sides) in CASES.items():
-        alone, hardest = power(effect, sd, n, level, sides), power(effect, sd, n, level / 5, sides)
-        print(f"{name}: sd {sd:g}, n {n}: {alone:.2f} at {level:g}, {hardest:.2f} at {level / 5:g}")
+        alone, hardest = (
+            power(effect, sd, n, level, sides),
+            power(effect, sd, n, level / 5, sides),
+        )
+        print(
+            f"{name}: sd {sd:g}, n {n}: {alone:.2f} at {level:g}, {hardest:.2f} at {level / 5:g}"
+        )
     for name, (margin, sd, n) in MARGINS.items():
-        print(f"{name} when there is none: sd {sd:g}, n {n}: {equivalence(margin, sd, n):.2f}")
+        print(
+            f"{name} when there is none: sd {sd:g}, n {n}: {equivalence(margin, sd, n):.2f}"
+        )

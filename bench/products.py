@@ -36,7 +36,9 @@ PASSES = ("forward", "error", "weight")
 ROUNDS = 25
 
 
-def timed(multiply: Callable[..., torch.Tensor], *operands: torch.Tensor) -> Callable[[], float]:
+def timed(
+    multiply: Callable[..., torch.Tensor], *operands: torch.Tensor
+) -> Callable[[], float]:
     """Return a function that runs a product and returns its seconds."""
 
     def run() -> float:
@@ -49,7 +51,9 @@ def timed(multiply: Callable[..., torch.Tensor], *operands: torch.Tensor) -> Cal
 
 def in_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x (M, K) times weight (N, K) transposed."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, weight, None, "none", [], ""
+    )
     return product
 
 
@@ -60,21 +64,44 @@ def main() -> None:
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if not (gemm_backend.is_there() and torch.backends.mkl.is_available()):
         raise SystemExit("this torch has not both: MKL, and oneDNN's product")
-    print(f"{'oneDNN to MKL: median (minimum)':<32}" + "".join(f"{name:>16}" for name in PASSES) + "   MKL, forward")
+    print(
+        f"{'oneDNN to MKL: median (minimum)':<32}"
+        + "".join(f"{name:>16}" for name in PASSES)
+        + "   MKL, forward"
+    )
     counted = []
     for name, (M, K, N) in SHAPES.items():
         x, weight, d_y = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
-        operands = {"forward": (x, weight), "error": (d_y, weight.t()), "weight": (d_y.t(), x.t())}
+        operands = {
+            "forward": (x, weight),
+            "error": (d_y, weight.t()),
+            "weight": (d_y.t(), x.t()),
+        }
         libraries = {"onednn": in_onednn, "mkl": torch.nn.functional.linear}
-        variants = {(way, lib): timed(f, *operands[way]) for way in PASSES for lib, f in libraries.items()}
+        variants = {
+            (way, lib): timed(f, *operands[way])
+            for way in PASSES
+            for lib, f in libraries.items()
+        }
         times = measure(variants, ROUNDS)
         cells = [ratio(times[way, "onednn"], times[way, "mkl"]) for way in PASSES]
         rate = 2e-9 * M * K * N / min(times["forward", "mkl"])
-        print(f"{name:<32}" + "".join(f"{cell:>16}" for cell in cells) + f"   {rate:.0f} GFLOPS", flush=True)
+        print(
+            f"{name:<32}"
+            + "".join(f"{cell:>16}" for cell in cells)
+            + f"   {rate:.0f} GFLOPS",
+            flush=True,
+        )
         if M * K * N >= gemm_backend.LEAST:
-            counted += [statistics.median(times[w, "onednn"]) / statistics.median(times[w, "mkl"]) for w in PASSES]
+            counted += [
+                statistics.median(times[w, "onednn"])
+                / statistics.median(times[w, "mkl"])
+                for w in PASSES
+            ]
     mean = math.exp(statistics.mean(map(math.log, counted)))
-    print(f"{processor()}: {mean:.2f},  # now {gemm_backend.RATIOS.get(processor(), 'nothing')}")
+    print(
+        f"{processor()}: {mean:.2f},  # now {gemm_backend.RATIOS.get(processor(), 'nothing')}"
+    )
 
 
 if __name__ == "__main__":

@@ -32,13 +32,23 @@ TESTS = [
     ("language_model", "ptb", "lstm", 120, range(2, 7), 3),
     ("entailment", "templates", "bert_small", 100, range(2, 6), 3),
 ]
-PAPER = {"image": "3 (CIFAR), 4 (ImageNet)", "detection": "5", "graph": "3", "language_model": "5", "entailment": "5"}
+PAPER = {
+    "image": "3 (CIFAR), 4 (ImageNet)",
+    "detection": "5",
+    "graph": "3",
+    "language_model": "5",
+    "entailment": "5",
+}
 
 
 def main() -> None:
     """Measure and write; with --only, the entries whose name has these words."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="part of a name such as digits/mlp6; the others stay as they are")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="part of a name such as digits/mlp6; the others stay as they are",
+    )
     only = parser.parse_args().only
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
@@ -53,10 +63,20 @@ def main() -> None:
         found = recipe_range_test(r, bits=bits, dwell=dwell, seeds=range(seeds))
         print(f"{name}\n{found}\n", flush=True)
         held[name] = {
-            "task": task, "recipe_q_min": r.q_min, "paper_q_min": PAPER[task], **found.to_dict(),
-            "seconds": round(time.monotonic() - started, 1), "torch": torch.__version__, **commit(),
-        }  # fmt: skip
-        path.write_text(json.dumps({"command": "python -m bench.range_tests", "tests": held}, indent=1) + "\n")
+            "task": task,
+            "recipe_q_min": r.q_min,
+            "paper_q_min": PAPER[task],
+            **found.to_dict(),
+            "seconds": round(time.monotonic() - started, 1),
+            "torch": torch.__version__,
+            **commit(),
+        }
+        path.write_text(
+            json.dumps(
+                {"command": "python -m bench.range_tests", "tests": held}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ def record(release: str, name: str, checkout: Path) -> Path:
     """
     fresh = CORPUS / f"{name}.new"
     shutil.rmtree(fresh, ignore_errors=True)
-    settings = {"PYTHONPATH": str(checkout), "CPT_PRODUCTS": "torch", "OMP_NUM_THREADS": "1", "DGLBACKEND": "pytorch"}
+    settings = {
+        "PYTHONPATH": str(checkout),
+        "CPT_PRODUCTS": "torch",
+        "OMP_NUM_THREADS": "1",
+        "DGLBACKEND": "pytorch",
+    }
     command = [sys.executable, str(SCRIPT), release, str(fresh)]
     subprocess.run(command, cwd=checkout, env={**os.environ, **settings}, check=True)
     folder = CORPUS / name
@@ -43,7 +48,9 @@ def main() -> int:
     """Record a release."""
     parser = argparse.ArgumentParser(description="Record what a release writes.")
     parser.add_argument("release", help="version that its rows name, such as 0.3.0")
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="tree of the release")
+    parser.add_argument(
+        "--checkout", type=Path, default=ROOT, help="tree of the release"
+    )
     parser.add_argument("--name", help="of the folder; the release by default")
     given = parser.parse_args()
     print(record(given.release, given.name or given.release, given.checkout.resolve()))

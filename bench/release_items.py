@@ -54,31 +54,51 @@ def stand_in_for_orjson() -> None:
     if importlib.util.find_spec("orjson") is not None:
         return
     module: Any = types.ModuleType("orjson")
-    module.loads, module.JSONDecodeError, module.OPT_SORT_KEYS = json.loads, json.JSONDecodeError, 1
-    module.dumps = lambda value, option=0: json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    module.loads, module.JSONDecodeError, module.OPT_SORT_KEYS = (
+        json.loads,
+        json.JSONDecodeError,
+        1,
+    )
+    module.dumps = lambda value, option=0: json.dumps(
+        value, sort_keys=True, separators=(",", ":")
+    ).encode()
     sys.modules["orjson"] = module
 
 
 def tiny_spec(dataset: str, arm: str) -> Any:
     """Return a run of a few steps on embedded data."""
     recipe = find(
-        "cpt_lab.experiments.recipes.recipe", "cpt_core.experiments.recipes.recipe", "cpt_core.recipes.recipe"
+        "cpt_lab.experiments.recipes.recipe",
+        "cpt_core.experiments.recipes.recipe",
+        "cpt_core.recipes.recipe",
     )
     run_spec = find(
-        "cpt_lab.experiments.spec.run_spec", "cpt_core.experiments.spec.run_spec", "cpt_core.specs.run_spec"
+        "cpt_lab.experiments.spec.run_spec",
+        "cpt_core.experiments.spec.run_spec",
+        "cpt_core.specs.run_spec",
     )
     changes: dict[str, Any] = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 0}
     if dataset == "pydoc":
         changes["train_tokens"] = 4000
     if dataset == "digits-graph":
         changes["hidden"] = 8
-    return run_spec(replace(recipe("smoke", dataset), **changes), arm, q_max=8, seed=0, scale="smoke")
+    return run_spec(
+        replace(recipe("smoke", dataset), **changes),
+        arm,
+        q_max=8,
+        seed=0,
+        scale="smoke",
+    )
 
 
 def task_class_of(spec: Any) -> Any:
     """Return the task of a spec."""
     try:
-        places = ("cpt_lab.tasks.base", "cpt_lab.training.session", "cpt_core.training.session")
+        places = (
+            "cpt_lab.tasks.base",
+            "cpt_lab.training.session",
+            "cpt_core.training.session",
+        )
         return find(*(f"{place}.task_of" for place in places))(spec)
     except ImportError:
         return find("cpt_core.tasks.TASKS")[spec.recipe.task]
@@ -86,7 +106,11 @@ def task_class_of(spec: Any) -> Any:
 
 def record_rows(folder: Path) -> None:
     """Store the rows of some runs."""
-    run_grid = find("cpt_lab.sweeps.sweep.run_grid", "cpt_core.sweeps.sweep.run_grid", "cpt_core.runs.run_grid")
+    run_grid = find(
+        "cpt_lab.sweeps.sweep.run_grid",
+        "cpt_core.sweeps.sweep.run_grid",
+        "cpt_core.runs.run_grid",
+    )
     with tempfile.TemporaryDirectory() as place:
         store = Path(place) / "rows.jsonl"
         run_grid([tiny_spec(*run) for run in RUNS], store, workers=0, progress=False)
@@ -95,8 +119,16 @@ def record_rows(folder: Path) -> None:
 
 def record_checkpoint(folder: Path) -> None:
     """Store the checkpoint of a run, stopped on its way."""
-    train = find("cpt_lab.training.train.train", "cpt_core.training.train.train", "cpt_core.train.train")
-    stopped = find("cpt_lab.training.train.Stopped", "cpt_core.training.train.Stopped", "cpt_core.train.Stopped")
+    train = find(
+        "cpt_lab.training.train.train",
+        "cpt_core.training.train.train",
+        "cpt_core.train.train",
+    )
+    stopped = find(
+        "cpt_lab.training.train.Stopped",
+        "cpt_core.training.train.Stopped",
+        "cpt_core.train.Stopped",
+    )
     spec, steps = tiny_spec(*INTERRUPTED), []
 
     def note(*_: Any) -> None:
@@ -104,7 +136,13 @@ def record_checkpoint(folder: Path) -> None:
 
     path = folder / "checkpoint.pt"
     try:
-        train(task_class_of(spec), spec, checkpoint=path, on_step=note, should_stop=lambda: len(steps) >= STOP_AT - 1)
+        train(
+            task_class_of(spec),
+            spec,
+            checkpoint=path,
+            on_step=note,
+            should_stop=lambda: len(steps) >= STOP_AT - 1,
+        )
     except stopped:
         return
     raise RuntimeError("the run was not stopped")
@@ -122,7 +160,9 @@ def make_batch(step: int) -> torch.Tensor:
     return ((count * 40_503) % 65_536 - 32_768).float().view(4, 6) / 16_384
 
 
-def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range) -> list[float]:
+def train_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range
+) -> list[float]:
     """Train some steps; return their losses."""
     losses = []
     for step in steps:
@@ -148,7 +188,11 @@ def record_training(folder: Path) -> None:
     cpt = importlib.import_module("cpt_core")
     model, optimizer, scheduler = make_trainer(cpt)
     train_on(model, optimizer, scheduler, range(STATE_AT))
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    states = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
     torch.save(states, folder / "states.pt")
     losses = train_on(model, optimizer, scheduler, range(STATE_AT, 2 * STATE_AT))
     expected: dict[str, Any] = {"losses": losses}

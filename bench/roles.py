@@ -41,14 +41,20 @@ Arms = dict[str, tuple[Schedule, int | None]]
 def arms(found: Sensitivity, steps: int) -> Arms:
     """Return the schedules and gradient bits that are compared."""
     spent = allocate(found, BUDGET, LOWEST, Q_MAX, "roles", total_steps=steps)
-    return {"allocated": (spent, None), "3/8": (StaticSchedule(3, steps), 8), "4/5": (StaticSchedule(4, steps), 5)}
+    return {
+        "allocated": (spent, None),
+        "3/8": (StaticSchedule(3, steps), 8),
+        "4/5": (StaticSchedule(4, steps), 5),
+    }
 
 
 def quality(spec: RunSpec) -> float:
     """Train, and return accuracy in points, or -100 times the logarithm of the perplexity; on test data, at 8 bits."""
     run, text = train(task_of(spec), spec), spec.recipe.task == "language_model"
     name, chance = (
-        ("perplexity", OUTPUTS[spec.recipe.dataset]) if text else ("accuracy", 1 / OUTPUTS[spec.recipe.dataset])
+        ("perplexity", OUTPUTS[spec.recipe.dataset])
+        if text
+        else ("accuracy", 1 / OUTPUTS[spec.recipe.dataset])
     )
     value = run.metric(name) if run.status == "ok" else chance
     return -100 * math.log(value) if text else 100 * value
@@ -60,12 +66,25 @@ def main() -> None:
     path = results_dir() / "roles.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {"command": "python -m bench.roles", "measured": {}, "rows": [], **kept, "provenance": where}
+    kept = {
+        "command": "python -m bench.roles",
+        "measured": {},
+        "rows": [],
+        **kept,
+        "provenance": where,
+    }
     for task in TASKS:
         recipe = CASES[task].recipe
         if task not in kept["measured"]:
             found = recipe_sensitivity(
-                recipe, base=BASE, q_max=Q_MAX, windows=1, layers=1, estimate=False, roles=True, seeds=MEASURED
+                recipe,
+                base=BASE,
+                q_max=Q_MAX,
+                windows=1,
+                layers=1,
+                estimate=False,
+                roles=True,
+                seeds=MEASURED,
             )
             print(found, flush=True)
             kept["measured"][task] = found.to_dict()
@@ -74,7 +93,13 @@ def main() -> None:
         for seed in [s for s in SEEDS if s not in there]:
             for arm, (schedule, gradients) in made.items():
                 spec = RunSpec(recipe, schedule, Q_MAX, gradients, seed, arm, "demo")
-                row = {"task": task, "seed": seed, "arm": arm, "cost": spec.relative_cost, "quality": quality(spec)}
+                row = {
+                    "task": task,
+                    "seed": seed,
+                    "arm": arm,
+                    "cost": spec.relative_cost,
+                    "quality": quality(spec),
+                }
                 kept["rows"].append(row)
                 print(row, flush=True)
             write_text(path, json.dumps(kept, indent=1) + "\n")

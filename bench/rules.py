@@ -29,7 +29,13 @@ from cpt_lab.analysis.spreadsheets import write_csv
 from cpt_lab.paths import paper_dir
 
 ANALYSIS = "cpt_lab.analysis"
-CODE: tuple[Callable[..., Any], ...] = (claims.judge, claims.combined, claims.meant, table, tuned)
+CODE: tuple[Callable[..., Any], ...] = (
+    claims.judge,
+    claims.combined,
+    claims.meant,
+    table,
+    tuned,
+)
 HOME = "cpt_core.analysis"  # what this folder was called when the first rules were dated: a new name is no new rule
 LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
 
@@ -38,7 +44,9 @@ def fingerprint(claim: Claim) -> str:
     """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
     line = [getattr(claim, name) for name in LINE]
     code = reached([*CODE, MEASURES[claim.measure]])
-    return hashlib.sha256(json.dumps([line, sorted(code.items())]).encode()).hexdigest()[:8]
+    return hashlib.sha256(
+        json.dumps([line, sorted(code.items())]).encode()
+    ).hexdigest()[:8]
 
 
 def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
@@ -55,7 +63,9 @@ def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
             there = _meant(node, function)
             if inspect.isfunction(there):
                 left += [there] if there.__module__.startswith(ANALYSIS) else []
-            elif isinstance(there, (str, int, float, tuple, re.Pattern)) or _plain(there):
+            elif isinstance(there, (str, int, float, tuple, re.Pattern)) or _plain(
+                there
+            ):
                 value = there.pattern if isinstance(there, re.Pattern) else there
                 found[f"{home}.{ast.unparse(node)}"] = repr(value)
     return found
@@ -74,7 +84,9 @@ def _meant(node: ast.AST, function: Callable[..., Any]) -> Any:
 
 def _plain(there: Any) -> bool:
     """Whether it is a table of words and numbers."""
-    return isinstance(there, dict) and all(isinstance(value, (str, int, float)) for value in there.values())
+    return isinstance(there, dict) and all(
+        isinstance(value, (str, int, float)) for value in there.values()
+    )
 
 
 def words_of(function: Callable[..., Any]) -> list[list[str]]:
@@ -84,7 +96,14 @@ def words_of(function: Callable[..., Any]) -> list[list[str]]:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:]
     return [
-        [type(node).__name__, *(repr(v) for _, v in ast.iter_fields(node) if isinstance(v, (str, int, float)))]
+        [
+            type(node).__name__,
+            *(
+                repr(v)
+                for _, v in ast.iter_fields(node)
+                if isinstance(v, (str, int, float))
+            ),
+        ]
         for node in ast.walk(tree)
     ]
 
@@ -101,11 +120,15 @@ def main() -> None:
     old = claims.claims()
     new = [renewed(claim, now) for claim in old]
     lines = pd.DataFrame(map(asdict, new))
-    lines["margin"] = [f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
-                       for margin, test in zip(lines["margin"], lines["test"], strict=True)]  # fmt: skip
+    lines["margin"] = [
+        f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
+        for margin, test in zip(lines["margin"], lines["test"], strict=True)
+    ]
     write_csv(lines, paper_dir() / "claims.csv")
     changed = [b.id for a, b in zip(old, new, strict=True) if a != b]
-    print(f"{len(changed)} of {len(new)} rules dated {now}: {', '.join(changed) or 'none has changed'}")
+    print(
+        f"{len(changed)} of {len(new)} rules dated {now}: {', '.join(changed) or 'none has changed'}"
+    )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def mostly_float32(n: int) -> nn.Module:
 
 def cyclic(steps: int, n_cycles: int = 2) -> Any:
     """Return a schedule."""
-    return cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=steps, n_cycles=n_cycles)
+    return cpt.make_schedule(
+        "CR", q_min=3, q_max=8, total_steps=steps, n_cycles=n_cycles
+    )
 
 
 def deficits(n: int) -> Any:
@@ -114,7 +116,13 @@ def ledger_results(n: int, folder: Path) -> Call:
 
     def call() -> None:
         with ledger:
-            ledger.total(), ledger.by_layer(), ledger.costs(), ledger.float32, ledger.table()
+            (
+                ledger.total(),
+                ledger.by_layer(),
+                ledger.costs(),
+                ledger.float32,
+                ledger.table(),
+            )
 
     return call
 
@@ -147,7 +155,9 @@ def layered(n: int, folder: Path) -> Call:
     model = cpt.quantize_(chain(n))
 
     def call() -> None:
-        schedule = cpt.LayeredSchedule(tuple(((f"{i}",), cyclic(64), 16) for i in range(n)))
+        schedule = cpt.LayeredSchedule(
+            tuple(((f"{i}",), cyclic(64), 16) for i in range(n))
+        )
         schedule.relative_cost()
         cpt.PrecisionScheduler(model, schedule).step()
 
@@ -188,7 +198,9 @@ def copied_ranges(n: int, folder: Path) -> Call:
     return lambda: cpt.quantization.copy_ranges(source, target)
 
 
-def layers(call: Callable[[nn.Module], Any], make: Callable[[int], nn.Module] = quantized) -> Any:
+def layers(
+    call: Callable[[nn.Module], Any], make: Callable[[int], nn.Module] = quantized
+) -> Any:
     """Return the maker of a call on a model of n layers."""
     return lambda n, folder: partial(call, make(n))
 
@@ -206,7 +218,13 @@ def training(depth: int) -> dict[str, Any]:
         optimizer.step()
         return loss
 
-    return {"model": model, "train_step": train_step, "optimizer": optimizer, "seeds": (0, 1), "progress": False}
+    return {
+        "model": model,
+        "train_step": train_step,
+        "optimizer": optimizer,
+        "seeds": (0, 1),
+        "progress": False,
+    }
 
 
 def searched(search: Callable[..., Any], depth: int, **more: Any) -> Call:
@@ -223,10 +241,22 @@ def tried(n: int, folder: Path) -> Call:
 def allocated(n: int, folder: Path) -> Call:
     """Return the allocation of bits over n windows and as many groups."""
     rng = np.random.default_rng(0)
-    windows, groups = tuple((100 * i, 100 * i + 100) for i in range(n)), tuple((f"{i}",) for i in range(n))
+    windows, groups = (
+        tuple((100 * i, 100 * i + 100) for i in range(n)),
+        tuple((f"{i}",) for i in range(n)),
+    )
     responses = [tuple(tuple(1 + rng.random(n)) for _ in range(2)) for _ in range(2)]
     measured = cpt.search.Sensitivity(
-        "a model", "loss", 4, 100 * n, windows, groups, (16,) * n, (0, 1), (1.0, 1.1), *responses
+        "a model",
+        "loss",
+        4,
+        100 * n,
+        windows,
+        groups,
+        (16,) * n,
+        (0, 1),
+        (1.0, 1.1),
+        *responses,
     )
     return lambda: cpt.search.allocate(measured, 0.7, q_min=3, q_max=8, over="time")
 
@@ -259,7 +289,13 @@ def stored(n: int, folder: Path) -> Path:
     from cpt_lab.sweeps.lines import line_of, load_rows
 
     template = load_rows(results_dir() / "image_digits.jsonl")[0]
-    specs = grid_specs("digits/mlp6", "demo", list(range(-(-n // 4))), schedules=["CR", "RR"], static_bits=[4, 8])
+    specs = grid_specs(
+        "digits/mlp6",
+        "demo",
+        list(range(-(-n // 4))),
+        schedules=["CR", "RR"],
+        static_bits=[4, 8],
+    )
     rows = [{**template, "key": spec.key, "spec": spec.to_dict()} for spec in specs[:n]]
     store = folder / f"image_{n}.jsonl"
     store.write_bytes(b"".join(line_of(row) for row in rows))
@@ -307,7 +343,9 @@ def judged(n: int, folder: Path) -> Call:
     from cpt_lab.analysis.runs import load
 
     frame = load(stored(n, folder))
-    return partial(judged, frame, only=("cost_order", "gradients_stabilize", "cpt_improves"))
+    return partial(
+        judged, frame, only=("cost_order", "gradients_stabilize", "cpt_improves")
+    )
 
 
 def collected(n: int, folder: Path) -> Call:
@@ -333,7 +371,10 @@ def read_text(n: int, folder: Path) -> Call:
 
     for split, part in (("train", n), ("valid", n // 4), ("test", n // 4)):
         (folder / f"{split}.txt").write_text(
-            "\n".join(f"word{i % 50} follows the words of {split} here\n" for i in range(20 * part))
+            "\n".join(
+                f"word{i % 50} follows the words of {split} here\n"
+                for i in range(20 * part)
+            )
         )
     made = recipe("smoke", str(folder), task="language_model")
     return partial(load_text, replace(made, batch=2))
@@ -351,7 +392,13 @@ def read_graph(n: int, folder: Path) -> Call:
     }
     features = np.random.default_rng(0).random((n, 3), dtype=np.float32)
     pairs = torch.stack(edges(n)).numpy()
-    np.savez(folder / "graph.npz", edge_index=pairs, features=features, labels=np.arange(n) % 3, **parts)
+    np.savez(
+        folder / "graph.npz",
+        edge_index=pairs,
+        features=features,
+        labels=np.arange(n) % 3,
+        **parts,
+    )
     return partial(load_graph, recipe("smoke", str(folder / "graph.npz"), task="graph"))
 
 
@@ -368,15 +415,32 @@ def read_images(n: int, folder: Path) -> Call:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(path)
     made = recipe("smoke", str(folder / "pictures"), task="image")
-    return partial(load_images, replace(made, size=12, valid_images=0, train_images=None))
+    return partial(
+        load_images, replace(made, size=12, valid_images=0, train_images=None)
+    )
 
 
 # what the library alone makes, or what has no input that grows; classes of values cost what their fields do
 CONSTANT = {
-    **dict.fromkeys(("quantization.QUANTIZERS", "schedules.PROFILES", "FORMATS", "SUITE", "formats.COSTS"), "a table"),
+    **dict.fromkeys(
+        (
+            "quantization.QUANTIZERS",
+            "schedules.PROFILES",
+            "FORMATS",
+            "SUITE",
+            "formats.COSTS",
+        ),
+        "a table",
+    ),
     **dict.fromkeys(("QuantizationWarning", "search.RangeTestWarning"), "a warning"),
     **dict.fromkeys(
-        ("bitops.BitOpsPlan", "search.PrecisionRange", "search.Tried", "kernels.Backend", "diagnostics.Recording"),
+        (
+            "bitops.BitOpsPlan",
+            "search.PrecisionRange",
+            "search.Tried",
+            "kernels.Backend",
+            "diagnostics.Recording",
+        ),
         "a result, made by a function of the list",
     ),
     **dict.fromkeys(
@@ -402,13 +466,26 @@ CONSTANT = {
 
 CASES = {
     "ledger": Case("BitOpsLedger", "layers", 48, partial(in_ledger, quantized)),
-    "ledger, float32 layers": Case("BitOpsLedger", "layers", 48, partial(in_ledger, mostly_float32)),
-    "ledger, model not converted": Case("BitOpsLedger", "layers", 48, partial(in_ledger, chain)),
+    "ledger, float32 layers": Case(
+        "BitOpsLedger", "layers", 48, partial(in_ledger, mostly_float32)
+    ),
+    "ledger, model not converted": Case(
+        "BitOpsLedger", "layers", 48, partial(in_ledger, chain)
+    ),
     "ledger, layer by layer": Case("BitOpsLedger", "layers", 48, layer_by_layer),
     "ledger, results": Case("BitOpsLedger", "layers", 48, ledger_results),
-    "count_bitops": Case("count_bitops", "layers", 16, layers(lambda m: cpt.count_bitops(m, (X,), cyclic(64))), 4),
+    "count_bitops": Case(
+        "count_bitops",
+        "layers",
+        16,
+        layers(lambda m: cpt.count_bitops(m, (X,), cyclic(64))),
+        4,
+    ),
     "count_bitops, steps": Case(
-        "count_bitops", "steps", 20_000, lambda n, folder: partial(cpt.count_bitops, quantized(1), (X,), cyclic(n))
+        "count_bitops",
+        "steps",
+        20_000,
+        lambda n, folder: partial(cpt.count_bitops, quantized(1), (X,), cyclic(n)),
     ),
     "uncounted_functions": Case(
         "diagnostics.uncounted_functions",
@@ -417,12 +494,18 @@ CASES = {
         layers(lambda m: cpt.diagnostics.uncounted_functions(m, (X,))),
         4,
     ),
-    "check": Case("check", "layers", 8, layers(lambda m: cpt.check(m, (X,)).details()), 4),
-    "summary": Case("summary", "layers", 16, layers(lambda m: str(cpt.summary(m, (X,))))),
+    "check": Case(
+        "check", "layers", 8, layers(lambda m: cpt.check(m, (X,)).details()), 4
+    ),
+    "summary": Case(
+        "summary", "layers", 16, layers(lambda m: str(cpt.summary(m, (X,))))
+    ),
     "record": Case("diagnostics.record", "layers", 16, recorded_step),
     "record, steps": Case("diagnostics.record", "steps", 16, recorded_steps, 2),
     "quantize_": Case("quantize_", "layers", 32, layers(cpt.quantize_, chain)),
-    "quantize_, layers by name": Case("quantize_", "layers and names", 160, lambda n, f: partial(mostly_float32, n)),
+    "quantize_, layers by name": Case(
+        "quantize_", "layers and names", 160, lambda n, f: partial(mostly_float32, n)
+    ),
     "restore_": Case("restore_", "layers", 256, layers(cpt.restore_)),
     "copy_ranges": Case("quantization.copy_ranges", "layers", 32, copied_ranges),
     "precision": Case("precision", "layers, each with its bits", 24, in_precision),
@@ -430,39 +513,71 @@ CASES = {
         "PrecisionScheduler",
         "layers",
         32,
-        lambda n, folder: partial(cpt.PrecisionScheduler, cpt.quantize_(chain(n)), cyclic(64)),
+        lambda n, folder: partial(
+            cpt.PrecisionScheduler, cpt.quantize_(chain(n)), cyclic(64)
+        ),
     ),
     "PrecisionScheduler, steps": Case(
         "PrecisionScheduler",
         "steps",
         50_000,
-        lambda n, folder: partial(cpt.PrecisionScheduler, cpt.quantize_(chain(1)), cyclic(n)),
+        lambda n, folder: partial(
+            cpt.PrecisionScheduler, cpt.quantize_(chain(1)), cyclic(n)
+        ),
     ),
-    "PrecisionScheduler.step": Case("PrecisionScheduler", "layers", 32, lambda n, folder: scheduler_step(n, 64)),
-    "PrecisionScheduler.step, steps": Case("PrecisionScheduler", "steps", 50_000, lambda n, f: scheduler_step(1, n)),
-    "PrecisionScheduler, its state": Case("PrecisionScheduler", "layers", 32, scheduler_state),
+    "PrecisionScheduler.step": Case(
+        "PrecisionScheduler", "layers", 32, lambda n, folder: scheduler_step(n, 64)
+    ),
+    "PrecisionScheduler.step, steps": Case(
+        "PrecisionScheduler", "steps", 50_000, lambda n, f: scheduler_step(1, n)
+    ),
+    "PrecisionScheduler, its state": Case(
+        "PrecisionScheduler", "layers", 32, scheduler_state
+    ),
     "LayeredSchedule": Case("LayeredSchedule", "groups", 12, layered),
-    "make_schedule": Case("make_schedule", "steps", 50_000, lambda n, folder: lambda: cyclic(n).relative_cost()),
+    "make_schedule": Case(
+        "make_schedule",
+        "steps",
+        50_000,
+        lambda n, folder: lambda: cyclic(n).relative_cost(),
+    ),
     "make_schedule, cycles": Case(
-        "make_schedule CyclicSchedule", "cycles", 256, lambda n, folder: lambda: cyclic(16 * n, n).bits()
+        "make_schedule CyclicSchedule",
+        "cycles",
+        256,
+        lambda n, folder: lambda: cyclic(16 * n, n).bits(),
     ),
     "DelayedSchedule": Case(
-        "DelayedSchedule", "steps", 50_000, lambda n, folder: lambda: cpt.DelayedSchedule(cyclic(n), n // 4, 32).bits()
+        "DelayedSchedule",
+        "steps",
+        50_000,
+        lambda n, folder: lambda: cpt.DelayedSchedule(cyclic(n), n // 4, 32).bits(),
     ),
     "RoleSchedules": Case(
         "RoleSchedules",
         "steps",
         50_000,
-        lambda n, folder: lambda: cpt.RoleSchedules(weight=cyclic(n), activation=8, gradient=8).relative_cost(),
+        lambda n, folder: (
+            lambda: cpt.RoleSchedules(
+                weight=cyclic(n), activation=8, gradient=8
+            ).relative_cost()
+        ),
     ),
-    "DeficitSchedule": Case("DeficitSchedule", "windows", 256, lambda n, folder: lambda: deficits(n).relative_cost()),
+    "DeficitSchedule": Case(
+        "DeficitSchedule",
+        "windows",
+        256,
+        lambda n, folder: lambda: deficits(n).relative_cost(),
+    ),
     "TableSchedule": Case(
         "schedules.TableSchedule schedule_from_dict",
         "entries",
         256,
         lambda n, folder: (
             lambda: cpt.schedule_from_dict(
-                cpt.schedules.TableSchedule(tuple((3 + i % 5, 4) for i in range(n))).to_dict()
+                cpt.schedules.TableSchedule(
+                    tuple((3 + i % 5, 4) for i in range(n))
+                ).to_dict()
             ).relative_cost()
         ),
     ),
@@ -470,26 +585,38 @@ CASES = {
         "FunctionSchedule",
         "steps",
         4096,
-        lambda n, folder: lambda: cpt.FunctionSchedule(lambda u: 3 + 5 * u, n).relative_cost(),
+        lambda n, folder: (
+            lambda: cpt.FunctionSchedule(lambda u: 3 + 5 * u, n).relative_cost()
+        ),
     ),
     "solve_schedule": Case(
-        "solve_schedule", "steps", 4096, lambda n, folder: partial(cpt.solve_schedule, 0.7, 3, 8, n, 2)
+        "solve_schedule",
+        "steps",
+        4096,
+        lambda n, folder: partial(cpt.solve_schedule, 0.7, 3, 8, n, 2),
     ),
     "quantize": Case(
-        "quantize", "numbers", 10_000, lambda n, folder: partial(cpt.quantize, torch.linspace(0, 1, n), 4)
+        "quantize",
+        "numbers",
+        10_000,
+        lambda n, folder: partial(cpt.quantize, torch.linspace(0, 1, n), 4),
     ),
     "sensitivity": Case(
         "search.sensitivity search.Sensitivity",
         "layers",
         2,
-        lambda n, f: searched(cpt.search.sensitivity, n, windows=1, layers=1, steps=2, estimate=False),
+        lambda n, f: searched(
+            cpt.search.sensitivity, n, windows=1, layers=1, steps=2, estimate=False
+        ),
         2,
     ),
     "sensitivity, steps": Case(
         "search.sensitivity",
         "steps",
         4,
-        lambda n, f: searched(cpt.search.sensitivity, 1, windows=1, layers=1, steps=n, estimate=True),
+        lambda n, f: searched(
+            cpt.search.sensitivity, 1, windows=1, layers=1, steps=n, estimate=True
+        ),
         2,
     ),
     "allocate": Case("search.allocate", "windows and groups", 8, allocated, 2),
@@ -497,12 +624,23 @@ CASES = {
         "search.precision_range_test",
         "steps",
         4,
-        lambda n, folder: searched(cpt.search.precision_range_test, 1, q_max=5, dwell=n),
+        lambda n, folder: searched(
+            cpt.search.precision_range_test, 1, q_max=5, dwell=n
+        ),
     ),
     "try_precision": Case("search.try_precision", "steps", 32, tried, 4),
-    "Graph": Case("Graph", "edges", 512, lambda n, folder: lambda: cpt.Graph(graph(n).indptr, graph(n).indices, n)),
-    "GraphConv": Case("GraphConv", "nodes and edges", 512, partial(graph_layer, cpt.GraphConv)),
-    "SAGEConv": Case("SAGEConv", "nodes and edges", 512, partial(graph_layer, cpt.SAGEConv)),
+    "Graph": Case(
+        "Graph",
+        "edges",
+        512,
+        lambda n, folder: lambda: cpt.Graph(graph(n).indptr, graph(n).indices, n),
+    ),
+    "GraphConv": Case(
+        "GraphConv", "nodes and edges", 512, partial(graph_layer, cpt.GraphConv)
+    ),
+    "SAGEConv": Case(
+        "SAGEConv", "nodes and edges", 512, partial(graph_layer, cpt.SAGEConv)
+    ),
     "rows: load_rows": Case("", "rows", 64, read_rows),
     "rows: append_row": Case("", "rows in the store", 64, appended),
     "rows: load, by_arm, write_csv": Case("", "rows", 64, tabulated),
@@ -542,8 +680,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             n = case.n * case.more
             made(case, case.n, Path(folder, "first"))()  # imports, caches, kernels
-            small, large = (seconds(case, size, Path(folder, str(size))) for size in (n, 4 * n))
-        print(f"{name:32}{n:>10,} {case.grows:15.15}{small:14.4f}{large:9.4f}{large / small:7.1f}", flush=True)
+            small, large = (
+                seconds(case, size, Path(folder, str(size))) for size in (n, 4 * n)
+            )
+        print(
+            f"{name:32}{n:>10,} {case.grows:15.15}{small:14.4f}{large:9.4f}{large / small:7.1f}",
+            flush=True,
+        )
         slow += [name] if large / small > MAX_RATIO and large > 0.02 else []
     print(f"more than {MAX_RATIO} times as much at 4 n: {', '.join(slow) or 'none'}")
     return 1 if slow else 0

@@ -23,13 +23,17 @@ from cpt_lab.training.recipe_trials import recipe_sensitivity
 
 def measured(case: MeasuredCase) -> Sensitivity:
     """Measure one case on its own seeds, 50 and up."""
-    return recipe_sensitivity(case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured))
+    return recipe_sensitivity(
+        case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured)
+    )
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=list(CASES), help="one case; the others stay as they are")
+    parser.add_argument(
+        "--only", choices=list(CASES), help="one case; the others stay as they are"
+    )
     only = parser.parse_args().only
     torch.set_num_threads(1)
     path = results_dir() / FILE
@@ -42,11 +46,20 @@ def main() -> None:
             {**source(), "machine": machine(), "versions": versions()},
         )
         with FileLock(path.with_name(f"{path.name}.lock")):
-            held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+            held = (
+                json.loads(path.read_text(encoding="utf-8"))["cases"]
+                if path.exists()
+                else {}
+            )
             held[name] = {**found.to_dict(), "seconds": seconds, "provenance": where}
             ordered = {name: held[name] for name in CASES if name in held}
             write_text(
-                path, json.dumps({"command": "python -m bench.sensitivities", "cases": ordered}, indent=1) + "\n"
+                path,
+                json.dumps(
+                    {"command": "python -m bench.sensitivities", "cases": ordered},
+                    indent=1,
+                )
+                + "\n",
             )
 
 

@@ -14,7 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "tests", "bench", "book", "browser")
+FOLDERS = (
+    "cpt_core",
+    "cpt_extras",
+    "cpt_lab",
+    "cpt_lessons",
+    "tests",
+    "bench",
+    "book",
+    "browser",
+)
 SUFFIXES = (".py", ".cpp", ".h")
 
 THREE_LINES = """
@@ -38,7 +47,9 @@ def count_lines(paths: Iterable[Path]) -> int:
 
 def source_files(folder: str) -> list[Path]:
     """Return the Python and C++ files of a folder of the repository."""
-    return sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
+    return sorted(
+        path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES
+    )
 
 
 def loaded_lines() -> int:
@@ -48,7 +59,9 @@ def loaded_lines() -> int:
         subprocess.CalledProcessError: when the three lines fail.
     """
     command = [sys.executable, "-c", THREE_LINES]
-    files = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\n")
+    files = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split("\n")
     return count_lines(Path(file) for file in files if file)
 
 

@@ -54,7 +54,9 @@ class Outputs(nn.Module):
 
 def convolutions() -> nn.Module:
     """Two 3 x 3 convolutions of 64 channels with ReLU."""
-    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
+    )
 
 
 def tiny() -> nn.Module:
@@ -62,7 +64,12 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-SMALL_BERT = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
+SMALL_BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+}
 
 
 class Encoder(nn.Module):
@@ -83,8 +90,13 @@ class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = retinanet("retinanet", 20)
-        for layer in (self.model.head.classification_head.cls_logits, self.model.head.regression_head.bbox_reg):
-            nn.init.normal_(layer.weight, std=0.01)  # zero at first: no gradient would come through
+        for layer in (
+            self.model.head.classification_head.cls_logits,
+            self.model.head.regression_head.bbox_reg,
+        ):
+            nn.init.normal_(
+                layer.weight, std=0.01
+            )  # zero at first: no gradient would come through
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         outputs = self.model(x)
@@ -94,8 +106,12 @@ class Detector(nn.Module):
 def arxiv() -> tuple[Graph, torch.Tensor]:
     """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
     nodes, edges = 169_343, 1_166_243
-    source, destination = (torch.rand(2, edges, dtype=torch.float64) ** 2 * nodes).long().numpy()
-    return bidirected(source, destination, nodes, self_loops=True), torch.randn(nodes, 128, requires_grad=True)
+    source, destination = (
+        (torch.rand(2, edges, dtype=torch.float64) ** 2 * nodes).long().numpy()
+    )
+    return bidirected(source, destination, nodes, self_loops=True), torch.randn(
+        nodes, 128, requires_grad=True
+    )
 
 
 def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
@@ -126,34 +142,56 @@ ON_CODES = "integer", "shared steps"
 AUTOCAST, TORCHAO = "bf16 autocast", ("torchao int8", "torchao QAT")
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES = {
-    "ResNet-20, batch 128": Case(lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7),
+    "ResNet-20, batch 128": Case(
+        lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7
+    ),
     "ResNet-20, batch 128, channels last": Case(
         lambda: MODELS["resnet20"](3, 32, 10).to(memory_format=torch.channels_last),
-        lambda: (torch.randn(128, 3, 32, 32).contiguous(memory_format=torch.channels_last),),
+        lambda: (
+            torch.randn(128, 3, 32, 32).contiguous(memory_format=torch.channels_last),
+        ),
         7,
     ),
-    "ResNet-18, batch 8, 112 pixels": Case(lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9),
-    "ResNet-74, batch 32": Case(lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7),
+    "ResNet-18, batch 8, 112 pixels": Case(
+        lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9
+    ),
+    "ResNet-74, batch 32": Case(
+        lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7
+    ),
     "MobileNet-V2 block, 64x32x16x16": Case(
-        lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, compiled=True
+        lambda: InvertedResidual(32, 32, 6, 1),
+        random(64, 32, 16, 16),
+        25,
+        compiled=True,
     ),
     "RetinaNet, batch 4, 320 pixels": Case(Detector, random(4, 3, 320, 320), 5),
     "convolutions 32x64x32x32": Case(convolutions, random(32, 64, 32, 32), 9),
-    "linear block 768, 2048 rows": Case(linear_block, random(2048, 768), 15, compiled=True),
+    "linear block 768, 2048 rows": Case(
+        linear_block, random(2048, 768), 15, compiled=True
+    ),
     "LSTM 800, 35 steps, batch 20": Case(lambda: Outputs(800), random(35, 20, 800), 9),
     "LSTM 200, 35 steps, batch 20": Case(lambda: Outputs(200), random(35, 20, 200), 25),
-    "BERT layer 768, 128 tokens, batch 16": Case(Encoder, random(16, 128, 768), 7, compiled=True),
+    "BERT layer 768, 128 tokens, batch 16": Case(
+        Encoder, random(16, 128, 768), 7, compiled=True
+    ),
     "multilingual BERT's encoder, 128 tokens, batch 8": Case(
         lambda: Encoder(num_hidden_layers=12), random(8, 128, 768), 3
     ),
-    "small BERT, 2 x 128, 64 tokens, batch 16": Case(lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25),
+    "small BERT, 2 x 128, 64 tokens, batch 16": Case(
+        lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25
+    ),
     "tiny, 64-32-10, batch 16": Case(tiny, random(16, 64), 200),
-    "GCN layer 128 -> 512, arxiv size": Case(lambda: GraphConv(128, 512), arxiv, 7, BOTH),
+    "GCN layer 128 -> 512, arxiv size": Case(
+        lambda: GraphConv(128, 512), arxiv, 7, BOTH
+    ),
 }
 
 
 def stepper(
-    model: nn.Module, inputs: tuple[Any, ...], config: QuantConfig | None = None, how: str = ""
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    config: QuantConfig | None = None,
+    how: str = "",
 ) -> Callable[[], float]:
     """Return a function that runs one training step and returns its seconds; ``how``: of the columns below."""
     if config and how in ON_CODES:
@@ -168,7 +206,11 @@ def stepper(
 
     def step() -> float:
         with reference() if how == "reference" else nullcontext():
-            rounds = torch.autocast("cpu", torch.bfloat16) if how == AUTOCAST else nullcontext()
+            rounds = (
+                torch.autocast("cpu", torch.bfloat16)
+                if how == AUTOCAST
+                else nullcontext()
+            )
             start = time.perf_counter()
             q = next(bits)
             for layer in layers:
@@ -196,19 +238,32 @@ def with_torchao(model: nn.Module, how: str) -> None:
 
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
     channels = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
-    ao.quantize_(model, qat.QATConfig(activation_config=tokens, weight_config=channels, step="prepare"))
+    ao.quantize_(
+        model,
+        qat.QATConfig(activation_config=tokens, weight_config=channels, step="prepare"),
+    )
 
 
 def others(model: nn.Module) -> list[str]:
     """Return what a model can be compared with: torchao converts linear layers alone."""
-    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LSTM, nn.Conv2d, GraphConv))]
-    linear = importlib.util.find_spec("torchao") is not None and all(isinstance(m, nn.Linear) for m in layers)
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, (nn.Linear, nn.LSTM, nn.Conv2d, GraphConv))
+    ]
+    linear = importlib.util.find_spec("torchao") is not None and all(
+        isinstance(m, nn.Linear) for m in layers
+    )
     # torch's own LSTM ends with an error in bfloat16 where the processor has no AVX-512
-    half = torch.ops.mkldnn._is_mkldnn_bf16_supported() or not any(isinstance(m, nn.LSTM) for m in layers)
+    half = torch.ops.mkldnn._is_mkldnn_bf16_supported() or not any(
+        isinstance(m, nn.LSTM) for m in layers
+    )
     return [*([AUTOCAST] if half else ()), *(TORCHAO if linear else ())]
 
 
-def measure(variants: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
+def measure(
+    variants: Mapping[Any, Callable[[], float]], rounds: int
+) -> dict[Any, list[float]]:
     """Return the seconds of every variant, after a first round that warms up."""
     times: dict[Any, list[float]] = {key: [] for key in variants}
     for i in range(rounds + 1):
@@ -228,15 +283,31 @@ def main() -> None:
     """Print one line per case and configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--fast", action="store_true", help="leave out torch.compile, which takes minutes")
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="leave out torch.compile, which takes minutes",
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
-    print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
-    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{backend()}")
-    last = ["compiled", *ON_CODES, AUTOCAST, *(TORCHAO if importlib.util.find_spec("torchao") else ())]
+    print(
+        f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}"
+    )
+    print(
+        f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{backend()}"
+    )
+    last = [
+        "compiled",
+        *ON_CODES,
+        AUTOCAST,
+        *(TORCHAO if importlib.util.find_spec("torchao") else ()),
+    ]
     ways = ["reference", *([backend().cpu] if backend().cpu != "reference" else [])]
-    print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, *last]))
+    print(
+        f"{'times a float32 step: median (minimum)':<49}"
+        + "".join(f"{way:>15}" for way in [*ways, *last])
+    )
     for name, case in CASES.items():
         if given.only not in name:
             continue
@@ -244,17 +315,35 @@ def main() -> None:
         inputs = case.inputs()
         variants = {("float32", ""): stepper(case.make(), inputs)}
         for key, config in case.configs.items():
-            tried = [*ways, *(["compiled"] if case.compiled and not given.fast else []), *ON_CODES]
-            variants |= {(key, way): stepper(case.make(), inputs, config, way) for way in tried}
-        variants |= {("", way): stepper(case.make(), inputs, None, way) for way in others(case.make())}
+            tried = [
+                *ways,
+                *(["compiled"] if case.compiled and not given.fast else []),
+                *ON_CODES,
+            ]
+            variants |= {
+                (key, way): stepper(case.make(), inputs, config, way) for way in tried
+            }
+        variants |= {
+            ("", way): stepper(case.make(), inputs, None, way)
+            for way in others(case.make())
+        }
         times = measure(variants, case.rounds)
         base = times["float32", ""]
         for key in case.configs:
             told = f"{name}, {key}" if key else name
-            found = [times.get((key, way), times.get(("", way))) for way in [*ways, *last]]
+            found = [
+                times.get((key, way), times.get(("", way))) for way in [*ways, *last]
+            ]
             cells = [ratio(seconds, base) if seconds else "-" for seconds in found]
-            milliseconds = f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
-            print(f"{told:<49}" + "".join(f"{c:>15}" for c in cells) + f"   float32 {milliseconds}", flush=True)
+            milliseconds = (
+                f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
+            )
+            print(
+                f"{told:<49}"
+                + "".join(f"{c:>15}" for c in cells)
+                + f"   float32 {milliseconds}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

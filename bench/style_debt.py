@@ -54,10 +54,23 @@ def find_violations() -> Debt:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "ruff.toml")
         config.write_text(split_config()[0], encoding="utf-8")
-        command = [sys.executable, "-m", "ruff", "check", "--exit-zero", "--no-cache", "--output-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--exit-zero",
+            "--no-cache",
+            "--output-format",
+            "json",
+        ]
         # Ruff resolves the patterns of a config that is given by name in the working directory.
         process = subprocess.run(
-            [*command, "--config", str(config), "."], capture_output=True, text=True, cwd=ROOT, check=False
+            [*command, "--config", str(config), "."],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
         )
     if process.returncode:
         raise RuntimeError(f"ruff check failed: {process.stderr}")
@@ -74,12 +87,16 @@ def format_debt(debt: Debt) -> str:
     files: dict[str, list[str]] = {}
     for file, rule in sorted(debt):
         files.setdefault(file, []).append(rule)
-    return "".join(f"{json.dumps(file)} = {json.dumps(rules)}\n" for file, rules in files.items())
+    return "".join(
+        f"{json.dumps(file)} = {json.dumps(rules)}\n" for file, rules in files.items()
+    )
 
 
 def main() -> int:
     """Write the debt list again, and print how many (file, rule) pairs it has."""
-    parser = argparse.ArgumentParser(description="Update the list of style debt in ruff.toml.")
+    parser = argparse.ArgumentParser(
+        description="Update the list of style debt in ruff.toml."
+    )
     parser.add_argument("--add", action="store_true", help="List new violations too.")
     allow_new = parser.parse_args().add
     before, found = listed_debt(), find_violations()

@@ -43,7 +43,10 @@ BESIDE, REPEATS, WORKERS = (2, 11), 3, 2
 
 def specs(name: str, seed: int) -> list[RunSpec]:
     """Return the schedules of the suite and static 8."""
-    return [run_spec(RECIPES[name], arm, q_max=8, seed=seed, scale="demo") for arm in (*SUITE, "static 8")]
+    return [
+        run_spec(RECIPES[name], arm, q_max=8, seed=seed, scale="demo")
+        for arm in (*SUITE, "static 8")
+    ]
 
 
 def seconds(clock: Callable[[], float], *timed: Callable[[], object]) -> list[float]:
@@ -66,31 +69,52 @@ def measured(name: str) -> dict[str, float]:
         together([steps_of(task_of(spec), spec) for spec in arms[:count]])
 
     alone, *beside = seconds(
-        time.process_time, lambda: train(task_of(arms[2]), arms[2]), *(lambda n=n: side_by_side(n) for n in BESIDE)
+        time.process_time,
+        lambda: train(task_of(arms[2]), arms[2]),
+        *(lambda n=n: side_by_side(n) for n in BESIDE),
     )
     whole = [spec for seed in range(2) for spec in specs(name, seed)]
 
     def sweep(beside: int | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            run_grid(whole, Path(folder) / "rows.jsonl", workers=WORKERS, together=beside, progress=False)
+            run_grid(
+                whole,
+                Path(folder) / "rows.jsonl",
+                workers=WORKERS,
+                together=beside,
+                progress=False,
+            )
 
     apart, by_default = seconds(time.monotonic, lambda: sweep(1), lambda: sweep(None))
-    found = {f"R={n}": round(alone * n / taken, 2) for n, taken in zip(BESIDE, beside, strict=True)}
+    found = {
+        f"R={n}": round(alone * n / taken, 2)
+        for n, taken in zip(BESIDE, beside, strict=True)
+    }
     times = {"alone_s": round(alone, 2), "sweep_s": round(apart, 1)}
     return {**times, **found, "sweep": round(apart / by_default, 2)}
 
 
 def main(names: list[str]) -> None:
     """Measure, print, write."""
-    if missing := {name: value for name, value in ALLOCATOR.items() if not os.environ.get(name)}:  # as runs have it
-        os.execve(sys.executable, [sys.executable, "-m", "bench.together", *names], {**os.environ, **missing})
+    if missing := {
+        name: value for name, value in ALLOCATOR.items() if not os.environ.get(name)
+    }:  # as runs have it
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "bench.together", *names],
+            {**os.environ, **missing},
+        )
     torch.set_num_threads(1)
     found = {}
     for name in names or EMBEDDED:
         found[name] = measured(name)
         print(name, found[name], flush=True)
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {"command": "python -m bench.together", "recipes": found, "provenance": where}
+    kept = {
+        "command": "python -m bench.together",
+        "recipes": found,
+        "provenance": where,
+    }
     write_text(results_dir() / "together.json", json.dumps(kept, indent=1) + "\n")
 
 

@@ -21,14 +21,19 @@ BITS = np.arange(2, 9)
 COST = step_cost(BITS, 8)
 TOTAL = round(BUDGET * int(COST[-1]) * STEPS)
 MIXES = (  # of 3 to 8 bits: concentrations of a Dirichlet distribution
-    (0.05, 0.2, 3, 0.5, 0.3, 0.3), (0.1, 1, 3, 1, 0.3, 0.3), (0.5,) * 6, (2, 0.1, 0.1, 0.1, 0.1, 2),
+    (0.05, 0.2, 3, 0.5, 0.3, 0.3),
+    (0.1, 1, 3, 1, 0.3, 0.3),
+    (0.5,) * 6,
+    (2, 0.1, 0.1, 0.1, 0.1, 2),
     (3, 0.5, 0.1, 0.1, 0.1, 2),
-)  # fmt: skip
+)
 
 
 def drawn(random: np.random.Generator) -> np.ndarray | None:
     """Return the steps of two cycles at 2, ... 8 bits, (2, 7), of exactly the cost; None where chance failed."""
-    shares = np.array([random.dirichlet(MIXES[random.integers(len(MIXES))]) for _ in TOP])
+    shares = np.array(
+        [random.dirichlet(MIXES[random.integers(len(MIXES))]) for _ in TOP]
+    )
     lowest = np.array([random.integers(0, 18) for _ in TOP]) * (random.random(2) < 0.6)
     counts = np.zeros((2, 7), int)
     for c, top in enumerate(TOP):
@@ -46,7 +51,11 @@ def drawn(random: np.random.Generator) -> np.ndarray | None:
         if abs(missing - (COST[to] - COST[q])) < abs(missing) or random.random() < 0.3:
             counts[c, q] -= 1
             counts[c, to] += 1
-    return None if missing or (counts[:, 6] < TOP).any() or not counts[:, 0].any() else counts
+    return (
+        None
+        if missing or (counts[:, 6] < TOP).any() or not counts[:, 0].any()
+        else counts
+    )
 
 
 def measures(counts: np.ndarray) -> tuple[float, float, float]:
@@ -54,7 +63,11 @@ def measures(counts: np.ndarray) -> tuple[float, float, float]:
     bits = np.concatenate([np.repeat(BITS, c) for c in counts])
     weights, time = 4.0**-bits, (np.arange(STEPS) + 0.5) / STEPS
     date = (weights * time).sum() / weights.sum()
-    return float(np.log(np.mean(4.0 ** (8 - bits)))), float(np.mean(bits == 2)), float(date)
+    return (
+        float(np.log(np.mean(4.0 ** (8 - bits)))),
+        float(np.mean(bits == 2)),
+        float(date),
+    )
 
 
 def badness(x: np.ndarray) -> float:
@@ -76,7 +89,10 @@ def search() -> list[np.ndarray]:
             found.append(m)
     x = np.array(found)
     edges = np.log(np.geomspace(245, 985, 13))
-    classes = [np.flatnonzero((x[:, 0] >= a) & (x[:, 0] < b)) for a, b in itertools.pairwise(edges)]
+    classes = [
+        np.flatnonzero((x[:, 0] >= a) & (x[:, 0] < b))
+        for a, b in itertools.pairwise(edges)
+    ]
     best: tuple[float, list[int]] | None = None
     for _ in range(3):
         chosen = [int(random.choice(c)) for c in classes]
@@ -98,5 +114,7 @@ if __name__ == "__main__":
     found = search()
     for counts in found:
         noise, share, date = measures(counts)
-        print(f"{counts.tolist()}  noise {np.exp(noise):.0f}, share at 2 bits {share:.3f}, date {date:.3f}")
+        print(
+            f"{counts.tolist()}  noise {np.exp(noise):.0f}, share at 2 bits {share:.3f}, date {date:.3f}"
+        )
     raise SystemExit(0 if np.array_equal(found, TWELVE) else 1)

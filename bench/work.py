@@ -44,7 +44,9 @@ class _CountingTensors(TorchDispatchMode):
         super().__init__()
         self.numbers = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = function(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, output))
         self.numbers += sum(leaf.numel() for leaf in leaves if hasattr(leaf, "numel"))

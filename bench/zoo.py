@@ -47,30 +47,59 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 
 FILE = "zoo.json"
-PACKAGES = {"torch_geometric": "torch-geometric", "open_clip": "open_clip_torch", "x_transformers": "x-transformers"}
+PACKAGES = {
+    "torch_geometric": "torch-geometric",
+    "open_clip": "open_clip_torch",
+    "x_transformers": "x-transformers",
+}
 SECONDS = 300  # of one model
 BITS, VALUES = 2, 4  # values of a grid of two bits
-LEAST, FEWEST = 7, 32  # a slice, and an operand, of fewer numbers than that tell nothing
+LEAST, FEWEST = (
+    7,
+    32,
+)  # a slice, and an operand, of fewer numbers than that tell nothing
 NEAREST = cpt.QuantConfig().with_gradient_rounding("nearest")
 OPERANDS = {  # product -> the places of its operands
     **dict.fromkeys(
-        ("mm", "bmm", "mv", "dot", "vdot", "convolution", "linear", "_linear_pointwise", "_grouped_mm"), (0, 1)
+        (
+            "mm",
+            "bmm",
+            "mv",
+            "dot",
+            "vdot",
+            "convolution",
+            "linear",
+            "_linear_pointwise",
+            "_grouped_mm",
+        ),
+        (0, 1),
     ),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), (1, 2)),
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
     "_trilinear": (0, 1, 2),
 }
-FUSED = ("mkldnn_rnn_layer", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "deform_conv2d")
+FUSED = (
+    "mkldnn_rnn_layer",
+    "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention",
+    "deform_conv2d",
+)
 
 
 def macs_of(name: str, args: Any, out: Tensor) -> int:
     """Return the multiply-accumulates of a product, from its shapes."""
     a, b = (args[i] for i in OPERANDS[name][:2])
     if name == "convolution":
-        return (a if args[6] else out).numel() // (a if args[6] else out).shape[1] * b.numel()
+        return (
+            (a if args[6] else out).numel()
+            // (a if args[6] else out).shape[1]
+            * b.numel()
+        )
     if name.startswith("_scaled"):
         return a.numel() * b.shape[-2] + out.numel() * b.shape[-2]
-    if name == "_trilinear":  # of nn.Bilinear: every pair of inputs for every output, then a sum over the second input
+    if (
+        name == "_trilinear"
+    ):  # of nn.Bilinear: every pair of inputs for every output, then a sum over the second input
         return b.numel() * (a.numel() // a.shape[-1]) + out.numel() * args[2].shape[-1]
     if name == "_grouped_mm":
         return a.numel() * b.shape[-1]
@@ -85,15 +114,27 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
     A slice is a row or a column; of an ``image`` all of it, of a ``kernel`` a channel.
     """
     x = x.detach().float()
-    runs = [next((n for n in range(LEAST, size) if size % n == 0), max(1, size)) for size in x.shape]
-    ways = [x.reshape(1, -1), *(x.movedim(dim, -1).reshape(-1, run) for dim, run in enumerate(runs))]
+    runs = [
+        next((n for n in range(LEAST, size) if size % n == 0), max(1, size))
+        for size in x.shape
+    ]
+    ways = [
+        x.reshape(1, -1),
+        *(x.movedim(dim, -1).reshape(-1, run) for dim, run in enumerate(runs)),
+    ]
     ways += [x.movedim(dim, 0).reshape(x.shape[dim], -1) for dim in range(x.dim())]
     for way in ways:
         if way.shape[1] >= LEAST:
             ordered = torch.cat([way, torch.zeros(len(way), 1)], 1).sort(1).values
             if int((ordered.diff(dim=1) != 0).sum(1).max()) <= VALUES:
                 return True
-    slices = (x.numel(),) if image else (x[0].numel(), x[:, 0].numel()) if kernel else x.shape[-2:]
+    slices = (
+        (x.numel(),)
+        if image
+        else (x[0].numel(), x[:, 0].numel())
+        if kernel
+        else x.shape[-2:]
+    )
     return False if x.numel() >= FEWEST and min(slices) >= LEAST else None
 
 
@@ -113,11 +154,19 @@ class Watcher(TorchDispatchMode):
         self.path: list[str] = []
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                module.register_forward_pre_hook(lambda *_, name=name: self.path.append(name))
-                module.register_forward_hook(lambda *_: self.path.pop() and None, always_call=True)
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: self.path.append(name)
+                )
+                module.register_forward_hook(
+                    lambda *_: self.path.pop() and None, always_call=True
+                )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (loop := OPENED.get(func._schema.name)) is not None:  # a whole recurrence: its products one by one
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            loop := OPENED.get(func._schema.name)
+        ) is not None:  # a whole recurrence: its products one by one
             with self:
                 return loop(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -126,12 +175,21 @@ class Watcher(TorchDispatchMode):
             self.unknown.add(name)
         if name in OPERANDS:
             operands = [args[i] for i in OPERANDS[name]]
-            if all(x.numel() and x.is_floating_point() and x.layout == torch.strided for x in operands):
+            if all(
+                x.numel() and x.is_floating_point() and x.layout == torch.strided
+                for x in operands
+            ):
                 image = name == "convolution"
-                seen = [on_grid(x, image and i == 0, image and i == 1) for i, x in enumerate(operands) if self.looks]
+                seen = [
+                    on_grid(x, image and i == 0, image and i == 1)
+                    for i, x in enumerate(operands)
+                    if self.looks
+                ]
                 found = False if False in seen else None if None in seen else True
                 result = out[0] if isinstance(out, tuple) else out
-                self.macs[self.path[-1] if self.path else "", name, found] += macs_of(name, args, result)
+                self.macs[self.path[-1] if self.path else "", name, found] += macs_of(
+                    name, args, result
+                )
         return out
 
 
@@ -141,13 +199,18 @@ def total_of(found: Any) -> Tensor:
     return torch.stack([y.double().mean() for y in parts]).sum()
 
 
-def gradients_of(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
+def gradients_of(
+    model: nn.Module, call: Callable[..., Any], inputs: Inputs
+) -> list[Tensor]:
     """Return the loss and the gradients of all parameters."""
     torch.manual_seed(1)
     model.zero_grad()
     loss = total_of(call(*inputs))
     loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [
+        loss.detach(),
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
 
 
 def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool:
@@ -156,7 +219,8 @@ def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool
         return False
     return all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
-        or float((a - b).norm()) <= slack * float(torch.stack([a.norm(), b.norm()]).max())
+        or float((a - b).norm())
+        <= slack * float(torch.stack([a.norm(), b.norm()]).max())
         for a, b in zip(first, second, strict=True)
     )
 
@@ -173,7 +237,9 @@ def deepcopied(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """A copy computes what the model does."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
-        return equal(gradients_of(model, model, inputs), gradients_of(twin, twin, inputs))
+        return equal(
+            gradients_of(model, model, inputs), gradients_of(twin, twin, inputs)
+        )
 
 
 def restored(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
@@ -188,7 +254,9 @@ def compiled(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         run = torch.compile(twin, backend="aot_eager")
-        return equal(gradients_of(model, model, inputs), gradients_of(twin, run, inputs), 1e-3)
+        return equal(
+            gradients_of(model, model, inputs), gradients_of(twin, run, inputs), 1e-3
+        )
 
 
 def checkpointed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
@@ -196,7 +264,9 @@ def checkpointed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         run = partial(checkpoint, twin, use_reentrant=False)
-        return equal(gradients_of(model, model, inputs), gradients_of(twin, run, inputs))
+        return equal(
+            gradients_of(model, model, inputs), gradients_of(twin, run, inputs)
+        )
 
 
 def accumulated(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
@@ -222,14 +292,19 @@ def resumed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
 
 def averaged(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """A moving average of a model that a scheduler drives refuses to run on bits of its own, and runs on given ones."""
-    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1))
+    cpt.PrecisionScheduler(
+        model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
+    )
     average = AveragedModel(model)
     twin = copy.deepcopy(model)
     try:
         average(*inputs)
     except RuntimeError as refusal:
         with cpt.precision(average, 8, 8), cpt.precision(twin, 8, 8):
-            same = equal(gradients_of(twin, twin, inputs), gradients_of(average.module, average.module, inputs))
+            same = equal(
+                gradients_of(twin, twin, inputs),
+                gradients_of(average.module, average.module, inputs),
+            )
         return same and "copy" in str(refusal)
     return False
 
@@ -248,12 +323,17 @@ LOOPS: dict[str, Callable[[nn.Module, nn.Module, Inputs], bool]] = {
 def trained(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
     """Train some steps; return whether all stayed finite, and the scheduler."""
     scheduler = cpt.PrecisionScheduler(
-        model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8 * steps, n_cycles=1)
+        model,
+        cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8 * steps, n_cycles=1),
     )
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4
+    )
     finite = True
     for _ in range(steps):
-        finite = finite and all(bool(g.isfinite().all()) for g in gradients_of(model, model, inputs))
+        finite = finite and all(
+            bool(g.isfinite().all()) for g in gradients_of(model, model, inputs)
+        )
         optimizer.step()
         scheduler.step()
     return finite, scheduler
@@ -280,7 +360,9 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
             if isinstance(getattr(module, chance, None), float):
                 setattr(module, chance, 0.0)
     row["parameters"] = sum(p.numel() for p in plain.parameters())
-    with warnings.catch_warnings(record=True, action="always", category=cpt.QuantizationWarning) as said:
+    with warnings.catch_warnings(
+        record=True, action="always", category=cpt.QuantizationWarning
+    ) as said:
         try:
             model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
         except ValueError as refusal:
@@ -289,8 +371,13 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
         torch.manual_seed(1)
         checked = cpt.check(model, inputs, invariances=False)
         row["finite"] = trained(copy.deepcopy(model), inputs, 3)[0]
-        counted = watched(model, inputs, CHECKED, looks=False)  # how many proposals a detector has depends on the bits
-    every, judged = sum(watcher.macs.values()), {k: n for k, n in watcher.macs.items() if k[2] is not None}
+        counted = watched(
+            model, inputs, CHECKED, looks=False
+        )  # how many proposals a detector has depends on the bits
+    every, judged = (
+        sum(watcher.macs.values()),
+        {k: n for k, n in watcher.macs.items() if k[2] is not None},
+    )
     plainly = {k: n for k, n in judged.items() if not k[2]}
     named = {str(w.message) for w in said if w.category is cpt.QuantizationWarning}
     missed = {p.layer for p in checked.float32}
@@ -300,8 +387,12 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
         "macs of check": sum(p.macs for p in checked.operations if not p.backward),
         "share": 1 - sum(plainly.values()) / max(1, sum(judged.values())),
         "share of check": checked.quantized_share,
-        "undecided": sum(n for k, n in watcher.macs.items() if k[2] is None) / max(1, every),
-        "float32": {f"{module or '(model)'}: {product}": n for (module, product, _), n in plainly.items()},
+        "undecided": sum(n for k, n in watcher.macs.items() if k[2] is None)
+        / max(1, every),
+        "float32": {
+            f"{module or '(model)'}: {product}": n
+            for (module, product, _), n in plainly.items()
+        },
         "silent": sorted(silent),
         "unknown": sorted(watcher.unknown),
         "said": " ".join(sorted(named)),
@@ -313,13 +404,22 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
     row["loops"] = dict.fromkeys(LOOPS)
     for loop, right in LOOPS.items() if loops else ():
         row["loops"][loop] = _right(right, model, plain, inputs)
-        if row["loops"][loop] is not True and right in (deepcopied, compiled, checkpointed, accumulated):
-            if _right(right, plain, plain, inputs) is not True:  # nor is it without quantisation
+        if row["loops"][loop] is not True and right in (
+            deepcopied,
+            compiled,
+            checkpointed,
+            accumulated,
+        ):
+            if (
+                _right(right, plain, plain, inputs) is not True
+            ):  # nor is it without quantisation
                 row["loops"][loop] = None
     return row
 
 
-def _right(loop: Callable[..., bool], model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool | str:
+def _right(
+    loop: Callable[..., bool], model: nn.Module, plain: nn.Module, inputs: Inputs
+) -> bool | str:
     try:
         return loop(copy.deepcopy(model), copy.deepcopy(plain), inputs)
     except Exception as problem:
@@ -333,8 +433,19 @@ def _apart(library: str, name: str, out: Any) -> None:
     try:
         row = tried(library, name, MODELS[library][name])
     except Exception as problem:
-        row = {"library": library, "model": name, "outcome": "crashed", "said": f"{type(problem).__name__}: {problem}"}
-    out.send({**row, "version": version(PACKAGES.get(library, library)), "seconds": time.monotonic() - started})
+        row = {
+            "library": library,
+            "model": name,
+            "outcome": "crashed",
+            "said": f"{type(problem).__name__}: {problem}",
+        }
+    out.send(
+        {
+            **row,
+            "version": version(PACKAGES.get(library, library)),
+            "seconds": time.monotonic() - started,
+        }
+    )
 
 
 def in_a_process(library: str, name: str) -> dict[str, Any]:
@@ -356,32 +467,47 @@ def in_a_process(library: str, name: str) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+    return (
+        float(f"{value:.4g}")
+        if isinstance(value, float) and math.isfinite(value)
+        else value
+    )
 
 
 def main() -> None:
     """Try them and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="a part of the names of models or libraries")
+    parser.add_argument(
+        "--only", default="", help="a part of the names of models or libraries"
+    )
     parser.add_argument("--out", type=Path, default=results_dir() / FILE)
     parser.add_argument("-j", "--jobs", type=int, default=2)
     options = parser.parse_args()
-    missing = [library for library in MODELS if importlib.util.find_spec(library) is None]
+    missing = [
+        library for library in MODELS if importlib.util.find_spec(library) is None
+    ]
     if missing:
-        print("missing: pip install " + " ".join(PACKAGES.get(m, m) for m in missing).replace("_", "-"))
+        print(
+            "missing: pip install "
+            + " ".join(PACKAGES.get(m, m) for m in missing).replace("_", "-")
+        )
     wanted = [
         (library, name)
         for library, models in MODELS.items()
         for name in models
-        if library not in missing and options.only.lower() in f"{library} {name}".lower()
+        if library not in missing
+        and options.only.lower() in f"{library} {name}".lower()
     ]
     head = {"command": "python -m bench.zoo", **source()}
     found = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(lambda which: in_a_process(*which), wanted):
             found.append(row)
-            print(f"{row['library']:<28} {row['model']:<32} {row['outcome']:<8} {row.get('share', math.nan):.3f} "
-                  f"{row.get('said', '')[:90]}", flush=True)  # fmt: skip
+            print(
+                f"{row['library']:<28} {row['model']:<32} {row['outcome']:<8} {row.get('share', math.nan):.3f} "
+                f"{row.get('said', '')[:90]}",
+                flush=True,
+            )
     print(dict(Counter(row["outcome"] for row in found)))
     write_text(options.out, json.dumps({**head, "models": found}, indent=1) + "\n")
 

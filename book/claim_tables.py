@@ -53,8 +53,20 @@ class ClaimTables:
             older = re.search(r"(some )?rows older", entry.rule())
             rule = f"{date} ({'some' if older[1] else 'all'})" if older else date
             claim = f"{entry.claim.claim} ({entry.claim.place})"
-            lines.append((claim, f"**{verdict_text(entry)}**", self._measured(entry), rule))
-        return markdown(pd.DataFrame(lines, columns=["the paper says", "verdict", "measured", "rule of (older rows)"]))
+            lines.append(
+                (claim, f"**{verdict_text(entry)}**", self._measured(entry), rule)
+            )
+        return markdown(
+            pd.DataFrame(
+                lines,
+                columns=[
+                    "the paper says",
+                    "verdict",
+                    "measured",
+                    "rule of (older rows)",
+                ],
+            )
+        )
 
     def experiments(self) -> str:
         """Return a line per experiment: what was trained, its level, and the files of its rows."""
@@ -63,10 +75,22 @@ class ClaimTables:
             trained = effects[0].experiment.rpartition(", ")[0]
             if effects[0].higher_range_test():
                 trained += f"; range test finds {effects[0].higher_range_test()} bits"
-            level = "see the effects" if self._has_several_levels(name) else effects[0].level
-            files = dict.fromkeys(store.removesuffix(".jsonl") for effect in effects for store in effect.stores)
-            lines.append((name, trained, level, " ".join(f"`{file}`" for file in files)))
-        return markdown(pd.DataFrame(lines, columns=["experiment", "trained", "level", "rows"]))
+            level = (
+                "see the effects"
+                if self._has_several_levels(name)
+                else effects[0].level
+            )
+            files = dict.fromkeys(
+                store.removesuffix(".jsonl")
+                for effect in effects
+                for store in effect.stores
+            )
+            lines.append(
+                (name, trained, level, " ".join(f"`{file}`" for file in files))
+            )
+        return markdown(
+            pd.DataFrame(lines, columns=["experiment", "trained", "level", "rows"])
+        )
 
     def _has_several_levels(self, name: str) -> bool:
         return len({effect.level for effect in self.effects[name]}) > 1
@@ -77,15 +101,23 @@ class ClaimTables:
             return "–"
         if entry.effects[0][0].scale == "exact":
             return entry.effects[0][0].what
-        shared, times = Counter(_compared(effect) for effect, _ in entry.effects).most_common(1)[0]
+        shared, times = Counter(
+            _compared(effect) for effect, _ in entry.effects
+        ).most_common(1)[0]
         if times == 1 < len(entry.effects):
             shared = ""
         by_word: dict[str, list[str]] = {}
         for effect, word in entry.worded():
-            label = re.sub(r"^open", UNDECIDED, word) if effect.n >= LEAST_SEEDS else FEW_SEEDS
+            label = (
+                re.sub(r"^open", UNDECIDED, word)
+                if effect.n >= LEAST_SEEDS
+                else FEW_SEEDS
+            )
             by_word.setdefault(label, []).append(self._effect_text(effect, shared))
         lines = [f"{shared}:"] if shared else []
-        for word in sorted(by_word, key=lambda word: (word == FEW_SEEDS, word.startswith(UNDECIDED))):
+        for word in sorted(
+            by_word, key=lambda word: (word == FEW_SEEDS, word.startswith(UNDECIDED))
+        ):
             if len(by_word) > 1 or word == FEW_SEEDS:  # else the verdict has the word
                 lines.append(f"*{word}*")
             lines += by_word[word]
@@ -104,9 +136,17 @@ class ClaimTables:
                 compared = " ".join(re.findall(ONLY_ARMS, compared)).strip()
             elif part is not effect and first.startswith(f"{head}, "):
                 compared = tail
-            lost = f", {part.diverged} of {len(part.started)} runs diverged" if part.diverged else ""
+            lost = (
+                f", {part.diverged} of {len(part.started)} runs diverged"
+                if part.diverged
+                else ""
+            )
             is_empty = math.isnan(part.interval[0])
-            value = f"no seed to compare{lost}" if is_empty else f"{interval_text(*part.interval)} ({part.n}{lost})"
+            value = (
+                f"no seed to compare{lost}"
+                if is_empty
+                else f"{interval_text(*part.interval)} ({part.n}{lost})"
+            )
             values.append(f"{compared} {value}".strip())
         return f"{name}{level}: {' and '.join(values)}"
 
@@ -118,7 +158,9 @@ def verdict_text(entry: Entry) -> str:
         return at_paper
     if at_paper == smaller == "open (not run)":
         return "not run"
-    at_paper, smaller = (words.replace("open", UNDECIDED) for words in (at_paper, smaller))
+    at_paper, smaller = (
+        words.replace("open", UNDECIDED) for words in (at_paper, smaller)
+    )
     if at_paper.endswith("(not run)"):
         return smaller
     return f"paper's scale: {at_paper}; smaller scales: {smaller}"
@@ -126,13 +168,17 @@ def verdict_text(entry: Entry) -> str:
 
 def experiment_name(effect: Effect) -> str:
     """Return data, model, lowest and highest bits of an effect, such as "digits/mlp6 3-8"."""
-    bits = effect.experiment.rpartition(", ")[2].removesuffix(" bits").replace(" to ", "-")
+    bits = (
+        effect.experiment.rpartition(", ")[2].removesuffix(" bits").replace(" to ", "-")
+    )
     name = with_titles(effect.place)
     if "(Q-Agg)" in effect.experiment:
         name += " Q-Agg"
     elif effect.task == "graph" and "(FP-Agg)" not in effect.experiment:
         name += " FP-Agg/Q-Agg"
-    return f"{name} {bits}, paper scale" if effect.scale == "paper" else f"{name} {bits}"
+    return (
+        f"{name} {bits}, paper scale" if effect.scale == "paper" else f"{name} {bits}"
+    )
 
 
 def _compared(effect: Effect) -> str:

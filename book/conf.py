@@ -22,21 +22,34 @@ sys.path.insert(0, str(ROOT))
 import cpt_core
 from book.public_names import reference
 
-PATHS = {name.split(".")[-1]: name for name in reference("cpt_core")}  # of a public name, without cpt_core
+PATHS = {
+    name.split(".")[-1]: name for name in reference("cpt_core")
+}  # of a public name, without cpt_core
 
 project = "cpt_core"
 author = "the cpt_core contributors"
 project_copyright = author
 version = release = cpt_core.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.linkcode",
+]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!cpt_(core|extras)\.).*")]  # what is of other libraries has no page here
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!cpt_(core|extras)\.).*")
+]  # what is of other libraries has no page here
 
 exclude_patterns = ["downloads"]  # what a page hands out as it is
 nb_execution_mode = "off"  # the committed outputs are shown
-nb_merge_streams = True  # a cell's lines stand in one box, in however many pieces they came
-nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # sliders need a kernel; their scripts would come from the network
+nb_merge_streams = (
+    True  # a cell's lines stand in one box, in however many pieces they came
+)
+nb_ipywidgets_js: dict[
+    str, dict[str, str]
+] = {}  # sliders need a kernel; their scripts would come from the network
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
@@ -50,7 +63,9 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 html_theme = "furo"
-pygments_dark_style = "a11y-high-contrast-dark"  # beside the light one that the theme takes
+pygments_dark_style = (
+    "a11y-high-contrast-dark"  # beside the light one that the theme takes
+)
 html_title = f"cpt_core {version}"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
@@ -59,7 +74,9 @@ smartquotes_action = "D"  # dashes alone: "" is an empty string
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
-html_show_search_summary = False  # the summaries would be fetched, which a browser refuses for files
+html_show_search_summary = (
+    False  # the summaries would be fetched, which a browser refuses for files
+)
 
 
 def inline_math(self, node):
@@ -70,7 +87,9 @@ def inline_math(self, node):
 
 def block_math(self, node):
     """Set a formula on lines of its own."""
-    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    self.body.append(
+        f'<div class="math">{convert(node.astext(), display="block")}</div>'
+    )
     raise nodes.SkipNode
 
 
@@ -79,8 +98,14 @@ def place(module, name):
     try:
         value = importlib.import_module(module)
         for part in name.split("."):
-            value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
-        inner = (getattr(value, key, None) for key in ("fget", "func", "__func__"))  # of a property, a class's method
+            value = (
+                inspect.getattr_static(value, part)
+                if inspect.isclass(value)
+                else getattr(value, part)
+            )
+        inner = (
+            getattr(value, key, None) for key in ("fget", "func", "__func__")
+        )  # of a property, a class's method
         value = inspect.unwrap(next(filter(None, inner), value))
         path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
         if not path.parts[0].startswith("cpt_"):
@@ -98,15 +123,26 @@ def linkcode_resolve(domain, info):
 def missing(app, env, node, content):
     """Resolve a type by its home: a public name has a page, any other leads to its source."""
     target = node.get("reftarget", "")
-    if not re.fullmatch(r"[\w.]+", target):  # a union or a generic that Sphinx took for one name
+    if not re.fullmatch(
+        r"[\w.]+", target
+    ):  # a union or a generic that Sphinx took for one name
         return content
     name = target.rsplit(".", 1)[-1]
     if target.startswith(("cpt_core.", "cpt_extras.")) and name in PATHS:
         found = env.get_domain("py").objects.get(f"cpt_core.{PATHS[name]}")
-        address = app.builder.get_relative_uri(node["refdoc"], found.docname) + f"#{found.node_id}" if found else None
+        address = (
+            app.builder.get_relative_uri(node["refdoc"], found.docname)
+            + f"#{found.node_id}"
+            if found
+            else None
+        )
     else:
         address = place(*target.rsplit(".", 1)) if "." in target else None
-    return nodes.reference("", "", content, internal=True, refuri=address) if address else None
+    return (
+        nodes.reference("", "", content, internal=True, refuri=address)
+        if address
+        else None
+    )
 
 
 def marked(app, what, name, obj, options, lines):
@@ -117,13 +153,21 @@ def marked(app, what, name, obj, options, lines):
 
     def led(match):
         other = match[1] in PATHS and match[1] not in name.split(".")
-        return f":py:obj:`{match[1]} <cpt_core.{PATHS[match[1]]}>`" if other else match[0]
+        return (
+            f":py:obj:`{match[1]} <cpt_core.{PATHS[match[1]]}>`" if other else match[0]
+        )
 
     lines[:] = [re.sub(r"``(\w+)``", led, line) for line in lines]
     hanging = False
     for i, line in enumerate(lines):
-        hanging = line.startswith(("Paper: ", "Differs: ")) or (hanging and line.startswith(" "))
-        lines[i] = re.sub(r"(?<![\w`])(Paper|Differs): ", r"**\1:** ", line.lstrip() if hanging else line)
+        hanging = line.startswith(("Paper: ", "Differs: ")) or (
+            hanging and line.startswith(" ")
+        )
+        lines[i] = re.sub(
+            r"(?<![\w`])(Paper|Differs): ",
+            r"**\1:** ",
+            line.lstrip() if hanging else line,
+        )
 
 
 def readable(app, what, name, obj, options, signature, returns):
@@ -158,9 +202,16 @@ def described(app, doctree):
     if path.suffix != ".ipynb":
         return
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    outputs = [
+        output
+        for cell in cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
     words = {  # by the names that MyST-NB gives to the files
-        sha256(a2b_base64("".join(output["data"]["image/png"]))).hexdigest(): output["metadata"]["image/png"]["alt"]
+        sha256(a2b_base64("".join(output["data"]["image/png"]))).hexdigest(): output[
+            "metadata"
+        ]["image/png"]["alt"]
         for output in outputs
     }
     for node in doctree.findall(nodes.image):
@@ -171,8 +222,12 @@ def described(app, doctree):
 def spoken(app, page, template, context, doctree):
     """Mend what Sphinx writes for those who listen: headings without a level, lists of terms without a term."""
     tree = context.get("furo_navigation_tree", "")
-    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
-    lines = re.compile(r"<dl>\n(?:<dd>.*</dd>\n)+</dl>")  # the parameters of a signature, one on a line
+    context["furo_navigation_tree"] = tree.replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    lines = re.compile(
+        r"<dl>\n(?:<dd>.*</dd>\n)+</dl>"
+    )  # the parameters of a signature, one on a line
     plain = partial(re.sub, r"<(d[ld])>", r'<\1 role="none">')
     context["body"] = lines.sub(lambda found: plain(found[0]), context.get("body", ""))
 

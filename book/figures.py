@@ -22,7 +22,10 @@ STATED = {
     "small": ("imagenet_small", "ImageNet, small\nsavings: above", 0.3),
     "medium": ("imagenet_medium", "ImageNet, medium\nsavings: similar\nor below", -0.1),
 }
-CIFAR_STATED = ("cifar_nearly_all", "CIFAR-10, CIFAR-100: nearly all\nschedules above static 8")
+CIFAR_STATED = (
+    "cifar_nearly_all",
+    "CIFAR-10, CIFAR-100: nearly all\nschedules above static 8",
+)
 
 
 def differences(runs: pd.DataFrame) -> pd.DataFrame:
@@ -42,9 +45,13 @@ def differences(runs: pd.DataFrame) -> pd.DataFrame:
             values = factor * paired_difference(runs, str(arm), baseline)
             gain, low, high = interval(values)
             seeds = len(values)
-        lines.append((arm, first["savings"], first["relative_cost"], gain, low, high, seeds))
+        lines.append(
+            (arm, first["savings"], first["relative_cost"], gain, low, high, seeds)
+        )
     columns = ["arm", "savings", "relative_cost", "gain", "low", "high", "n"]
-    return pd.DataFrame(lines, columns=columns).sort_values("relative_cost", ignore_index=True)
+    return pd.DataFrame(lines, columns=columns).sort_values(
+        "relative_cost", ignore_index=True
+    )
 
 
 def finding(arms: pd.DataFrame) -> str:
@@ -72,18 +79,25 @@ def paper_beside_ours() -> Figure:
     metric = metric_named(metric_of(runs))
     static = at_q_max(runs, None)
     level = metric.factor * static.loc[static["arm"] == "static 8", metric.name].mean()
-    with drawing(1, 2, figsize=(10, 4.4), sharey=True, width_ratios=(1, 1.7)) as (figure, ((paper, ours),)):
+    with drawing(1, 2, figsize=(10, 4.4), sharey=True, width_ratios=(1, 1.7)) as (
+        figure,
+        ((paper, ours),),
+    ):
         _draw_paper(paper, arms)
         shown = _draw_ours(ours, arms)
         paper.set_ylabel("accuracy minus static 8 [percentage points]")
         paper.set_title("Paper states (figure 3, section 4.2)", fontsize=9)
         first = runs.iloc[0]
-        ours.set_title(f"Here: {title_of(runs).replace('$', chr(92) + '$')}", fontsize=9)
+        ours.set_title(
+            f"Here: {title_of(runs).replace('$', chr(92) + '$')}", fontsize=9
+        )
         for ax in (paper, ours):
             ax.axhline(0, color=COLORS["static"], linewidth=0.8, zorder=0)
             ax.set_xlabel("cost relative to static 8 bits")
             ax.set_xlim(0.2, 1.05)
-        paper.set_ylim(top=max(2.0, paper.get_ylim()[1]))  # shared; room for the paper's statements
+        paper.set_ylim(
+            top=max(2.0, paper.get_ylim()[1])
+        )  # shared; room for the paper's statements
         figure.suptitle(finding(arms), fontsize=11)
         caption = (
             f"{first['total_steps']:,} steps, {counted(int(arms['n'].min()), 'seed')}, static 8 reaches {level:.1f} %. "
@@ -91,7 +105,11 @@ def paper_beside_ours() -> Figure:
         )
         figure.supxlabel(caption, fontsize=SMALL, color=PAPER_GREY)
         name_points(
-            ours, list(shown["arm"]), shown["relative_cost"], shown["gain"], [TEXT[s] for s in shown["savings"]]
+            ours,
+            list(shown["arm"]),
+            shown["relative_cost"],
+            shown["gain"],
+            [TEXT[s] for s in shown["savings"]],
         )
     return figure
 
@@ -99,11 +117,19 @@ def paper_beside_ours() -> Figure:
 def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
     """Draw the printed differences as grey bars at the cost of their group, and write what has no number."""
     numbers = printed.numbers()
-    numbers = numbers[(numbers["artefact"] == "figure_3") & (numbers["minus"] == "static")]
+    numbers = numbers[
+        (numbers["artefact"] == "figure_3") & (numbers["minus"] == "static")
+    ]
     numbers = numbers[numbers["unit"] == "points"]
     cost = arms[arms["arm"].isin(SUITE)].groupby("savings")["relative_cost"].mean()
     for line in numbers.itertuples():
-        ax.plot([cost[line.arm]] * 2, [line.value, line.to], color=PAPER_GREY, linewidth=7, solid_capstyle="butt")
+        ax.plot(
+            [cost[line.arm]] * 2,
+            [line.value, line.to],
+            color=PAPER_GREY,
+            linewidth=7,
+            solid_capstyle="butt",
+        )
         dataset = {"imagenet": "ImageNet"}.get(line.dataset, line.dataset)
         words = f"{line.arm} savings,\n{dataset}:\n{line.value:g} to {line.to:g}"
         ax.annotate(
@@ -125,27 +151,55 @@ def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
             ha="center",
             va="bottom" if height > 0 else "top",
         )
-    ax.text(0.03, 0.97, CIFAR_STATED[1], fontsize=SMALL, color=PAPER_GREY, transform=ax.transAxes, va="top")
+    ax.text(
+        0.03,
+        0.97,
+        CIFAR_STATED[1],
+        fontsize=SMALL,
+        color=PAPER_GREY,
+        transform=ax.transAxes,
+        va="top",
+    )
 
 
 def _draw_ours(ax: Axes, arms: pd.DataFrame) -> pd.DataFrame:
     """Draw schedules by their group of savings, and static precisions; return the schedules."""
     static = arms[arms["savings"] == "static"]
     lowest = arms.loc[arms["arm"].isin(SUITE), "low"].min() - 2
-    static = static[static["gain"] >= lowest]  # what fails to train would squeeze the others
-    ax.plot(static["relative_cost"], static["gain"], "s-", color=COLORS["static"], linewidth=1, label="static bits")
+    static = static[
+        static["gain"] >= lowest
+    ]  # what fails to train would squeeze the others
+    ax.plot(
+        static["relative_cost"],
+        static["gain"],
+        "s-",
+        color=COLORS["static"],
+        linewidth=1,
+        label="static bits",
+    )
     for line in static.itertuples():
         ax.annotate(
-            line.arm.split()[-1], (line.relative_cost, line.gain), (0, 7), textcoords="offset points", fontsize=SMALL,
+            line.arm.split()[-1],
+            (line.relative_cost, line.gain),
+            (0, 7),
+            textcoords="offset points",
+            fontsize=SMALL,
             ha="center",
-        )  # fmt: skip
+        )
     schedules = arms[arms["arm"].isin(SUITE)]
     for group in GROUPS:
         part = schedules[schedules["savings"] == group]
         errors = [part["gain"] - part["low"], part["high"] - part["gain"]]
         ax.errorbar(
-            part["relative_cost"], part["gain"], errors, color=COLORS[group], fmt="o", markersize=5, capsize=2,
-            linewidth=1, label=f"{group} savings",
-        )  # fmt: skip
+            part["relative_cost"],
+            part["gain"],
+            errors,
+            color=COLORS[group],
+            fmt="o",
+            markersize=5,
+            capsize=2,
+            linewidth=1,
+            label=f"{group} savings",
+        )
     ax.legend(fontsize=SMALL, loc="lower right")
     return schedules

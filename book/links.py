@@ -8,7 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"), ("use", "href")}
+LOADED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("link", "href"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("use", "href"),
+}
 
 
 class Page(HTMLParser):
@@ -57,14 +64,20 @@ def _problem(path: Path, site: Path, tag: str, key: str, address: str, page) -> 
     if parts.scheme or parts.netloc:
         if (tag, key) in LOADED:
             return "is loaded from the network"
-        whole = parts.scheme == "mailto" or (parts.scheme in ("http", "https") and "." in parts.netloc)
+        whole = parts.scheme == "mailto" or (
+            parts.scheme in ("http", "https") and "." in parts.netloc
+        )
         return "" if whole and " " not in address else "is no address"
     target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
     if not target.is_relative_to(site):
         return "leads out of the site"
     if not target.is_file():
         return "is not there"
-    if parts.fragment and target.suffix == ".html" and unquote(parts.fragment) not in page(target).ids:
+    if (
+        parts.fragment
+        and target.suffix == ".html"
+        and unquote(parts.fragment) not in page(target).ids
+    ):
         return "has no such anchor"
     return ""
 

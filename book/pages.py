@@ -29,14 +29,22 @@ from book.public_names import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
+DOCUMENTS = (
+    "*.md",
+    "docs/**/*.md",
+    "notebooks/*.md",
+    "notebooks/*.ipynb",
+    "data/cards/*.md",
+)
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2", ".patch")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
-PROMPT = re.compile(r"^.*: (no prediction yet|choose first|not attempted yet).*\n?", re.MULTILINE)
+PROMPT = re.compile(
+    r"^.*: (no prediction yet|choose first|not attempted yet).*\n?", re.MULTILINE
+)
 EXPLORER = "`cpt explorer explorer.html`"  # writes a page that the site has
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
@@ -44,11 +52,20 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str | bytes]:
     """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
-    shown = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCE}
-    made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
+    shown = {
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in SOURCE
+    }
+    made: dict[str, str | bytes] = {
+        "index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")
+    }
     for path in documents:
         text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
-        shown |= {target for target in reached if target.is_file() and target not in documents}
+        shown |= {
+            target for target in reached if target.is_file() and target not in documents
+        }
         made[str(path.relative_to(ROOT))] = text
     for path in sorted(shown):
         name = str(path.relative_to(ROOT))
@@ -58,8 +75,13 @@ def pages() -> dict[str, str | bytes]:
             made[f"{name}.md"] = source_page(name, path.read_text(encoding="utf-8"))
     for path in ROOT.glob("notebooks/*.ipynb"):
         made[f"downloads/{path.name}"] = path.read_bytes()
-    folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
-    made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
+    folders = {path.parent for path in shown if path.suffix in SOURCE} | {
+        ROOT / "data/cards"
+    }
+    made |= {
+        f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders)
+        for folder in folders
+    }
     made["zoo.md"] = zoo.page()
     made["api/index.md"] = api_index()
     made |= {f"api/{name}.md": name_page(name) for name in NAMES}
@@ -84,7 +106,9 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
     def lead(match: re.Match[str]) -> str:
         target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
-            raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
+            raise FileNotFoundError(
+                f"{path.relative_to(ROOT)} links to {match[2]}, which is not there"
+            )
         if target == Path(zoo.__file__):  # the site has the page that it makes
             return f"{match[1]}{os.path.relpath(ROOT / f'{target.stem}.md', path.parent)}{match[3]}"
         reached.add(target)
@@ -122,7 +146,9 @@ def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
             for output in cell["outputs"]:
                 if "text" in output:
                     output["text"] = PROMPT.sub("", "".join(output["text"]))
-            cell["outputs"] = [output for output in cell["outputs"] if output.get("text", "-").strip()]
+            cell["outputs"] = [
+                output for output in cell["outputs"] if output.get("text", "-").strip()
+            ]
 
 
 # --- the source -------------------------------------------------------------------------------------
@@ -134,23 +160,40 @@ def source_page(name: str, text: str) -> str:
         lexer = get_lexer_for_filename(name)
     except ClassNotFound:
         lexer = TextLexer()
-    shown = highlight(text, lexer, HtmlFormatter(linenos="inline", lineanchors="L", wrapcode=True))
+    shown = highlight(
+        text, lexer, HtmlFormatter(linenos="inline", lineanchors="L", wrapcode=True)
+    )
     fence = "`" * 12
     head = f"---\nnosearch: true\norphan: true\n---\n# {name}"
-    return f'{head}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
+    return (
+        f'{head}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
+    )
 
 
 def folder_page(folder: Path, folders: set[Path]) -> str:
     """Return the page of a folder: what it is for, and the list of its pages."""
     about = folder / "__init__.py"
-    says = rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "") if about.exists() else ""
+    says = (
+        rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "")
+        if about.exists()
+        else ""
+    )
     if folder == ROOT / "data/cards":
         return f"# Data sets\n\n{toctree(sorted(p.stem for p in folder.glob('*.md')))}"
     title = str(folder.relative_to(ROOT))
     if folder == ROOT / "notebooks/solutions":
-        title, says = "Solutions", "A file per notebook. Try each exercise first: its check names what is still wrong."
-    below = toctree([f"{f.name} <{f.name}/index>" for f in sorted(folders) if f.parent == folder])
-    files = "\n".join(f"- [`{p.name}`]({p.name}.md)" for p in sorted(folder.iterdir()) if p.suffix in SOURCE)
+        title, says = (
+            "Solutions",
+            "A file per notebook. Try each exercise first: its check names what is still wrong.",
+        )
+    below = toctree(
+        [f"{f.name} <{f.name}/index>" for f in sorted(folders) if f.parent == folder]
+    )
+    files = "\n".join(
+        f"- [`{p.name}`]({p.name}.md)"
+        for p in sorted(folder.iterdir())
+        if p.suffix in SOURCE
+    )
     return f"# {title}\n\n{says}\n{below}\n{files}\n"
 
 
@@ -180,7 +223,11 @@ def api_index() -> str:
         rows = [f"   * - :doc:`{name}`\n     - {first_line(name)}" for name in names]
         table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
         parts.append(f"## {package}\n\n{rst(about)}\n{rst(table)}")
-    return "\n".join(parts) + "\n" + toctree(list(NAMES)).replace(":maxdepth: 1", ":hidden:")
+    return (
+        "\n".join(parts)
+        + "\n"
+        + toctree(list(NAMES)).replace(":maxdepth: 1", ":hidden:")
+    )
 
 
 def first_line(name: str) -> str:
@@ -195,22 +242,35 @@ def described(name: str) -> str:
     if not isinstance(value, Mapping):
         return inspect.getdoc(value) or ""
     path = ROOT / f"{NAMES[name].replace('.', '/')}.py"
-    above = re.search(rf"((?:^#.*\n)*)^{name.split('.')[-1]}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-    comment = " ".join(line.lstrip("# ") for line in above[1].splitlines()) if above else ""
+    above = re.search(
+        rf"((?:^#.*\n)*)^{name.split('.')[-1]}\b",
+        path.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    comment = (
+        " ".join(line.lstrip("# ") for line in above[1].splitlines()) if above else ""
+    )
     return f"A dict from {len(value)} names to {kind(value)}. {comment}".strip()
 
 
 def kind(value: Mapping[str, Any]) -> str:
     """Return what a table of names holds, in a word."""
     one = next(iter(value.values()))
-    return f"classes of {one.__mro__[1].__name__}" if inspect.isclass(one) else type(one).__name__
+    return (
+        f"classes of {one.__mro__[1].__name__}"
+        if inspect.isclass(one)
+        else type(one).__name__
+    )
 
 
 def name_page(name: str) -> str:
     """Return the page of a public name: what autodoc makes of it, or the entries of a table of names."""
     value = attrgetter(name)(cpt_core)
     if isinstance(value, Mapping):
-        rows = [f'      * - ``"{key}"``\n        - {entry(key, one)}' for key, one in value.items()]
+        rows = [
+            f'      * - ``"{key}"``\n        - {entry(key, one)}'
+            for key, one in value.items()
+        ]
         table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)
         body = f".. py:data:: cpt_core.{name}\n\n   {described(name)}\n\n{table}"
     elif inspect.isclass(value):
@@ -226,8 +286,12 @@ def entry(name: str, value: Any) -> str:
     if not dataclasses.is_dataclass(value) or inspect.isclass(value):
         return f"``{value.__name__ if inspect.isclass(value) else value!r}``"
     usual = {f.name: f.default for f in dataclasses.fields(value)}
-    given = {key: v for key in usual if (v := getattr(value, key)) not in (usual[key], name)}
-    return "; ".join(f"*{key}*: {escaped(v)}" for key, v in given.items() if not callable(v))
+    given = {
+        key: v for key in usual if (v := getattr(value, key)) not in (usual[key], name)
+    }
+    return "; ".join(
+        f"*{key}*: {escaped(v)}" for key, v in given.items() if not callable(v)
+    )
 
 
 def escaped(value: Any) -> str:

@@ -64,7 +64,10 @@ def declared(source: str) -> list[Declared]:
         if isinstance(node, ast.AnnAssign):
             name, kind = ast.unparse(node.target), ast.unparse(node.annotation)
         else:
-            name, kind = ast.unparse(node.targets[0]), _type_name(ast.literal_eval(node.value))
+            name, kind = (
+                ast.unparse(node.targets[0]),
+                _type_name(ast.literal_eval(node.value)),
+            )
         default = ast.get_source_segment(source, node.value) or ""
         found.append(Declared(name, kind, default, comments.get(node.end_lineno, "")))
     return found
@@ -78,8 +81,12 @@ def of_notebook(path: Path) -> tuple[str, list[Declared]]:
     """Return the title of a notebook and its parameters."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].lstrip("# ")
-    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
-    return title, [parameter for cell in tagged for parameter in declared("".join(cell["source"]))]
+    tagged = [
+        cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())
+    ]
+    return title, [
+        parameter for cell in tagged for parameter in declared("".join(cell["source"]))
+    ]
 
 
 def page(paths: list[Path]) -> str:
@@ -91,17 +98,29 @@ def page(paths: list[Path]) -> str:
         if [parameter.name for parameter in parameters] == ["scale"]:
             scale_only.append(link)
         elif parameters:
-            lines = [f"## {link}", "", "| name | type | default | comment |", "|---|---|---|---|"]
+            lines = [
+                f"## {link}",
+                "",
+                "| name | type | default | comment |",
+                "|---|---|---|---|",
+            ]
             parts.append("\n".join([*lines, *map(_line, parameters), ""]))
     if scale_only:
-        lines = ["## Notebooks with a scale alone", "", *(f"- {link}" for link in scale_only), ""]
+        lines = [
+            "## Notebooks with a scale alone",
+            "",
+            *(f"- {link}" for link in scale_only),
+            "",
+        ]
         parts.append("\n".join(lines))
     return "\n".join(parts)
 
 
 def _line(parameter: Declared) -> str:
     comment = parameter.comment.replace("|", "\\|")
-    return f"| `{parameter.name}` | {parameter.type} | `{parameter.default}` | {comment} |"
+    return (
+        f"| `{parameter.name}` | {parameter.type} | `{parameter.default}` | {comment} |"
+    )
 
 
 def main() -> None:

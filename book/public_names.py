@@ -11,7 +11,9 @@ def reference(package: str) -> dict[str, str]:
     for name, home in homes(package).items():
         if is_top_level(home):
             subpackage = import_module(f"{home}.{name}").__name__
-            found |= {f"{name}.{inner}": module for inner, module in homes(subpackage).items()}
+            found |= {
+                f"{name}.{inner}": module for inner, module in homes(subpackage).items()
+            }
         else:
             found[name] = home
     return found

@@ -61,7 +61,9 @@ GRIDS = {  # page -> artefacts of the paper, or grids, that hold its runs at pap
     "entailment": ["xnli/bert"],
     "critical-periods": ["table_1", "figure_8"],
 }
-MAX_SHOWN_EFFECTS = 2  # of a question; of more, the highest ends of the intervals are shown
+MAX_SHOWN_EFFECTS = (
+    2  # of a question; of more, the highest ends of the intervals are shown
+)
 
 
 def pages() -> dict[Path, str]:
@@ -86,7 +88,9 @@ def pages() -> dict[Path, str]:
         answers=_answers_table(answers),
         at_equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         by_topic={**by_topic, "all": entries},
-        claim_tables={topic: ClaimTables(of_topic) for topic, of_topic in by_topic.items()},
+        claim_tables={
+            topic: ClaimTables(of_topic) for topic, of_topic in by_topic.items()
+        },
         coverage=claims.coverage(entries),
         decays=deficit_dates.outcome(decay_runs(runs)),
         deficit_dates=deficit_dates,
@@ -97,30 +101,49 @@ def pages() -> dict[Path, str]:
         kept=_kept_text,
         levels=_levels_table(tasks),
         needed=_needed_table(entries),
-        not_run_again=[f"`{grid}`" for grid, again in _fresh_seeds().items() if not again and "-rates/" not in grid],
+        not_run_again=[
+            f"`{grid}`"
+            for grid, again in _fresh_seeds().items()
+            if not again and "-rates/" not in grid
+        ],
         printed_numbers=printed_numbers,
         outcomes=Counter(one.word for one in repeated),
         repeated=repeated,
         repeated_levels=_levels_of_repeated(tasks),
         rates=tuned.rates_at_ends,
-        spending=h7.gains(spending).assign(n=[len(task.quality(FULL_BITS)) for task in spending]),
+        spending=h7.gains(spending).assign(
+            n=[len(task.quality(FULL_BITS)) for task in spending]
+        ),
         spending_alike=spending_alike.iloc[:, [0, 2, 3]],
         spending_chosen=spending_alike.iloc[-1, 1],
-        spending_prices=[arm for bits in h7.BUDGETS for arm in (f"{bits}/8", h7.pays(bits))],
-        stored={name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()},
+        spending_prices=[
+            arm for bits in h7.BUDGETS for arm in (f"{bits}/8", h7.pays(bits))
+        ],
+        stored={
+            name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
+        },
         studies={"h7": h7.STUDY, "h10": h10.STUDY},
         price_table=prices.price_table,
         switches=h10.switches(switching),
-        switching=h10.gains(switching).assign(n=[len(task.quality(FULL_BITS)) for task in switching]),
+        switching=h10.gains(switching).assign(
+            n=[len(task.quality(FULL_BITS)) for task in switching]
+        ),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
         tally=claims.tally,
-        won=h5.effects(h5.cases(runs)).set_index(["case", "arm"]).loc["characters", "over layers"],
+        won=h5.effects(h5.cases(runs))
+        .set_index(["case", "arm"])
+        .loc["characters", "over layers"],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     texts = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         texts[PAGES / name] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    said = "\n".join([commands.digest(sorted(results_dir().glob("*.jsonl"))), *commands.told(entries, answers)])
+    said = "\n".join(
+        [
+            commands.digest(sorted(results_dir().glob("*.jsonl"))),
+            *commands.told(entries, answers),
+        ]
+    )
     return texts | {paper_dir() / "claims.txt": f"{said}\n"}
 
 
@@ -135,7 +158,12 @@ def topic_of(place: str) -> str:
 
 def _needed_table(entries: Iterable[claims.Entry]) -> pd.DataFrame:
     """Return the runs that claims without any effect need, and how many claims they would settle."""
-    grids = Counter(grid for entry in entries if not entry.effects for grid in entry.claim.grids.split())
+    grids = Counter(
+        grid
+        for entry in entries
+        if not entry.effects
+        for grid in entry.claim.grids.split()
+    )
     lines = [(claims.needed_runs(grid), n) for grid, n in grids.items()]
     return pd.DataFrame(lines, columns=["needed", "claims"])
 
@@ -145,28 +173,40 @@ def _needed_table(entries: Iterable[claims.Entry]) -> pd.DataFrame:
 
 def _paper_scale(name: str) -> dict[str, set[str]]:
     """Return the keys of the runs of a grid or an artefact at paper scale, by grid."""
-    at_paper = [grid for grid, found in find_grids(name).items() if "paper" in found.scales]
+    at_paper = [
+        grid for grid, found in find_grids(name).items() if "paper" in found.scales
+    ]
     return {grid: {spec.key for spec in grid_specs(grid, "paper")} for grid in at_paper}
 
 
 def _grids_text(names: Iterable[str]) -> str:
     """Return grids with their numbers of runs, such as "`cifar10/resnet74` (66 runs), ..."."""
-    counts = {grid: len(keys) for name in names for grid, keys in _paper_scale(name).items()}
+    counts = {
+        grid: len(keys) for name in names for grid, keys in _paper_scale(name).items()
+    }
     return ", ".join(f"`{grid}` ({counted(n, 'run')})" for grid, n in counts.items())
 
 
 def _stored_text(names: Iterable[str], stored: set[str]) -> str:
     """Return how many runs of grids or artefacts are among the stored keys."""
-    wanted = {key for name in names for keys in _paper_scale(name).values() for key in keys}
+    wanted = {
+        key for name in names for keys in _paper_scale(name).values() for key in keys
+    }
     return f"{len(wanted & stored):,} of {len(wanted):,}"
 
 
 def _kept_text(name: str) -> str:
     """Return what a file of rows holds, by model, such as "mlp6: 85 runs, 17 arms, 5 seeds"."""
     texts = []
-    for model, part in load(results_dir() / f"{name}.jsonl", every_rate=True).groupby("model", sort=False):
+    for model, part in load(results_dir() / f"{name}.jsonl", every_rate=True).groupby(
+        "model", sort=False
+    ):
         arms = len(part.drop_duplicates(["arm", "q_grad"]))
-        counts = (counted(len(part), "run"), counted(arms, "arm"), counted(part["seed"].nunique(), "seed"))
+        counts = (
+            counted(len(part), "run"),
+            counted(arms, "arm"),
+            counted(part["seed"].nunique(), "seed"),
+        )
         texts.append(f"{model}: {', '.join(counts)}")
     return "; ".join(texts)
 
@@ -181,19 +221,33 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
         part = quality_of(rows)
         level = levels.stated("static 8", [levels.reached(levels.full_bits(part))])
-        task = (
-            f"{with_titles(dataset.rstrip('/'))}, q_min {part['q_min'].iloc[0]}, n = {part['seed'].nunique()}, {level}"
+        title, num_seeds = with_titles(dataset.rstrip("/")), part["seed"].nunique()
+        task = f"{title}, q_min {part['q_min'].iloc[0]}, n = {num_seeds}, {level}"
+        quality = (
+            part.pivot(index="seed", columns="arm", values="quality")
+            * metric_named(metric_of(part)).factor
         )
-        quality = part.pivot(index="seed", columns="arm", values="quality") * metric_named(metric_of(part)).factor
         cost = part.groupby("arm")["relative_cost"].first().sort_values()
         static = [arm for arm in cost.index if arm.startswith("static")]
         for arm in SUITE:
-            baseline = [np.interp(cost[arm], cost[static], seed) for seed in quality[static].to_numpy()]
-            gains[task, arm] = Estimate(arm, unit_of(part), (quality[arm] - baseline).to_numpy(float))
-    adjusted = dict(zip(gains, holm([gain.p() for gain in gains.values()]), strict=True))
-    shown = {key: f"**{gain.shown()}**" if adjusted[key] < ALPHA else gain.shown() for key, gain in gains.items()}
+            baseline = [
+                np.interp(cost[arm], cost[static], seed)
+                for seed in quality[static].to_numpy()
+            ]
+            gains[task, arm] = Estimate(
+                arm, unit_of(part), (quality[arm] - baseline).to_numpy(float)
+            )
+    adjusted = dict(
+        zip(gains, holm([gain.p() for gain in gains.values()]), strict=True)
+    )
+    shown = {
+        key: f"**{gain.shown()}**" if adjusted[key] < ALPHA else gain.shown()
+        for key, gain in gains.items()
+    }
     tasks = dict.fromkeys(task for task, _ in gains)
-    return pd.DataFrame({"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks})
+    return pd.DataFrame(
+        {"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks}
+    )
 
 
 # --- preregistered questions --------------------------------------------------------------------------
@@ -205,8 +259,13 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
     for answer in answers:
         outcome = answer.word.partition("; depends on the rule")[0]
         by_rule = dict(answer.by_rule)
-        alike = [_outcome_alike(by_rule[rule], outcome) if rule in by_rule else "–" for rule in RULES]
-        lines.append((answer.question, answer.asks, outcome, _primary_text(answer), *alike))
+        alike = [
+            _outcome_alike(by_rule[rule], outcome) if rule in by_rule else "–"
+            for rule in RULES
+        ]
+        lines.append(
+            (answer.question, answer.asks, outcome, _primary_text(answer), *alike)
+        )
     columns = ["", "question", "outcome", "primary effects, or the highest bounds"]
     columns += [f"both at {rule}, p after Holm's correction" for rule in RULES]
     return pd.DataFrame(lines, columns=columns)
@@ -226,7 +285,10 @@ def _primary_text(answer: Answer) -> str:
     if answer.question == "H5":
         return "see below"
     if len(answer.primary) <= MAX_SHOWN_EFFECTS:
-        return "; ".join(f"{effect.what}: {effect.shown()}, n = {len(effect.values)}" for effect in answer.primary)
+        return "; ".join(
+            f"{effect.what}: {effect.shown()}, n = {len(effect.values)}"
+            for effect in answer.primary
+        )
     highest: dict[str, float] = {}
     for effect in answer.primary:
         margin = "" if math.isnan(effect.margin) else f" (margin {effect.margin:g})"
@@ -244,7 +306,9 @@ def _h5_gains(runs: pd.DataFrame) -> pd.DataFrame:
     cells: dict[str, dict[str, str]] = {}
     for gain in gains.itertuples():
         column = f"{with_titles(gain.case)}, n = {gain.n}"
-        shown = f"{interval_text(gain.mean, gain.low, gain.high)} {gain.unit}, {gain.word}"
+        shown = (
+            f"{interval_text(gain.mean, gain.low, gain.high)} {gain.unit}, {gain.word}"
+        )
         if max(abs(gain.bitops - 1), abs(gain.bitops_per_op - 1)) >= 0.005:
             shown += f" (BitOps {gain.bitops:.2f} of static's)"
         cells.setdefault(column, {})[gain.arm] = shown
@@ -274,7 +338,9 @@ def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
     for part in tasks:
         question = part.grid.split("/")[0].upper()
         if question not in ("H7", "H10"):  # their own pages have them
-            questions.setdefault((part.task, part.level, part.seeds), {})[question] = None
+            questions.setdefault((part.task, part.level, part.seeds), {})[question] = (
+                None
+            )
     lines = [(", ".join(names), *task) for task, names in questions.items()]
     return pd.DataFrame(lines, columns=["", "task and training", "level", "n"])
 
@@ -293,7 +359,9 @@ def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
             if len(rows):
                 formats = "" if ladder == "affine" else f", {ladder} formats"
                 task = f"{model} on {with_titles(dataset.rstrip('/'))}{formats}, {_training_text(specs)}"
-                yield TaskOfGrid(grid, task, levels.of_experiment(rows), rows["seed"].nunique())
+                yield TaskOfGrid(
+                    grid, task, levels.of_experiment(rows), rows["seed"].nunique()
+                )
 
 
 def _training_text(specs: Sequence[RunSpec]) -> str:
@@ -309,7 +377,9 @@ def _training_text(specs: Sequence[RunSpec]) -> str:
 
 def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
     """Return the effects that ``bench.fresh_seeds`` stored, by grid; none of a grid that was not run again."""
-    stored = json.loads((results_dir() / "fresh_seeds.json").read_text(encoding="utf-8"))["grids"]
+    stored = json.loads(
+        (results_dir() / "fresh_seeds.json").read_text(encoding="utf-8")
+    )["grids"]
     grids = [grid for study in studies("arms") for grid in study.GRIDS]
     return {grid: stored[grid]["effects"] if grid in stored else {} for grid in grids}
 
@@ -319,7 +389,10 @@ def _repeated_effects(answers: Iterable[Answer]) -> list[Repeated]:
     before = {effect.what: effect for answer in answers for effect in answer.primary}
     found = []
     for effects in _fresh_seeds().values():
-        pairs = [(before[what], replace(before[what], values=np.array(values))) for what, values in effects.items()]
+        pairs = [
+            (before[what], replace(before[what], values=np.array(values)))
+            for what, values in effects.items()
+        ]
         found += preregistered.compared(pairs)
     return found
 
@@ -341,7 +414,9 @@ def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
 def _filled(text: str, indent: str = "") -> str:
     """Wrap text at 118 columns, its further lines indented."""
     whole = text.replace(" %", "\0%")  # a line that begins with % is a comment of MyST
-    return "\n".join(textwrap.wrap(whole, 118, break_on_hyphens=False, subsequent_indent=indent)).replace("\0", " ")
+    return "\n".join(
+        textwrap.wrap(whole, 118, break_on_hyphens=False, subsequent_indent=indent)
+    ).replace("\0", " ")
 
 
 def main() -> None:

@@ -33,7 +33,9 @@ def page() -> str:
     """Return the page."""
     stored = found()
     models = stored["models"]
-    versions = dict.fromkeys(f"{row['library']} {row['version']}" for row in models if "version" in row)
+    versions = dict.fromkeys(
+        f"{row['library']} {row['version']}" for row in models if "version" in row
+    )
     outcomes = Counter("whole" if is_whole(row) else row["outcome"] for row in models)
     lines = [
         f"# {title(models)}",
@@ -54,7 +56,10 @@ def page() -> str:
         "| library | model | quantised | MACs | use | in float32, and why |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [f"| {row['library']} | {row['model']} | {' | '.join(_cells(row))} |" for row in models]
+    lines += [
+        f"| {row['library']} | {row['model']} | {' | '.join(_cells(row))} |"
+        for row in models
+    ]
     lines += proofs()
     return "\n".join(lines) + "\n"
 
@@ -77,7 +82,9 @@ def proofs() -> list[str]:
     ]
     tables = [stored[part]["counts"] for part in ("layers", "functions")]
     for title, key in PROOF_ROWS:
-        lines.append(f"| {title} | {' | '.join(f'{counts.get(key, 0):,}' for counts in tables)} |")
+        lines.append(
+            f"| {title} | {' | '.join(f'{counts.get(key, 0):,}' for counts in tables)} |"
+        )
     lines += [
         "",
         "## What float32 keeps, low precision keeps",
@@ -91,11 +98,17 @@ def proofs() -> list[str]:
         f"|---|{'---|' * len(OUTCOMES)}",
     ]
     for question, counts in invariances["questions"].items():
-        lines.append(f"| {question} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |")
+        lines.append(
+            f"| {question} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |"
+        )
     reasons = dict.fromkeys(answer["reason"] for answer in invariances["broken"])
     lines += ["", "Why some are broken:", ""] if reasons else []
     for reason in reasons:
-        models = dict.fromkeys(a["model"].partition(",")[0] for a in invariances["broken"] if a["reason"] == reason)
+        models = dict.fromkeys(
+            a["model"].partition(",")[0]
+            for a in invariances["broken"]
+            if a["reason"] == reason
+        )
         lines.append(f"- {reason}: {', '.join(models)}.")
     return lines + suite_section(stored.get("suites", {}))
 
@@ -123,8 +136,14 @@ PROOF_ROWS = (
         "without a fault",
     ),
     ("cases with products, all quantised", "products: quantised"),
-    ("cases with a product in float32 that `cpt.check` names", "products: named float32"),
-    ("cases with products of two numbers, which any grid holds exactly", "products: two numbers per range"),
+    (
+        "cases with a product in float32 that `cpt.check` names",
+        "products: named float32",
+    ),
+    (
+        "cases with products of two numbers, which any grid holds exactly",
+        "products: two numbers per range",
+    ),
     ("cases without products, unchanged at 3 bits", "products: none"),
 )
 
@@ -132,7 +151,11 @@ PROOF_ROWS = (
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "share" not in row:
         return row["outcome"], "", "", row["said"].replace("|", "\\|")
-    macs = "equal" if row["macs"] == row["macs of check"] else f"{row['macs']:,} ran, {row['macs of check']:,} counted"
+    macs = (
+        "equal"
+        if row["macs"] == row["macs of check"]
+        else f"{row['macs']:,} ran, {row['macs of check']:,} counted"
+    )
     wrong = [name for name, right in row["loops"].items() if right not in (True, None)]
     plain = [f"{place} ({n / row['macs']:.1%})" for place, n in row["float32"].items()]
     more = f" and {len(plain) - 3} more" if len(plain) > 3 else ""

@@ -25,14 +25,23 @@ def browser() -> Iterator[Browser]:
         own = Path(playwright.chromium.executable_path)
         other = next(filter(None, map(shutil.which, NAMES)), None)
         if not own.exists() and other is None:
-            pytest.exit(f"no Chromium: neither {own} nor one of {', '.join(NAMES)} is there. Get one: make chromium", 1)
-        sandbox = sys.platform != "linux" or os.geteuid() != 0  # Chromium refuses its sandbox to root
+            pytest.exit(
+                f"no Chromium: neither {own} nor one of {', '.join(NAMES)} is there. Get one: make chromium",
+                1,
+            )
+        sandbox = (
+            sys.platform != "linux" or os.geteuid() != 0
+        )  # Chromium refuses its sandbox to root
         try:
             started = playwright.chromium.launch(
-                executable_path=None if own.exists() else other, chromium_sandbox=sandbox
+                executable_path=None if own.exists() else other,
+                chromium_sandbox=sandbox,
             )
         except Error as error:
-            pytest.exit(f"Chromium does not start: {error.message}. Another one: make chromium", 1)
+            pytest.exit(
+                f"Chromium does not start: {error.message}. Another one: make chromium",
+                1,
+            )
         yield started
         started.close()
 
@@ -66,7 +75,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the committed rows."""
     page = tmp_path_factory.mktemp("report") / "report.html"
     rows = sorted((ROOT / "data" / "results").glob("*.jsonl"))
-    subprocess.run([sys.executable, "-m", "cpt_lab", "report", *rows, "--out", page], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "cpt_lab", "report", *rows, "--out", page],
+        check=True,
+        cwd=ROOT,
+    )
     return page
 
 
@@ -75,8 +88,19 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of ``make reproduce`` after notebook 03 ran at demo scale: two schedules and static 8, three seeds."""
     runs = tmp_path_factory.mktemp("runs")
     given = ["schedules=[CR, RR]", "static_bits=[8]", "seeds=[0, 1, 2]"]
-    command = [sys.executable, "-m", "cpt_lab", "reproduce", "--scale", "demo", "--notebook", "03"]
+    command = [
+        sys.executable,
+        "-m",
+        "cpt_lab",
+        "reproduce",
+        "--scale",
+        "demo",
+        "--notebook",
+        "03",
+    ]
     for parameter in given:
         command += ["--parameter", parameter]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CPT_RUNS_DIR": str(runs)})
+    subprocess.run(
+        command, check=True, cwd=ROOT, env={**os.environ, "CPT_RUNS_DIR": str(runs)}
+    )
     return runs / "reproduce" / "demo" / "index.html"

@@ -24,7 +24,10 @@ PATIENCE = 240  # seconds for a notebook at smoke scale, on a machine with other
 
 # Every cell stays in the page, so that all of them can be looked at; the theme is that of the system; no news.
 SETTINGS = {
-    "notebook-extension/tracker": {"windowingMode": "none", "autoStartDefaultKernel": True},
+    "notebook-extension/tracker": {
+        "windowingMode": "none",
+        "autoStartDefaultKernel": True,
+    },
     "apputils-extension/themes": {"adaptive-theme": True},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
@@ -70,7 +73,11 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.token, self.address, self.log = secrets.token_hex(16), f"http://127.0.0.1:{port}", folder / "jupyter.log"
+        self.token, self.address, self.log = (
+            secrets.token_hex(16),
+            f"http://127.0.0.1:{port}",
+            folder / "jupyter.log",
+        )
         environment = {
             "JUPYTER_CONFIG_DIR": own,
             "JUPYTER_DATA_DIR": own,
@@ -80,8 +87,19 @@ class Server:
             "IPYTHONDIR": own / "ipython",
             "PYTHONPATH": root,
         }
-        command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", f"--port={port}"]
-        command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyter",
+            "lab",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+        ]
+        command += [
+            "--ServerApp.port_retries=0",
+            f"--IdentityProvider.token={self.token}",
+        ]
         command += [f"--ServerApp.root_dir={self.notebooks}"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -89,7 +107,8 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.notebooks,
-                env=os.environ | {name: str(value) for name, value in environment.items()},
+                env=os.environ
+                | {name: str(value) for name, value in environment.items()},
             )
 
     def __enter__(self) -> Server:
@@ -101,7 +120,9 @@ class Server:
             except (urllib.error.URLError, ConnectionError):
                 if self.process.poll() is not None or time.monotonic() > end:
                     self.process.kill()
-                    raise RuntimeError(f"JupyterLab did not start:\n{self.log.read_text()}") from None
+                    raise RuntimeError(
+                        f"JupyterLab did not start:\n{self.log.read_text()}"
+                    ) from None
                 time.sleep(0.2)
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +136,9 @@ class Server:
     def ask(self, path: str, method: str = "GET") -> Any:
         """Return the answer of Jupyter's own interface."""
         headers = {"Authorization": f"token {self.token}"}
-        asked = urllib.request.Request(f"{self.address}/{path}", None, headers, method=method)
+        asked = urllib.request.Request(
+            f"{self.address}/{path}", None, headers, method=method
+        )
         with urllib.request.urlopen(asked) as answer:
             return json.loads(answer.read() or "null")
 
@@ -138,9 +161,15 @@ class Notebook:
         self.page, self.path = page, server.notebooks / name
         self.cells = nbformat.read(self.path, as_version=4).cells
         # in a workspace of its own: in that of the others, their tabs would be opened again
-        page.goto(f"{server.address}/lab/workspaces/{self.path.stem}/tree/{name}?token={server.token}")
-        page.locator(".jp-Notebook .jp-Cell").nth(len(self.cells) - 1).wait_for(timeout=60_000)
-        page.locator(".jp-StatusBar-Widget").get_by_text("| Idle").wait_for(timeout=60_000)  # its kernel is there
+        page.goto(
+            f"{server.address}/lab/workspaces/{self.path.stem}/tree/{name}?token={server.token}"
+        )
+        page.locator(".jp-Notebook .jp-Cell").nth(len(self.cells) - 1).wait_for(
+            timeout=60_000
+        )
+        page.locator(".jp-StatusBar-Widget").get_by_text("| Idle").wait_for(
+            timeout=60_000
+        )  # its kernel is there
 
     def cell(self, i: int) -> Locator:
         """Return a cell by its place."""
@@ -152,21 +181,29 @@ class Notebook:
 
     def containing(self, pattern: str) -> dict[str, int]:
         """Return the places of the code cells in which a pattern is found, by its first group."""
-        code = [(i, c.source) for i, c in enumerate(self.cells) if c.cell_type == "code"]
+        code = [
+            (i, c.source) for i, c in enumerate(self.cells) if c.cell_type == "code"
+        ]
         return {said: i for i, source in code for said in re.findall(pattern, source)}
 
     def run_all(self) -> None:
         """Choose Run All Cells in the menu, and wait until no cell waits: all are done, or one failed."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        self.page.locator(".jp-InputPrompt", has_text=re.compile(r"\d|\*")).first.wait_for(timeout=20_000)
+        self.page.locator(
+            ".jp-InputPrompt", has_text=re.compile(r"\d|\*")
+        ).first.wait_for(timeout=20_000)
         waiting = '() => ![...document.querySelectorAll(".jp-InputPrompt")].some(e => e.textContent.includes("*"))'
         self.page.wait_for_function(waiting, timeout=1000 * PATIENCE)
-        self.page.locator("[data-status=idle].jp-Notebook-ExecutionIndicator").wait_for()
+        self.page.locator(
+            "[data-status=idle].jp-Notebook-ExecutionIndicator"
+        ).wait_for()
 
     def run(self, i: int, source: str | None = None) -> str:
         """Run a cell by Ctrl-Enter, after another text was put into its editor if one is given; return what it says."""
-        counts = [int(n) for cell in self.state() for n in re.findall(r"\d+", cell["prompt"])]
+        counts = [
+            int(n) for cell in self.state() for n in re.findall(r"\d+", cell["prompt"])
+        ]
         editor = self.cell(i).locator(".cm-content")
         editor.scroll_into_view_if_needed()
         editor.click(position={"x": 5, "y": 5})
@@ -194,9 +231,15 @@ class Notebook:
     def picture(self, path: Path) -> None:
         """Keep a screenshot of all of it."""
         size = self.page.viewport_size
-        height = self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
-        self.page.set_viewport_size({"width": size["width"], "height": min(int(height) + 150, 16_000)})
-        self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
+        height = self.page.evaluate(
+            "document.querySelector('.jp-WindowedPanel-outer').scrollHeight"
+        )
+        self.page.set_viewport_size(
+            {"width": size["width"], "height": min(int(height) + 150, 16_000)}
+        )
+        self.page.evaluate(
+            "document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0"
+        )
         self.page.wait_for_timeout(300)
         self.page.screenshot(path=path)
         self.page.set_viewport_size(size)

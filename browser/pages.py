@@ -27,16 +27,29 @@ class Heard:
 
     def listen(self, page: Page) -> None:
         """Hear a page from now on."""
-        page.on("console", lambda m: self.note(f"console: {m.text}") if m.type == "error" else None)
+        page.on(
+            "console",
+            lambda m: self.note(f"console: {m.text}") if m.type == "error" else None,
+        )
         page.on("pageerror", lambda error: self.note(f"error: {error}"))
-        page.on("requestfailed", lambda r: self.note(f"failed: {r.url[:200]} {r.failure}"))
-        page.on("response", lambda r: self.note(f"status {r.status}: {r.url}") if r.status >= 400 else None)
+        page.on(
+            "requestfailed", lambda r: self.note(f"failed: {r.url[:200]} {r.failure}")
+        )
+        page.on(
+            "response",
+            lambda r: (
+                self.note(f"status {r.status}: {r.url}") if r.status >= 400 else None
+            ),
+        )
         page.on("request", self.asked)
 
     def asked(self, request: Request) -> None:
         """Note what leaves the machine."""
         local = request.url.startswith(("data:", "blob:", "file:"))
-        if not local and (self.offline or not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:"))):
+        if not local and (
+            self.offline
+            or not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:"))
+        ):
             self.note(f"request: {request.url}")
 
     def note(self, line: str) -> None:
@@ -45,7 +58,9 @@ class Heard:
             self.said.append(line)
 
 
-def accessible(page: Page, context: Mapping[str, Any] | None = None, without: Iterable[str] = ()) -> None:
+def accessible(
+    page: Page, context: Mapping[str, Any] | None = None, without: Iterable[str] = ()
+) -> None:
     """Assert that axe finds nothing serious or critical.
 
     Args:
@@ -54,7 +69,11 @@ def accessible(page: Page, context: Mapping[str, Any] | None = None, without: It
         without: rules that do not count here.
     """
     # preload would fetch the style sheets again, which a browser refuses for files
-    options = {"resultTypes": ["violations"], "preload": False, "rules": {rule: {"enabled": False} for rule in without}}
+    options = {
+        "resultTypes": ["violations"],
+        "preload": False,
+        "rules": {rule: {"enabled": False} for rule in without},
+    }
     found = Axe().run(page, context, options).response["violations"]
     said = [
         f"{finding['id']} ({finding['impact']}): {node['html'][:200]}: {node['failureSummary']}"

@@ -14,7 +14,16 @@ from browser.pages import Heard, accessible
 from cpt_lessons.notebooks import notebooks
 
 WIDTH, HEIGHT = 1366, 768
-NO_PREDICTION = ("03", "04", "05", "06", "07", "08", "13", "14")  # the paper, and two lessons
+NO_PREDICTION = (
+    "03",
+    "04",
+    "05",
+    "06",
+    "07",
+    "08",
+    "13",
+    "14",
+)  # the paper, and two lessons
 OURS = {"include": [[".jp-OutputArea-output"], [".jp-MarkdownOutput"]]}
 WITHOUT = {
     "image-alt": "JupyterLab drops the alt of a picture's metadata; that it is in the file is asked below",
@@ -36,7 +45,9 @@ def heard() -> Heard:
 
 
 @pytest.fixture
-def book(name: str, browser: Browser, server: Server, heard: Heard, shots: Path) -> Iterator[Notebook]:
+def book(
+    name: str, browser: Browser, server: Server, heard: Heard, shots: Path
+) -> Iterator[Notebook]:
     """The notebook, open."""
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
     page = context.new_page()
@@ -54,15 +65,27 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
     book.picture(shots / f"lab-{stem}.png")
     state = book.state()
     for i, cell in enumerate(state):
-        assert not {"application/vnd.jupyter.error", "application/vnd.jupyter.stderr"} & {*cell["types"]}, cell["text"]
+        assert not {
+            "application/vnd.jupyter.error",
+            "application/vnd.jupyter.stderr",
+        } & {*cell["types"]}, cell["text"]
         assert all(cell["pictures"]), f"cell {i}: a picture that is not loaded"
 
     assert page.evaluate(RAW_MATHS) == []
     assert page.locator("mjx-merror").count() == 0
-    assert page.locator(".jp-Notebook details[open]").count() == 0, "an answer that nobody asked for"
+    assert page.locator(".jp-Notebook details[open]").count() == 0, (
+        "an answer that nobody asked for"
+    )
     saved = book.saved().cells  # a folded cell has no number in the page
-    assert all(c.execution_count for c in saved if c.cell_type == "code" and c.source.strip())
-    drawn = [o for c in saved for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert all(
+        c.execution_count for c in saved if c.cell_type == "code" and c.source.strip()
+    )
+    drawn = [
+        o
+        for c in saved
+        for o in c.get("outputs", [])
+        if "image/png" in o.get("data", {})
+    ]
     assert all(o.metadata.get("image/png", {}).get("alt") for o in drawn)
     assert any(cell["pictures"] for cell in state)
 
@@ -87,7 +110,9 @@ def predictions(book: Notebook) -> None:
         before = book.state()[at]["text"]
         assert f"{question}: choose first" in before
         assert "the answer is" not in before
-        chosen = re.sub(r'(predict\(\s*"[^"]+",\s*)""', r'\1"a"', book.cells[asked[question]].source)
+        chosen = re.sub(
+            r'(predict\(\s*"[^"]+",\s*)""', r'\1"a"', book.cells[asked[question]].source
+        )
         assert f"{question}: noted 'a'" in book.run(asked[question], chosen)
         assert f"{question}: the answer is" in book.run(at)
 
@@ -101,6 +126,9 @@ def exercise(book: Notebook) -> None:
     at = max(checks.values())  # the last cell with one; the solutions hold those of all
     solutions = book.path.parent / "solutions" / f"{book.path.name[:2]}_solutions.py"
     first = next(iter(checks))
-    said = book.run(at, f'{solutions.read_text(encoding="utf-8")}exercises.check("{first}", "nonsense")\n')
+    said = book.run(
+        at,
+        f'{solutions.read_text(encoding="utf-8")}exercises.check("{first}", "nonsense")\n',
+    )
     assert re.findall(r"exercise (\S+): correct", said) == list(checks)
     assert f"exercise {first}: not yet" in said

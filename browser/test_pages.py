@@ -15,7 +15,10 @@ from cpt_lab.analysis.statistics import interval
 
 VIEWS: dict[str, dict[str, Any]] = {
     "screen": {"viewport": {"width": 1366, "height": 768}},
-    "200-percent": {"viewport": {"width": 683, "height": 384}, "device_scale_factor": 2},  # what a browser's zoom does
+    "200-percent": {
+        "viewport": {"width": 683, "height": 384},
+        "device_scale_factor": 2,
+    },  # what a browser's zoom does
     "dark": {"viewport": {"width": 1366, "height": 768}, "color_scheme": "dark"},
     "phone": {
         "viewport": {"width": 390, "height": 844},
@@ -74,13 +77,19 @@ def heard() -> Iterator[Heard]:
 
 
 @pytest.fixture
-def visit(browser: Browser, heard: Heard, request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], Page]]:
+def visit(
+    browser: Browser, heard: Heard, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str, str], Page]]:
     """Open a page in a view."""
     contexts = []
 
     def open_(name: str, view: str) -> Page:
         name, hash_, rest = name.partition("#")
-        path = request.getfixturevalue(name) if name in OWN_PAGES else request.getfixturevalue("site") / name
+        path = (
+            request.getfixturevalue(name)
+            if name in OWN_PAGES
+            else request.getfixturevalue("site") / name
+        )
         contexts.append(browser.new_context(**VIEWS[view]))
         page = contexts[-1].new_page()
         heard.listen(page)
@@ -94,7 +103,9 @@ def visit(browser: Browser, heard: Heard, request: pytest.FixtureRequest) -> Ite
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", PAGES)
-def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Path) -> None:
+def test_page(
+    name: str, view: str, visit: Callable[[str, str], Page], shots: Path
+) -> None:
     """Room for every word, words for every picture, silence, and nothing that axe calls serious."""
     page, width = visit(name, view), VIEWS[view]["viewport"]["width"]
     shot = f"{name.removesuffix('.html').replace('/', '-')}-{view}.png"
@@ -106,14 +117,21 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
-    assert page.evaluate(SHRUNK if name in OWN_PAGES else CUT.replace("WIDTH", str(width))) == []
+    assert (
+        page.evaluate(SHRUNK if name in OWN_PAGES else CUT.replace("WIDTH", str(width)))
+        == []
+    )
     accessible(page)
 
 
-def test_reproduced_page_shows_runs_beside_paper(visit: Callable[[str, str], Page]) -> None:
+def test_reproduced_page_shows_runs_beside_paper(
+    visit: Callable[[str, str], Page],
+) -> None:
     """A page of a demo run has the figure of its runs and the table of claims beside the paper."""
     page = visit("reproduced", "screen")
-    expect(page.get_by_role("columnheader", name="the paper says").first).to_be_visible()
+    expect(
+        page.get_by_role("columnheader", name="the paper says").first
+    ).to_be_visible()
     assert page.locator("img").count() >= 1
     assert page.get_by_text("your data").count() == 0
 
@@ -124,7 +142,10 @@ def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
     link = page.get_by_role("link", name="Download this notebook")
     handed = Path(unquote(urlsplit(link.evaluate("a => a.href")).path))
     assert link.get_attribute("download") is not None
-    assert handed.read_bytes() == (Path(__file__).parents[1] / "notebooks" / handed.name).read_bytes()
+    assert (
+        handed.read_bytes()
+        == (Path(__file__).parents[1] / "notebooks" / handed.name).read_bytes()
+    )
 
 
 def test_explorer(visit: Callable[[str, str], Page]) -> None:
@@ -156,7 +177,9 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
 def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None:
     """An address holds the settings; what is static is its own rival."""
     page = visit("explorer.html#family=STATIC&q_min=6&q_grad=6", "screen")
-    expect(page.locator("#verdict")).to_contain_text("At a cost of 0.5625, static 6 is its own static rival")
+    expect(page.locator("#verdict")).to_contain_text(
+        "At a cost of 0.5625, static 6 is its own static rival"
+    )
     page.get_by_label("Schedule", exact=True).select_option("ER")
     expect(page.locator("#verdict")).to_contain_text("ER against static")
     assert "family=ER&q_min=6" in page.url
@@ -168,8 +191,12 @@ def test_explorer_of_what_cannot_be_compared(visit: Callable[[str, str], Page]) 
     assert page.evaluate("shown.s.q_max") == 8
     assert page.evaluate("shown.s.rate") == 0.1
     page = visit("explorer.html#q_min=5&q_max=5", "screen")
-    expect(page.locator("#verdict")).to_contain_text("there is nothing to compare. Raise q_max.")
-    page = visit("explorer.html#family=RR&q_min=1&q_max=2&q_grad=1&rate=1&seeds=3", "screen")
+    expect(page.locator("#verdict")).to_contain_text(
+        "there is nothing to compare. Raise q_max."
+    )
+    page = visit(
+        "explorer.html#family=RR&q_min=1&q_max=2&q_grad=1&rate=1&seeds=3", "screen"
+    )
     page.locator("#train").click()
     expect(page.locator("#train")).to_have_text("Train", timeout=120_000)
     assert page.locator("#numbers tr").last.inner_text().count("diverged") == 2

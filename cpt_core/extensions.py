@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
     from cpt_extras import kernels as kernels
     from cpt_extras import search as search
     from cpt_extras.diagnostics.check import check as check
-    from cpt_extras.diagnostics.float32_weights import QuantizationWarning as QuantizationWarning
+    from cpt_extras.diagnostics.float32_weights import (
+        QuantizationWarning as QuantizationWarning,
+    )
     from cpt_extras.diagnostics.ledger import BitOpsLedger as BitOpsLedger
     from cpt_extras.formats.format import FORMATS as FORMATS
     from cpt_extras.formats.format import Format as Format
@@ -69,7 +71,9 @@ EXTENSIONS = {
 def load(name: str) -> Any:
     """Import an optional part, which registers itself, and return its module; RuntimeError where it is not there."""
     if not is_installed(name):
-        raise RuntimeError(f"{name!r} needs the package {EXTENSIONS[name].partition('.')[0]}, which is not installed")
+        raise RuntimeError(
+            f"{name!r} needs the package {EXTENSIONS[name].partition('.')[0]}, which is not installed"
+        )
     return importlib.import_module(EXTENSIONS[name])
 
 
@@ -82,7 +86,10 @@ def services(name: str) -> Any:
     """Return the module of an optional part; where it is not installed, what warns and does nothing in its place."""
     module = load_optional(name)
     if module is None:
-        warnings.warn(f"{EXTENSIONS[name]} is not installed; what it does is left out", stacklevel=2)
+        warnings.warn(
+            f"{EXTENSIONS[name]} is not installed; what it does is left out",
+            stacklevel=2,
+        )
     return module or NotInstalled()
 
 

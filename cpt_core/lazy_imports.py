@@ -14,7 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 COLLECTED = "cpt_core.extensions"
-FORMER_NAMES = {"choosing": "search", "inspecting": "diagnostics"}  # of subpackages, until the release after 0.4
+FORMER_NAMES = {
+    "choosing": "search",
+    "inspecting": "diagnostics",
+}  # of subpackages, until the release after 0.4
 
 
 def _explain_missing(name: str, path: Any = None, target: Any = None) -> None:
@@ -35,11 +38,16 @@ def homes(package: str) -> dict[str, str]:
     """
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
     blocks = [node.body for node in ast.parse(source).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node for block in blocks for node in block if isinstance(node, ast.ImportFrom)
+    ]
     found = {alias.name: str(node.module) for node in imports for alias in node.names}
     if COLLECTED in found.values():
         collected = homes(import_module(COLLECTED).__name__)
-        found = {name: collected[name] if home == COLLECTED else home for name, home in found.items()}
+        found = {
+            name: collected[name] if home == COLLECTED else home
+            for name, home in found.items()
+        }
     return found
 
 
@@ -48,14 +56,20 @@ def is_top_level(home: str) -> bool:
     return "." not in home
 
 
-def lazily(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazily(
+    package: str,
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""
     home = homes(package)
     module = sys.modules[package]
 
     def get(name: str) -> Any:
         if FORMER_NAMES.get(name) in home:
-            warnings.warn(f"{package}.{name} is now {package}.{FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                f"{package}.{name} is now {package}.{FORMER_NAMES[name]}",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             name = FORMER_NAMES[name]
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

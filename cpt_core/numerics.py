@@ -7,5 +7,11 @@ If ``tests/compatibility/test_losses.py`` fails for a change that is meant: rais
 """
 
 NUMERICS = 2
-NUMERICS_OF_RELEASES = {"0.1.0": 1, "0.2.0": 2, "0.3.0": 2}  # of those that wrote, at least at first, no version
-NUMERICS_WITHOUT_VERSION = 2  # of checkpoints and states that have none and can be loaded
+NUMERICS_OF_RELEASES = {
+    "0.1.0": 1,
+    "0.2.0": 2,
+    "0.3.0": 2,
+}  # of those that wrote, at least at first, no version
+NUMERICS_WITHOUT_VERSION = (
+    2  # of checkpoints and states that have none and can be loaded
+)

@@ -22,7 +22,9 @@ def check_inputs(inputs: Any) -> None:
         )
 
 
-def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+def whole(
+    what: str, value: Any, least: int | None = None, most: int | None = None
+) -> int:
     """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
     wanted = "an integer" if least is None else f"a whole number of at least {least}"
     wanted += "" if most is None else f" and at most {most}"
@@ -30,7 +32,11 @@ def whole(what: str, value: Any, least: int | None = None, most: int | None = No
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{what} must be {wanted}, got {shown(value)}") from None
-    if isinstance(value, bool) or (least is not None and number < least) or (most is not None and number > most):
+    if (
+        isinstance(value, bool)
+        or (least is not None and number < least)
+        or (most is not None and number > most)
+    ):
         raise ValueError(f"{what} must be {wanted}, got {shown(value)}")
     return number
 
@@ -38,9 +44,16 @@ def whole(what: str, value: Any, least: int | None = None, most: int | None = No
 def check_bits(what: str, bits: Any) -> int:
     """Return ``bits`` as an int when it is a whole number in 1..32, also as a float, else raise ValueError."""
     try:
-        return whole(what, int(bits) if isinstance(bits, float) and bits.is_integer() else bits, 1, MOST_BITS)
+        return whole(
+            what,
+            int(bits) if isinstance(bits, float) and bits.is_integer() else bits,
+            1,
+            MOST_BITS,
+        )
     except ValueError:
-        raise ValueError(f"{what} must be an integer from 1 to {MOST_BITS}, got {shown(bits)}") from None
+        raise ValueError(
+            f"{what} must be an integer from 1 to {MOST_BITS}, got {shown(bits)}"
+        ) from None
 
 
 def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
@@ -66,14 +79,18 @@ def declared(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
     ``declared(type(self), vars(self))`` in ``__post_init__`` at the fields; with ``parts`` also at what tuples, lists
     and mappings hold. A bool is no number, a string no list. Ranges are checked where the values are used.
     """
-    for name, hint in _hints(getattr(what, "__func__", what)).items():  # a method is kept, its object is not
+    for name, hint in _hints(
+        getattr(what, "__func__", what)
+    ).items():  # a method is kept, its object is not
         if name in given and not _fits(given[name], hint, parts):
             raise ValueError(f"{name} must be {_said(hint)}, got {shown(given[name])}")
 
 
 @lru_cache(maxsize=1024)
 def _hints(what: Any) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(what).items() if name != "return"}
+    return {
+        name: hint for name, hint in get_type_hints(what).items() if name != "return"
+    }
 
 
 def _fits(value: Any, hint: Any, parts: bool) -> bool:
@@ -82,7 +99,9 @@ def _fits(value: Any, hint: Any, parts: bool) -> bool:
     if kind in (Union, UnionType):
         return any(_fits(value, one, parts) for one in of)
     if kind is int:
-        return not isinstance(value, bool) and (_is_index(value) or (isinstance(value, float) and value.is_integer()))
+        return not isinstance(value, bool) and (
+            _is_index(value) or (isinstance(value, float) and value.is_integer())
+        )
     if kind is float:
         return isinstance(value, Real) and not isinstance(value, bool)
     if kind in (tuple, Sequence, Iterable):
@@ -90,15 +109,29 @@ def _fits(value: Any, hint: Any, parts: bool) -> bool:
             return False
         if not parts:
             return True
-        each = of if kind is tuple and of[-1] is not ... else of[:1] * len(value) if isinstance(value, Sized) else ()
+        each = (
+            of
+            if kind is tuple and of[-1] is not ...
+            else of[:1] * len(value)
+            if isinstance(value, Sized)
+            else ()
+        )
         listed = isinstance(value, (tuple, list)) and len(each) == len(value)
-        return listed and all(_fits(v, one, parts) for v, one in zip(value, each, strict=True))
+        return listed and all(
+            _fits(v, one, parts) for v, one in zip(value, each, strict=True)
+        )
     if kind is Mapping:
         items = value.items() if isinstance(value, Mapping) else ()
         return isinstance(value, Mapping) and all(
-            not parts or (_fits(k, of[0], parts) and _fits(v, of[1], parts)) for k, v in items
+            not parts or (_fits(k, of[0], parts) and _fits(v, of[1], parts))
+            for k, v in items
         )
-    return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
+    return (
+        kind is Any
+        or not isinstance(kind, type)
+        or getattr(kind, "_is_protocol", False)
+        or isinstance(value, kind)
+    )
 
 
 def _is_index(value: Any) -> bool:
@@ -109,7 +142,13 @@ def _is_index(value: Any) -> bool:
     return True
 
 
-_WORDS = {int: "an integer", float: "a number", str: "a string", bool: "True or False", NoneType: "None"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "True or False",
+    NoneType: "None",
+}
 
 
 def _said(hint: Any) -> str:
@@ -118,10 +157,14 @@ def _said(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(_said, get_args(hint))))
     if get_origin(hint) is Callable:
         return "a function"
-    return _WORDS.get(hint) or re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hint))
+    return _WORDS.get(hint) or re.sub(
+        r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hint)
+    )
 
 
 def shown(value: Any) -> str:
     """Write a value for an error: as Python does, but the type alone of what takes lines or hundreds of characters."""
     text = repr(value)
-    return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
+    return (
+        text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
+    )

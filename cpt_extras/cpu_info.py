@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     import torch
 
 CPU_INFO = Path("/proc/cpuinfo")
-WIDE = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
+WIDE = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "asimd",
+    "sve",
+)
 
 
 def cpu() -> dict[str, Any]:
@@ -23,15 +33,29 @@ def cpu() -> dict[str, Any]:
     fields, there = _cpu_info()
     if not fields:  # not this system
         return {"cpu": platform.processor() or platform.machine(), "instructions": []}
-    parts = [f"{name} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]
+    parts = [
+        f"{name} {fields[name]}"
+        for name in ("cpu family", "model", "stepping")
+        if name in fields
+    ]
     name = fields.get("model name") or platform.machine()
-    return {"cpu": ", ".join([name, *parts]), "instructions": [one for one in WIDE if one in there]}
+    return {
+        "cpu": ", ".join([name, *parts]),
+        "instructions": [one for one in WIDE if one in there],
+    }
 
 
 def processor() -> tuple[str, ...]:
     """Return the maker of the processor and its widest instructions, such as "AuthenticAMD", "AVX2"; () if unknown."""
     fields, there = _cpu_info()
-    widest = next((name for name, flag in (("AVX512", "avx512f"), ("AVX2", "avx2")) if flag in there), None)
+    widest = next(
+        (
+            name
+            for name, flag in (("AVX512", "avx512f"), ("AVX2", "avx2"))
+            if flag in there
+        ),
+        None,
+    )
     return (fields["vendor_id"], widest) if "vendor_id" in fields and widest else ()
 
 

@@ -44,13 +44,19 @@ class DescribedFigure(Figure):
         words = self.description()
         said = "\n".join([f"<Figure: {words}>", *data_of(self)])
         shown = {"image/png": base64.b64encode(png).decode(), "text/plain": said}
-        display(shown, raw=True, metadata={"image/png": {"alt": words, "width": width, "height": height}})
+        display(
+            shown,
+            raw=True,
+            metadata={"image/png": {"alt": words, "width": width, "height": height}},
+        )
 
 
 def picture(figure: Figure) -> tuple[bytes, int, int]:
     """Return a figure as a PNG, and the width and height in pixels at which it is to be shown."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=SHARP * INCH, bbox_inches="tight", facecolor="white")
+    figure.savefig(
+        buffer, format="png", dpi=SHARP * INCH, bbox_inches="tight", facecolor="white"
+    )
     small = Image.open(buffer).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     small.save(buffer, format="png", optimize=True)
@@ -69,7 +75,9 @@ STYLE: Any = {
 
 
 @contextmanager
-def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> Iterator[tuple[Any, Any]]:
+def drawing(
+    rows: int = 1, columns: int = 1, alt: str = "", **options: Any
+) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes, an array (rows, columns), in our style; lay it out in the end.
 
     The figure is closed, so that a notebook shows it once: as the value of its cell. ``alt`` says what it shows; where
@@ -77,7 +85,12 @@ def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> I
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            rows, columns, squeeze=False, layout="constrained", FigureClass=DescribedFigure, **options
+            rows,
+            columns,
+            squeeze=False,
+            layout="constrained",
+            FigureClass=DescribedFigure,
+            **options,
         )
         figure.alt = alt
         try:
@@ -110,11 +123,22 @@ def data_of(figure: Figure) -> list[str]:
         words = []
         if parts:
             x, y = (np.concatenate(values) for values in zip(*parts, strict=True))
-            xy = np.concatenate([a * b for a, b in parts if len(a) == len(b)] or [x[:0]])
-            words += [f"{_counted(len(parts), 'part')}, {_counted(max(len(x), len(y)), 'point')}"]
-            words += [f"{name} {_spread(values)}" for name, values in (("x", x), ("y", y)) if len(values)]
+            xy = np.concatenate(
+                [a * b for a, b in parts if len(a) == len(b)] or [x[:0]]
+            )
+            words += [
+                f"{_counted(len(parts), 'part')}, {_counted(max(len(x), len(y)), 'point')}"
+            ]
+            words += [
+                f"{name} {_spread(values)}"
+                for name, values in (("x", x), ("y", y))
+                if len(values)
+            ]
             words += [f"xy mean {_mean(xy)}"] if len(xy) else []
-        words += [f"picture {_spread(np.ma.compressed(np.ma.asarray(image.get_array())))}" for image in ax.images]
+        words += [
+            f"picture {_spread(np.ma.compressed(np.ma.asarray(image.get_array())))}"
+            for image in ax.images
+        ]
         if words:
             said.append(f"{number}: {'; '.join(words)}")
     return said
@@ -131,7 +155,14 @@ def _parts(ax: Axes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if c.get_offset_transform().contains_branch(ax.transData):
             drawn.append((c.get_offsets(), c.get_offset_transform()))
         else:
-            drawn.append((np.concatenate([np.zeros((0, 2)), *(p.vertices for p in c.get_paths())]), c.get_transform()))
+            drawn.append(
+                (
+                    np.concatenate(
+                        [np.zeros((0, 2)), *(p.vertices for p in c.get_paths())]
+                    ),
+                    c.get_transform(),
+                )
+            )
     for patch in ax.patches:
         vertices = patch.get_patch_transform().transform(patch.get_path().vertices)
         drawn.append((vertices, patch.get_data_transform()))
@@ -152,11 +183,17 @@ def _spread(values: np.ndarray) -> str:
 
 
 def _mean(values: np.ndarray) -> str:
-    return _number(math.fsum(values) / len(values), values)  # in whatever order they are drawn
+    return _number(
+        math.fsum(values) / len(values), values
+    )  # in whatever order they are drawn
 
 
 def _number(value: float, among: np.ndarray) -> str:
-    return "0" if abs(value) <= NOISE * abs(among).max() else f"{value * (1 + NOISE):.{DIGITS}g}"
+    return (
+        "0"
+        if abs(value) <= NOISE * abs(among).max()
+        else f"{value * (1 + NOISE):.{DIGITS}g}"
+    )
 
 
 # --- words ------------------------------------------------------------------------------------------
@@ -169,7 +206,9 @@ def _words(figure: Figure) -> str:
     for ax in figure.axes:
         x, y = _label(ax, "x"), _label(ax, "y")
         drawn = f"{y} against {x}" if x and y else x or y
-        panels.append(": ".join(filter(None, (ax.get_title() or ax.get_title(loc="left"), drawn))))
+        panels.append(
+            ": ".join(filter(None, (ax.get_title() or ax.get_title(loc="left"), drawn)))
+        )
         names += ax.get_legend_handles_labels()[1]
     captions = [text.get_text() for text in figure.texts if text.get_text() != heading]
     said = [heading, "; ".join(_once(panels)), ", ".join(_once(names)), *captions]

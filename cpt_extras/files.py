@@ -32,7 +32,10 @@ def nan_to_none(value: Any, lost: list[str] | None = None, place: str = "") -> A
             lost.append(place)
         return None
     if isinstance(value, Mapping):
-        return {key: nan_to_none(v, lost, f"{place}.{key}".lstrip(".")) for key, v in value.items()}
+        return {
+            key: nan_to_none(v, lost, f"{place}.{key}".lstrip("."))
+            for key, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [nan_to_none(v, lost, f"{place}[{i}]") for i, v in enumerate(value)]
     return value
@@ -40,10 +43,14 @@ def nan_to_none(value: Any, lost: list[str] | None = None, place: str = "") -> A
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, whatever the locale; readers see the old one or the new one."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(
+        path, lambda temporary: temporary.write_text(text, encoding="utf-8")
+    )
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any], previous: Path | None = None) -> None:
+def write_atomically(
+    path: Path, write: Callable[[Path], Any], previous: Path | None = None
+) -> None:
     """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one.
 
     Both ways on the disk too, so that the machine may stop at any moment. With ``previous`` the old one stays under
@@ -72,7 +79,9 @@ def _name_also(path: Path, name: Path) -> None:
     except OSError:  # a file system without second names
         os.replace(path, name)
     finally:
-        second.unlink(missing_ok=True)  # the system leaves it there when both were one file already
+        second.unlink(
+            missing_ok=True
+        )  # the system leaves it there when both were one file already
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # whose names are not those of their modules
+PACKAGES = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+}  # whose names are not those of their modules
 
 
 def library(name: str, extra: str) -> Any:
@@ -31,13 +34,19 @@ def extra_named(extra: str = "", name: str = "") -> Iterator[None]:
         from importlib.metadata import distributions
 
         missing = (error.name or name).partition(".")[0]
-        needed = [line for d in distributions(name="cpt-core") for line in d.requires or ()]
+        needed = [
+            line for d in distributions(name="cpt-core") for line in d.requires or ()
+        ]
         package = PACKAGES.get(missing, missing).replace("_", "[-_]")
-        known = re.findall(rf"^{package}\b.* extra == .(\w+)", "\n".join(needed), re.M | re.I)
+        known = re.findall(
+            rf"^{package}\b.* extra == .(\w+)", "\n".join(needed), re.M | re.I
+        )
         extra = extra if extra in known or not known else known[0]
         if not missing or not extra or missing.startswith("cpt_"):
             raise
-        raise ImportError(f"{missing} cannot be imported; {install_hint(extra)}") from error
+        raise ImportError(
+            f"{missing} cannot be imported; {install_hint(extra)}"
+        ) from error
 
 
 def install_hint(extra: str) -> str:
@@ -48,4 +57,6 @@ def install_hint(extra: str) -> str:
     """
     wheel = f'pip install "$(ls cpt_core-*.whl)[{extra}]"'
     checkout = f'pip install -e ".[{extra}]"'
-    return f"install the wheel again with [{extra}]: {wheel}, or in a checkout: {checkout}"
+    return (
+        f"install the wheel again with [{extra}]: {wheel}, or in a checkout: {checkout}"
+    )

@@ -6,7 +6,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 
-def waiting(what: str, items: Iterable[Any] | None = None, *, progress: bool | None = None, **options: Any) -> Any:
+def waiting(
+    what: str,
+    items: Iterable[Any] | None = None,
+    *,
+    progress: bool | None = None,
+    **options: Any,
+) -> Any:
     """Return tqdm's bar over ``items``, or one to be updated by hand.
 
     Args:
@@ -14,4 +20,6 @@ def waiting(what: str, items: Iterable[Any] | None = None, *, progress: bool | N
         progress: show the bar; None shows it to people only, in a terminal or a notebook.
         options: of tqdm, such as ``total``.
     """
-    return tqdm(items, desc=what, disable=None if progress is None else not progress, **options)
+    return tqdm(
+        items, desc=what, disable=None if progress is None else not progress, **options
+    )

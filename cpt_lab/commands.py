@@ -35,7 +35,12 @@ class Many(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the name of a list option before each of its values."""
-        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        lists = {
+            name
+            for p in self.params
+            if getattr(p, "multiple", False)
+            for name in p.opts
+        }
         out: list[str] = []
         current = ""
         for word in args:
@@ -47,10 +52,22 @@ class Many(TyperCommand):
         return super().parse_args(ctx, out)
 
 
-Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")]
-Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
-AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
-Task = Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")]
+Scale = Annotated[
+    str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")
+]
+Device = Annotated[
+    str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")
+]
+AtScale = Annotated[
+    str | None,
+    typer.Option(
+        "--scale", help="smoke, demo or paper; the largest of a grid if left out"
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(help="of your own data: image, detection, ...; found if left out"),
+]
 
 # Options of `run`, `plan` and `rows`, with the names of the notebooks' parameters.
 PARAMETER_HELP = {
@@ -79,8 +96,15 @@ FILTER_HELP = {
 }
 # Those that take several values.
 LIST_OPTIONS = (
-    "schedules", "static_bits", "q_max", "seeds", "deficit_lengths", "deficit_starts", "decay", *FILTER_HELP
-)  # fmt: skip
+    "schedules",
+    "static_bits",
+    "q_max",
+    "seeds",
+    "deficit_lengths",
+    "deficit_starts",
+    "decay",
+    *FILTER_HELP,
+)
 
 
 def selects_runs(command: Callable[..., None]) -> Callable[..., None]:
@@ -104,7 +128,9 @@ def selects_runs(command: Callable[..., None]) -> Callable[..., None]:
 
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.name != "selection"]
-    options = [_option(name, text) for name, text in (PARAMETER_HELP | FILTER_HELP).items()]
+    options = [
+        _option(name, text) for name, text in (PARAMETER_HELP | FILTER_HELP).items()
+    ]
     with_selection.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return with_selection
 
@@ -113,16 +139,25 @@ def _option(name: str, text: str) -> inspect.Parameter:
     """Return the option of a parameter; values are checked by ``experiments.parameters``."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     if name == "controls":
-        flag = Annotated[bool | None, typer.Option("--controls/--no-controls", help=text, rich_help_panel="Runs")]
+        flag = Annotated[
+            bool | None,
+            typer.Option("--controls/--no-controls", help=text, rich_help_panel="Runs"),
+        ]
         return inspect.Parameter(name, keyword, default=None, annotation=flag)
     option = typer.Option(help=text, rich_help_panel="Runs")
     if name in LIST_OPTIONS:
-        return inspect.Parameter(name, keyword, default=[], annotation=Annotated[list[str], option])
-    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[str | None, option])
+        return inspect.Parameter(
+            name, keyword, default=[], annotation=Annotated[list[str], option]
+        )
+    return inspect.Parameter(
+        name, keyword, default=None, annotation=Annotated[str | None, option]
+    )
 
 
 @contextmanager
-def stoppable(said: Callable[[], str] = lambda: "stopped; the same command goes on from here") -> Iterator[None]:
+def stoppable(
+    said: Callable[[], str] = lambda: "stopped; the same command goes on from here",
+) -> Iterator[None]:
     """Ctrl-C ends a command with a line that says what was done, and with the status of a signal."""
     try:
         yield
@@ -135,10 +170,15 @@ def stoppable(said: Callable[[], str] = lambda: "stopped; the same command goes 
 @selects_runs
 def plan(
     selection: Any,
-    grid: Annotated[str | None, typer.Argument(help="a grid or an artefact such as figure_3; else all")] = None,
+    grid: Annotated[
+        str | None,
+        typer.Argument(help="a grid or an artefact such as figure_3; else all"),
+    ] = None,
     scale: AtScale = None,
     device: Device = "auto",
-    measure: Annotated[bool, typer.Option(help="measure a few steps of every model, and keep it")] = False,
+    measure: Annotated[
+        bool, typer.Option(help="measure a few steps of every model, and keep it")
+    ] = False,
 ) -> None:
     """List the grids: runs done, failed and missing; bit operations, hours and disk of what was measured here."""
     from cpt_lab.experiments.grids import check_choices, find_grids
@@ -155,20 +195,52 @@ def plan(
 @selects_runs
 def run(
     selection: Any,
-    grid: Annotated[str, typer.Argument(help="a grid, or a figure such as h7; before the options; `plan` lists them")],
+    grid: Annotated[
+        str,
+        typer.Argument(
+            help="a grid, or a figure such as h7; before the options; `plan` lists them"
+        ),
+    ],
     scale: AtScale = None,
-    executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
-    workers: Annotated[int | None, typer.Option(help="processes at a time; 0 is this one")] = None,
+    executor: Annotated[
+        str, typer.Option(help="local (this machine) or dask (a cluster)")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="processes at a time; 0 is this one")
+    ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
     device: Device = "auto",
-    per_gpu: Annotated[int | None, typer.Option(help="runs that share a GPU; measured when left out")] = None,
-    scheduler: Annotated[str | None, typer.Option(help="address of a Dask scheduler, such as tcp://host:8786")] = None,
-    together: Annotated[int | None, typer.Option(help="runs of a seed that train side by side in a process")] = None,
-    timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
-    rerun_old: Annotated[bool, typer.Option("--rerun-old", help="run again what has rows of other numerics")] = False,
-    shard: Annotated[str, typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared")] = "",
-    log: Annotated[str, typer.Option(help="send rows and curves to tensorboard, mlflow, trackio or wandb, too")] = "",
+    per_gpu: Annotated[
+        int | None, typer.Option(help="runs that share a GPU; measured when left out")
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="address of a Dask scheduler, such as tcp://host:8786"),
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(help="runs of a seed that train side by side in a process"),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="seconds after which a run is failed")
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="run again what failed before")
+    ] = False,
+    rerun_old: Annotated[
+        bool,
+        typer.Option("--rerun-old", help="run again what has rows of other numerics"),
+    ] = False,
+    shard: Annotated[
+        str,
+        typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared"),
+    ] = "",
+    log: Annotated[
+        str,
+        typer.Option(
+            help="send rows and curves to tensorboard, mlflow, trackio or wandb, too"
+        ),
+    ] = "",
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids
@@ -182,15 +254,28 @@ def run(
     if shard:
         found = re.fullmatch(r"(\d+)/(\d+)", shard)
         if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):
-            raise ValueError(f"--shard takes I/N, such as 1/4, with I <= N <= {len(specs)}, the runs; got {shard!r}")
+            raise ValueError(
+                f"--shard takes I/N, such as 1/4, with I <= N <= {len(specs)}, the runs; got {shard!r}"
+            )
         specs = specs[int(found[1]) - 1 :: int(found[2])]
     by_store: dict[Path, list[Any]] = {}
     for spec in specs:
-        by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
+        by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(
+            spec
+        )
     send = Sender(log) if log else None
     handle_signals(signal.default_int_handler)  # before and after the runs, as Ctrl-C
     options = SweepOptions(
-        executor, workers, threads, device, per_gpu, scheduler, together, timeout, retry_failed, rerun_old
+        executor,
+        workers,
+        threads,
+        device,
+        per_gpu,
+        scheduler,
+        together,
+        timeout,
+        retry_failed,
+        rerun_old,
     )
     with joined() as leads:  # alone, or the first of the processes of torchrun
         failed = _run(grid, by_store, options, send) if leads else follow()
@@ -202,13 +287,17 @@ def run(
         raise typer.Exit(1)
 
 
-def _selected_specs(grids: Any, name: str, scale: str | None, selection: Any) -> list[Any]:
+def _selected_specs(
+    grids: Any, name: str, scale: str | None, selection: Any
+) -> list[Any]:
     """Return the selected runs of a grid or a figure, each once: grids of a figure may share runs.
 
     Grids of a figure that do not have the scale are left out.
     """
     found = grids.find_grids(name)
-    scales = list(dict.fromkeys(known for grid in found.values() for known in grid.scales))
+    scales = list(
+        dict.fromkeys(known for grid in found.values() for known in grid.scales)
+    )
     if scale is not None and scale not in scales:
         raise ValueError(f"{name} has no scale {scale!r}; {offer(scale, scales)}")
     selected = selection.specs(found, scale)
@@ -225,14 +314,23 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
 
     failed = 0
     for store, part in by_store.items():
-        typer.echo(f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}")
+        typer.echo(
+            f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}"
+        )
         with stoppable(lambda: "stopped before anything ran"):
             rows = run_grid(part, store, options)
-        counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
+        counts = {
+            status: sum(row["status"] == status for row in rows)
+            for status in stores.STATUSES
+        }
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
         if send:
             sent, without_curve = send(store, rows), send.without_curve
-            note = f", {without_curve} of them without a curve, which is not there" if without_curve else ""
+            note = (
+                f", {without_curve} of them without a curve, which is not there"
+                if without_curve
+                else ""
+            )
             typer.echo(f"rows sent: {sent}{note}")
         failed += counts["failed"]
         for row in rows:
@@ -241,7 +339,8 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
                 lines = row["error"].strip().splitlines()
                 reason = lines[-1 if lines[0].startswith("Traceback") else 0]
                 typer.echo(
-                    f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True
+                    f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})",
+                    err=True,
                 )
     return failed
 
@@ -250,13 +349,22 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
 @selects_runs
 def rows(
     selection: Any,
-    grid: Annotated[str, typer.Argument(help="A grid or a figure, before the options; `plan` lists them.")],
+    grid: Annotated[
+        str,
+        typer.Argument(
+            help="A grid or a figure, before the options; `plan` lists them."
+        ),
+    ],
     scale: AtScale = None,
-    csv: Annotated[Path | None, typer.Option(help="Write one line per run into this file.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write one line per run into this file.")
+    ] = None,
 ) -> None:
     """Show the stored rows of a grid, the committed ones and those under runs/, or write them as a table."""
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
-        raise FileNotFoundError(f"--csv takes a file in a folder that is there, such as rows.csv; got {csv}")
+        raise FileNotFoundError(
+            f"--csv takes a file in a folder that is there, such as rows.csv; got {csv}"
+        )
     from cpt_lab.experiments import grids
 
     specs = _selected_specs(grids, grid, scale, selection)
@@ -267,13 +375,22 @@ def rows(
     from cpt_lab.sweeps.stores import store_path
 
     keys = [spec.key for spec in specs]
-    smoke = {store_path("smoke", spec.recipe.task) for spec in specs if spec.scale == "smoke"}
-    frame = runs.load(*all_stores(), *sorted(smoke), every_rate=True).set_index("key", drop=False)
-    found = frame.loc[[key for key in keys if key in frame.index]].reset_index(drop=True)
+    smoke = {
+        store_path("smoke", spec.recipe.task) for spec in specs if spec.scale == "smoke"
+    }
+    frame = runs.load(*all_stores(), *sorted(smoke), every_rate=True).set_index(
+        "key", drop=False
+    )
+    found = frame.loc[[key for key in keys if key in frame.index]].reset_index(
+        drop=True
+    )
     for name, table in by_arm(found).items():
         typer.echo(f"{name}\n{terminal(table)}")
     failed = int((found["status"] == "failed").sum())
-    typer.echo(f"{len(found)} of {len(keys)} runs stored" + (f", {failed} of them failed" if failed else ""))
+    typer.echo(
+        f"{len(found)} of {len(keys)} runs stored"
+        + (f", {failed} of them failed" if failed else "")
+    )
     if csv is not None:
         write_csv(found.drop(columns="evaluations"), csv)
         typer.echo(f"written to {csv}")
@@ -281,12 +398,22 @@ def rows(
 
 @app.command()
 def verify(
-    store: Annotated[list[Path] | None, typer.Argument(help="files of rows, such as data/results/h5.jsonl")] = None,
+    store: Annotated[
+        list[Path] | None,
+        typer.Argument(help="files of rows, such as data/results/h5.jsonl"),
+    ] = None,
     rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
     seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
-    cheapest: Annotated[bool, typer.Option("--cheapest", help="those that took the least time, not any")] = False,
-    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="leave out stores without their data")] = False,
-    verdict: Annotated[str | None, typer.Option(help="does the effect of a grid such as h5/characters repeat?")] = None,
+    cheapest: Annotated[
+        bool, typer.Option("--cheapest", help="those that took the least time, not any")
+    ] = False,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="leave out stores without their data")
+    ] = False,
+    verdict: Annotated[
+        str | None,
+        typer.Option(help="does the effect of a grid such as h5/characters repeat?"),
+    ] = None,
 ) -> None:
     """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others.
 
@@ -303,12 +430,16 @@ def verify(
     samples = [v.sample(path, rows, seed, cheapest) for path in store]
     skipped = [one for one in samples if one.missing]
     if skipped and not skip_missing:
-        raise FileNotFoundError(f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out")
+        raise FileNotFoundError(
+            f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out"
+        )
     chosen = [one for one in samples if not one.missing]
     picked = [row for one in chosen for row in one.picked]
     count, seconds = len(picked), sum(row["seconds"] for row in picked)
     whole = integrity(store)
-    typer.echo(f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
+    typer.echo(
+        f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s"
+    )
     findings: list[v.Finding] = []
     with stoppable(lambda: f"stopped after {len(findings)} of {count} rows"):
         for one in chosen:
@@ -318,7 +449,10 @@ def verify(
                 findings.append(finding)
     for one in skipped:
         typer.echo(f"skipped {one.store}: {one.missing}")
-    typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
+    typer.echo(
+        v.summary(findings)
+        + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else "")
+    )
     if whole.faults or not all(finding.reproduced for finding in findings):
         raise typer.Exit(1)
 
@@ -334,11 +468,15 @@ def _verdict(grid: str) -> None:
     for spec, checksum in data_of(grid):
         if (here := task_of(spec)(spec, torch.device("cpu")).data.checksum) != checksum:
             what = f"{spec.recipe.dataset!r} has checksum {here} here, and {checksum} in the rows of {grid}"
-            raise ValueError(f"{what}: effects on other data neither repeat it nor differ from it")
+            raise ValueError(
+                f"{what}: effects on other data neither repeat it nor differ from it"
+            )
     typer.echo(f"{grid} with fresh seeds: {len(specs)} runs, rows in {store}")
     rows = run_grid(specs, store, retry_failed=True)
     if lost := sum(row["status"] == "failed" for row in rows):
-        raise ValueError(f"{lost} of {len(rows)} runs failed, which is no answer; the same command tries them again")
+        raise ValueError(
+            f"{lost} of {len(rows)} runs failed, which is no answer; the same command tries them again"
+        )
     found = repeated(grid, rows)
     for line in found:
         typer.echo(f"  {line}")
@@ -348,13 +486,20 @@ def _verdict(grid: str) -> None:
 
 @app.command()
 def report(
-    store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all that there are if left out")] = None,
-    out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
+    store: Annotated[
+        list[Path] | None,
+        typer.Argument(help="files of rows; all that there are if left out"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the page; runs/report.html when left out")
+    ] = None,
 ) -> None:
     """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
     if missing := [path for path in store or [] if not path.is_file()]:
         raise FileNotFoundError(f"there is no file {missing[0]}")
-    typer.echo("writing the page, for about a minute where all rows are shown", err=True)
+    typer.echo(
+        "writing the page, for about a minute where all rows are shown", err=True
+    )
     from cpt_lab.analysis import report as r
 
     typer.echo(f"report: {r.write_report(store or None, out)}")
@@ -367,7 +512,9 @@ def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> An
     from cpt_lab.experiments.recipes import recipe
 
     if task and not is_own(dataset):
-        raise ValueError(f"--task {task} is for data of your own; {dataset} has its task")
+        raise ValueError(
+            f"--task {task} is for data of your own; {dataset} has its task"
+        )
     found = recipe(scale, dataset, model, task=task or task_of_data(dataset))
     check_data(found)
     return found
@@ -375,8 +522,16 @@ def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> An
 
 @app.command()
 def data(
-    dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
-    model: Annotated[str | None, typer.Option(help="Model whose picture size counts; the first if left out.")] = None,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            help="a named data set, or your own: my-images/, my-text/, my-graph.npz"
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model whose picture size counts; the first if left out."),
+    ] = None,
     scale: Scale = "demo",
     task: Task = None,
 ) -> None:
@@ -389,18 +544,33 @@ def data(
 
 @app.command("try")
 def try_(
-    dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
-    model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            help="a named data set, or your own: my-images/, my-text/, my-graph.npz"
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="the first of the data set if left out")
+    ] = None,
     scale: Scale = "demo",
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="after which no training is begun; the same command goes on")
+        float,
+        typer.Option(
+            min=0.01, help="after which no training is begun; the same command goes on"
+        ),
     ] = 10,
     seeds: Annotated[int, typer.Option(min=1, help="at most so many")] = 10,
     margin: Annotated[
-        float, typer.Option(min=1e-6, help="too little to matter: points, or percent of a perplexity")
+        float,
+        typer.Option(
+            min=1e-6, help="too little to matter: points, or percent of a perplexity"
+        ),
     ] = 1,
     task: Task = None,
-    workers: Annotated[int | None, typer.Option(help="trainings at a time; the cores if left out")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="trainings at a time; the cores if left out")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
@@ -409,7 +579,9 @@ def try_(
     r = _recipe(dataset, model, scale, task)
     from cpt_lab.tasks.base import read_whole
 
-    guessed = read_whole(r) if is_own(dataset) else None  # before longer imports: a defect is said within seconds
+    guessed = (
+        read_whole(r) if is_own(dataset) else None
+    )  # before longer imports: a defect is said within seconds
     from functools import partial
 
     from cpt_lab.analysis.trying import try_recipe
@@ -419,17 +591,27 @@ def try_(
 
     if r.task == "detection" and scale != "smoke":
         typer.echo(
-            "pictures with boxes: on two cores a training takes minutes, an answer hours (--minutes 300)", err=True
+            "pictures with boxes: on two cores a training takes minutes, an answer hours (--minutes 300)",
+            err=True,
         )
     options = SweepOptions(workers=workers, device=device, progress=False)
-    note = f"The model is {r.model}" + (", the first for such data; --model names another." if model is None else ".")
+    note = f"The model is {r.model}" + (
+        ", the first for such data; --model names another." if model is None else "."
+    )
     typer.echo(note, err=True)
     with stoppable():
         try:
             found, page = try_recipe(
-                r, scale, _with_lines(partial(run_grid, options=options)), at_once=workers or usable_cores(),
-                minutes=minutes, seeds=seeds, margin=margin, guessed=guessed, note=note,
-            )  # fmt: skip
+                r,
+                scale,
+                _with_lines(partial(run_grid, options=options)),
+                at_once=workers or usable_cores(),
+                minutes=minutes,
+                seeds=seeds,
+                margin=margin,
+                guessed=guessed,
+                note=note,
+            )
         except RuntimeError as error:
             typer.echo(f"error: a training failed: {error}", err=True)
             raise typer.Exit(1) from None
@@ -445,7 +627,10 @@ def _with_lines(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         rows = run(specs, store)
         for row in rows:
             arm, seed = row["spec"]["arm"], row["spec"]["seed"]
-            typer.echo(f"trained {arm}, seed {seed}: {row['status']}, {row.get('seconds', 0):.0f} s", err=True)
+            typer.echo(
+                f"trained {arm}, seed {seed}: {row['status']}, {row.get('seconds', 0):.0f} s",
+                err=True,
+            )
         return rows
 
     return run_and_say
@@ -453,26 +638,51 @@ def _with_lines(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 @app.command("range-test", cls=Many)
 def range_test(
-    dataset: Annotated[str, typer.Argument(help="a named data set, or your own, before the options")],
-    model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
+    dataset: Annotated[
+        str, typer.Argument(help="a named data set, or your own, before the options")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="the first of the data set if left out")
+    ] = None,
     scale: Scale = "demo",
-    q_max: Annotated[int, typer.Option(min=2, help="bits that the others are compared with")] = 8,
-    bits: Annotated[list[int], typer.Option(help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out")] = [],  # noqa: B006
+    q_max: Annotated[
+        int, typer.Option(min=2, help="bits that the others are compared with")
+    ] = 8,
+    bits: Annotated[
+        list[int],
+        typer.Option(
+            help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out"
+        ),
+    ] = [],  # noqa: B006
     dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
-    mode: Annotated[str, typer.Option(help="reset, or continuing as the CPT paper words it")] = "reset",
-    seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [0, 1, 2],  # noqa: B006
+    mode: Annotated[
+        str, typer.Option(help="reset, or continuing as the CPT paper words it")
+    ] = "reset",
+    seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [  # noqa: B006
+        0,
+        1,
+        2,
+    ],
     task: Task = None,
     device: Device = "auto",
-    figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="draw the answer into this file")
+    ] = None,
 ) -> None:
     """Find the lowest precision that still trains a data set's model: the precision range test."""
     r = _recipe(dataset, model, scale, task)
     if figure is not None and (figure.is_dir() or not figure.parent.is_dir()):
-        raise FileNotFoundError(f"--figure takes a file in a folder that is there, such as answer.png; got {figure}")
+        raise FileNotFoundError(
+            f"--figure takes a file in a folder that is there, such as answer.png; got {figure}"
+        )
     if figure is not None:
         from matplotlib.figure import Figure
 
-        choose("type of --figure", figure.suffix.removeprefix("."), Figure().canvas.get_supported_filetypes())
+        choose(
+            "type of --figure",
+            figure.suffix.removeprefix("."),
+            Figure().canvas.get_supported_filetypes(),
+        )
 
     import torch
 
@@ -482,10 +692,22 @@ def range_test(
     from cpt_lab.training.device import choose_device
     from cpt_lab.training.recipe_trials import recipe_range_test
 
-    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # torch knows no quotas
-    device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
+    torch.set_num_threads(
+        min(torch.get_num_threads(), usable_cores())
+    )  # torch knows no quotas
+    device = choose_device(
+        device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale)
+    )
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
-    found = recipe_range_test(r, q_max=q_max, bits=bits or None, dwell=dwell, mode=mode, seeds=seeds, device=device)
+    found = recipe_range_test(
+        r,
+        q_max=q_max,
+        bits=bits or None,
+        dwell=dwell,
+        mode=mode,
+        seeds=seeds,
+        device=device,
+    )
     typer.echo(f"{found.title}\n{found}")
     if figure is not None:
         found.figure().savefig(figure, dpi=120)
@@ -496,32 +718,56 @@ def range_test(
 
 @app.command()
 def claims(
-    every: Annotated[bool, typer.Option("--all", help="show every claim with its verdicts")] = False,
-    evidence: Annotated[bool, typer.Option(help="show them with the effects behind every verdict")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="show every claim with its verdicts")
+    ] = False,
+    evidence: Annotated[
+        bool, typer.Option(help="show them with the effects behind every verdict")
+    ] = False,
 ) -> None:
     """Say what of the paper holds by the committed rows, and with --all by yours too; what became of our questions."""
-    judged_rows, _, said = (paper_dir() / "claims.txt").read_text(encoding="utf-8").partition("\n")
+    judged_rows, _, said = (
+        (paper_dir() / "claims.txt").read_text(encoding="utf-8").partition("\n")
+    )
     kept_rows = sorted(results_dir().glob("*.jsonl"))
-    if not every and not evidence and judged_rows == digest(kept_rows):  # a test judges these once more
+    if (
+        not every and not evidence and judged_rows == digest(kept_rows)
+    ):  # a test judges these once more
         typer.echo(said.rstrip())
         if len(all_stores()) > len(kept_rows):
-            typer.echo(f"by the committed rows; --all judges those under {runs_dir()}, too", err=True)
+            typer.echo(
+                f"by the committed rows; --all judges those under {runs_dir()}, too",
+                err=True,
+            )
         return
     typer.echo("judging all rows, for about half a minute", err=True)
     from cpt_lab.analysis import claims, preregistered, runs
 
     frame = runs.load(*all_stores())
-    typer.echo("\n".join(told(claims.judged(frame), preregistered.all_answers(frame), every, evidence)))
+    typer.echo(
+        "\n".join(
+            told(
+                claims.judged(frame), preregistered.all_answers(frame), every, evidence
+            )
+        )
+    )
 
 
 def digest(paths: Iterable[Path]) -> str:
     """Return sixteen digits that change with names and contents of files, and with the paper's numbers and claims."""
     both = (*paths, paper_dir() / "numbers.csv", paper_dir() / "claims.csv")
-    parts = [path.name.encode() + hashlib.sha256(path.read_bytes()).digest() for path in both]
+    parts = [
+        path.name.encode() + hashlib.sha256(path.read_bytes()).digest() for path in both
+    ]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-def told(entries: list[Any], answers: Iterable[Any], every: bool = False, evidence: bool = False) -> Iterator[str]:
+def told(
+    entries: list[Any],
+    answers: Iterable[Any],
+    every: bool = False,
+    evidence: bool = False,
+) -> Iterator[str]:
     """Yield the lines of ``cpt claims``: of claims that were judged, and what became of our own questions."""
     from cpt_lab.analysis.claims import summed
     from cpt_lab.sweeps.lines import integrity
@@ -537,14 +783,21 @@ def told(entries: list[Any], answers: Iterable[Any], every: bool = False, eviden
         yield f"{a.question}: {a.asks}\n  {a.word}"
         if a.by_rule:
             yield f"  {a.judged()}"
-        yield from (f"    {effect}" for effect in (*a.primary, *a.secondary) if evidence)
+        yield from (
+            f"    {effect}" for effect in (*a.primary, *a.secondary) if evidence
+        )
     if evidence:
         yield str(integrity(all_stores()))
 
 
 @app.command()
 def download(
-    dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all"
+        ),
+    ],
     language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
 ) -> None:
     """Download a data set into the data folder (CPT_DATA_DIR names another), with progress."""
@@ -568,11 +821,15 @@ def doctor() -> None:
 
 def main() -> None:
     """Run a command; wrong values end with one line, not a traceback."""
-    if find_spec("cpt_lessons"):  # the package above this one, which brings more of them
+    if find_spec(
+        "cpt_lessons"
+    ):  # the package above this one, which brings more of them
         import_module("cpt_lessons.commands")
     try:
         with warnings.catch_warnings(), extra_named():
-            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            warnings.showwarning = lambda message, *_, **__: typer.echo(
+                f"warning: {message}", err=True
+            )
             app()
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}\n")

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cpt_extras import files
-from cpt_lab.machine import DRIVERS, MachineWarning, existing_cores, shared_memory, usable_cores, usable_memory
+from cpt_lab.machine import (
+    DRIVERS,
+    MachineWarning,
+    existing_cores,
+    shared_memory,
+    usable_cores,
+    usable_memory,
+)
 from cpt_lab.paths import CHECKOUT, runs_dir
 from cpt_lab.provenance import find_commit, told_of_commit
 
@@ -36,11 +43,20 @@ DRIVER = Path("/proc/driver/nvidia/version")
 MOUNTS = Path("/proc/self/mountinfo")
 # File systems whose locks other machines do not see, by type and an option that says so; None always.
 LOCAL_LOCKS = (
-    ("fuse.sshfs", None), ("fuse.rclone", None), ("fuse.s3fs", None), ("fuse.gcsfuse", None),
-    ("nfs", "nolock"), ("nfs", "local_lock=all"), ("nfs", "local_lock=flock"),
-    ("nfs4", "local_lock=all"), ("nfs4", "local_lock=flock"),
-    ("lustre", "localflock"), ("lustre", "noflock"), ("cifs", "nobrl"), ("smb3", "nobrl"),
-)  # fmt: skip
+    ("fuse.sshfs", None),
+    ("fuse.rclone", None),
+    ("fuse.s3fs", None),
+    ("fuse.gcsfuse", None),
+    ("nfs", "nolock"),
+    ("nfs", "local_lock=all"),
+    ("nfs", "local_lock=flock"),
+    ("nfs4", "local_lock=all"),
+    ("nfs4", "local_lock=flock"),
+    ("lustre", "localflock"),
+    ("lustre", "noflock"),
+    ("cifs", "nobrl"),
+    ("smb3", "nobrl"),
+)
 
 # Another process's try to lock a file that this one has locked: 0 when it gets the lock, 1 when it does not.
 OTHER_PROCESS = """
@@ -128,7 +144,9 @@ def check_sweep(folder: Path, starts: bool = True) -> None:
     for name, check in quick.items():
         found = _made(name, check)
         if found.state == "refused":
-            raise MachineError(f"{found.name}: {found.words}; `cpt doctor` checks this machine")
+            raise MachineError(
+                f"{found.name}: {found.words}; `cpt doctor` checks this machine"
+            )
         if found.state == "degraded" and found not in _warned:
             _warned.add(found)
             if name == "git":
@@ -145,7 +163,12 @@ def _made(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # a check is no reason to stop
-        return Check(name, "degraded", f"this check failed: {type(error).__name__}: {error}", "report it")
+        return Check(
+            name,
+            "degraded",
+            f"this check failed: {type(error).__name__}: {error}",
+            "report it",
+        )
 
 
 # --- each ----------------------------------------------------------------------------------------
@@ -156,13 +179,20 @@ def check_kernels(beside: Path | None = None) -> Check:
         beside: a folder that takes them, by ``CPT_KERNELS_DIR``, where there is no other.
     """
     if sys.platform == "win32" or os.environ.get("CPT_KERNELS") == "reference":
-        return Check("kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for")
+        return Check(
+            "kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for"
+        )
     folder, reason, built, compiler = _find_kernels()
     if folder is None and beside is not None:
         folder = _kernels_beside(beside)
     if folder is None:
         cost = "every process builds the C++ kernels anew, half a minute of processor time each"
-        return Check("kernels", "degraded", f"{cost}: {reason}", "name a folder of your own with CPT_KERNELS_DIR")
+        return Check(
+            "kernels",
+            "degraded",
+            f"{cost}: {reason}",
+            "name a folder of your own with CPT_KERNELS_DIR",
+        )
     if built:
         where = f"built, in {folder}"
     elif compiler is None:
@@ -172,7 +202,12 @@ def check_kernels(beside: Path | None = None) -> Check:
         where = f"{compiler} builds them on first use, in half a minute, into {folder}"
     if reason:
         remedy = "name a folder of your own with CPT_KERNELS_DIR"
-        return Check("kernels", "degraded", f"{where}; they are lost when it is emptied: {reason}", remedy)
+        return Check(
+            "kernels",
+            "degraded",
+            f"{where}; they are lost when it is emptied: {reason}",
+            remedy,
+        )
     return Check("kernels", "fine", where)
 
 
@@ -197,7 +232,11 @@ def check_git() -> Check:
     """Check whether rows can name the commit that they come from."""
     name, dirty, reason = find_commit()
     if name is not None:
-        changed = "tracked files differ from it" if dirty else "no tracked file differs from it"
+        changed = (
+            "tracked files differ from it"
+            if dirty
+            else "no tracked file differs from it"
+        )
         return Check("git", "fine", f"{CHECKOUT} is at commit {name[:10]}, {changed}")
     if CHECKOUT is None:
         return Check("git", "fine", f"rows name no commit: {reason}")
@@ -206,7 +245,10 @@ def check_git() -> Check:
         "detected dubious ownership": f"git config --global --add safe.directory '{CHECKOUT}'",
         "is no repository": "use a clone of the repository",
     }
-    remedy = next((remedy for words, remedy in remedies.items() if words in reason), "run `git status` there")
+    remedy = next(
+        (remedy for words, remedy in remedies.items() if words in reason),
+        "run `git status` there",
+    )
     return Check("git", "degraded", f"rows name no commit (null): {reason}", remedy)
 
 
@@ -219,17 +261,36 @@ def check_locks(folder: Path) -> Check:
         return Check("locks", "fine", "those of this system")
     except OSError as error:
         if error.errno != errno.ENOSYS:
-            return Check("locks", "refused", f"{folder} cannot be locked: {error.strerror or error}", elsewhere)
+            return Check(
+                "locks",
+                "refused",
+                f"{folder} cannot be locked: {error.strerror or error}",
+                elsewhere,
+            )
         cost = f"{folder} has no locks: files stand for them, and stay when a sweep is killed"
-        return Check("locks", "degraded", cost, f"remove *.lock when no sweep runs, or {elsewhere}")
+        return Check(
+            "locks",
+            "degraded",
+            cost,
+            f"remove *.lock when no sweep runs, or {elsewhere}",
+        )
     if not done:
         cost = f"a lock in {folder} excludes nobody: two processes had it at once, and rows could be lost"
         return Check("locks", "refused", cost, elsewhere)
     kind, options = mount_of(folder)
-    if any(kind == one and (option is None or option in options) for one, option in LOCAL_LOCKS):
+    if any(
+        kind == one and (option is None or option in options)
+        for one, option in LOCAL_LOCKS
+    ):
         cost = f"{folder} is on {kind}, whose locks other machines do not see: two of them may do one run"
-        return Check("locks", "degraded", cost, "give every machine a CPT_RUNS_DIR of its own")
-    return Check("locks", "fine", f"a lock in {folder} ({kind or 'local'}) excludes other processes")
+        return Check(
+            "locks", "degraded", cost, "give every machine a CPT_RUNS_DIR of its own"
+        )
+    return Check(
+        "locks",
+        "fine",
+        f"a lock in {folder} ({kind or 'local'}) excludes other processes",
+    )
 
 
 def _locked_out(folder: Path) -> bool:
@@ -248,10 +309,14 @@ def _status_of_other(path: str) -> int:
     """Return the exit status of ``OTHER_PROCESS``: in a new Python, or in a fork where none can be started."""
     try:
         words = [sys.executable, "-I", "-S", "-c", OTHER_PROCESS, path]
-        return subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60).returncode
+        return subprocess.run(
+            words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60
+        ).returncode
     except PermissionError:
         pass
-    with warnings.catch_warnings(action="ignore"):  # of threads: the fork calls the system alone
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # of threads: the fork calls the system alone
         process = os.fork()
     if process == 0:
         import fcntl
@@ -271,7 +336,9 @@ def check_processes() -> Check:
     if os.access(sys.executable, os.X_OK):
         return Check("processes", "fine", f"runs start by {sys.executable}")
     cost = f"{sys.executable} cannot be started by this user: a sweep runs in its own process alone (workers=0)"
-    return Check("processes", "degraded", cost, "let this user enter the folders above it")
+    return Check(
+        "processes", "degraded", cost, "let this user enter the folders above it"
+    )
 
 
 def check_disk(folder: Path, least: int = 0) -> Check:
@@ -290,16 +357,30 @@ def check_disk(folder: Path, least: int = 0) -> Check:
                 unsynced = error.strerror or str(error)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Check("disk", "refused", f"{folder} cannot be written to: {error.strerror or error}", elsewhere)
+        return Check(
+            "disk",
+            "refused",
+            f"{folder} cannot be written to: {error.strerror or error}",
+            elsewhere,
+        )
     room = f"{free / 1e9:,.1f} GB free in {folder}"
     if free < least:
-        return Check("disk", "refused", f"{room}; a run needs {least / 1e9:.1f}", elsewhere)
+        return Check(
+            "disk", "refused", f"{room}; a run needs {least / 1e9:.1f}", elsewhere
+        )
     if unsynced:
         files.warned_unsynced()
         cost = f"{folder} does not say when its disk has a row ({unsynced}): a power cut may lose the last ones"
-        return Check("disk", "degraded", cost, "name a folder on another disk with CPT_RUNS_DIR")
+        return Check(
+            "disk", "degraded", cost, "name a folder on another disk with CPT_RUNS_DIR"
+        )
     if free < LITTLE_DISK:
-        return Check("disk", "degraded", f"{room}: little for the checkpoints of a grid", elsewhere)
+        return Check(
+            "disk",
+            "degraded",
+            f"{room}: little for the checkpoints of a grid",
+            elsewhere,
+        )
     return Check("disk", "fine", room)
 
 
@@ -310,7 +391,12 @@ def check_shared_memory() -> Check:
         return Check("/dev/shm", "fine", "no limit of its own")
     if room < LITTLE_SHARED:
         cost = f"{room / 2**20:,.0f} MB: images from disk are read by fewer processes, or by none"
-        return Check("/dev/shm", "degraded", cost, "start the container with --ipc=host, or --shm-size=8g")
+        return Check(
+            "/dev/shm",
+            "degraded",
+            cost,
+            "start the container with --ipc=host, or --shm-size=8g",
+        )
     return Check("/dev/shm", "fine", f"{room / 1e9:,.1f} GB")
 
 
@@ -321,7 +407,12 @@ def check_temporary() -> Check:
         folder = tempfile.gettempdir()
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        return Check("temporary", "refused", f"there is no folder for temporary files: {error}", "set TMPDIR to one")
+        return Check(
+            "temporary",
+            "refused",
+            f"there is no folder for temporary files: {error}",
+            "set TMPDIR to one",
+        )
     if len(os.fsencode(folder + SOCKET_NAME)) > MAX_SOCKET_PATH:
         longest = MAX_SOCKET_PATH - len(SOCKET_NAME)
         cost = f"{folder} is too long a path for the socket through which runs start: at most {longest} characters"
@@ -339,7 +430,12 @@ def check_cores() -> Check:
     granted = f"{usable} of {there}" if usable < there else f"{usable}"
     if threads > usable:
         cost = f"{granted} granted, but torch takes {threads} threads in programs of your own, and is slower"
-        return Check("cores", "degraded", cost, f"set OMP_NUM_THREADS={usable}; sweeps count right by themselves")
+        return Check(
+            "cores",
+            "degraded",
+            cost,
+            f"set OMP_NUM_THREADS={usable}; sweeps count right by themselves",
+        )
     return Check("cores", "fine", f"{granted}; threads of torch: {threads}")
 
 
@@ -347,8 +443,15 @@ def check_memory() -> Check:
     """Check how much memory is granted."""
     usable = usable_memory()
     if usable < LITTLE_MEMORY:
-        cost = f"{usable / 1e9:.1f} GB, and a run takes about 1: the system may end some"
-        return Check("memory", "degraded", cost, "grant more, or run one at a time with --workers 1")
+        cost = (
+            f"{usable / 1e9:.1f} GB, and a run takes about 1: the system may end some"
+        )
+        return Check(
+            "memory",
+            "degraded",
+            cost,
+            "grant more, or run one at a time with --workers 1",
+        )
     return Check("memory", "fine", f"{usable / 1e9:,.1f} GB")
 
 
@@ -361,11 +464,18 @@ def check_gpu() -> Check:
         return Check("GPU", "fine", "no NVIDIA driver: runs are on the CPU")
     if cuda is None:
         cost = f"driver {version}, but torch {torch.__version__} is built for the CPU: runs are on the CPU"
-        return Check("GPU", "degraded", cost, "install a torch for CUDA; see docs/installing.md")
+        return Check(
+            "GPU", "degraded", cost, "install a torch for CUDA; see docs/installing.md"
+        )
     oldest = DRIVERS.get(cuda.partition(".")[0], 0)
     if int(version.partition(".")[0]) < oldest:
         cost = f"driver {version} is too old for torch's CUDA {cuda}, which needs {oldest}: runs are on the CPU"
-        return Check("GPU", "degraded", cost, f"update the driver, or take a torch for it: {older_torch()}")
+        return Check(
+            "GPU",
+            "degraded",
+            cost,
+            f"update the driver, or take a torch for it: {older_torch()}",
+        )
     return Check("GPU", "fine", f"driver {version}, torch for CUDA {cuda}")
 
 
@@ -384,7 +494,9 @@ def check_user() -> Check:
         who = pwd.getpwuid(os.geteuid()).pw_name
     if not os.path.isdir(home) or not os.access(home, os.W_OK | os.X_OK):
         cost = f"{who} has no home that can be written to ({home}): caches are lost with temporary files"
-        return Check("user", "degraded", cost, "set HOME, or CPT_KERNELS_DIR and CPT_DATA_DIR")
+        return Check(
+            "user", "degraded", cost, "set HOME, or CPT_KERNELS_DIR and CPT_DATA_DIR"
+        )
     return Check("user", "fine", f"{who}, home {home}")
 
 
@@ -393,14 +505,18 @@ def check_user() -> Check:
 def _probe(folder: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
     """Make a file in a folder, and remove it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".cpt-doctor-", suffix=".lock") as file:
+    with tempfile.NamedTemporaryFile(
+        dir=folder, prefix=".cpt-doctor-", suffix=".lock"
+    ) as file:
         yield file
 
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, such as "580.65.06"; None without one."""
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(encoding="utf-8"))
+        found = re.search(
+            r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(encoding="utf-8")
+        )
     except OSError:
         return None
     return found[1] if found else None
@@ -416,8 +532,13 @@ def mount_of(folder: Path) -> tuple[str, list[str]]:
     longest = -1
     for line in lines:
         before, _, after = line.partition(" - ")
-        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        mounted = Path(
+            re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
+        )
         if place.is_relative_to(mounted) and len(mounted.parts) >= longest:
             kind, _, options = after.split(" ", 2)
-            longest, found = len(mounted.parts), (kind, options.split(",") + before.split()[5].split(","))
+            longest, found = (
+                len(mounted.parts),
+                (kind, options.split(",") + before.split()[5].split(",")),
+            )
     return found

@@ -36,7 +36,11 @@ def existing_cores() -> int:
 
 def usable_cores() -> int:
     """Return how many cores this process may keep busy, at least 1: its part of those it may run on and its quotas."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     return max(1, math.floor(min([there, *map(_cores, _groups("cpu"))]) / _runs))
 
 
@@ -63,19 +67,29 @@ def _groups(controller: str) -> Iterator[Path]:
         _, names, inner = line.split(":", 2)
         if names and controller not in names.split(","):
             continue
-        for top in (GROUPS / names, GROUPS / controller) if names else (GROUPS, GROUPS / "unified"):
+        for top in (
+            (GROUPS / names, GROUPS / controller)
+            if names
+            else (GROUPS, GROUPS / "unified")
+        ):
             place = top / inner.strip("/")
-            yield from (group for group in (place, *place.parents) if group.is_relative_to(top))
+            yield from (
+                group for group in (place, *place.parents) if group.is_relative_to(top)
+            )
 
 
 def _cores(group: Path) -> float:
-    quota = _read(group / "cpu.max") or _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
+    quota = _read(group / "cpu.max") or _read(group / "cpu.cfs_quota_us") + _read(
+        group / "cpu.cfs_period_us"
+    )
     granted, *period = quota.split() or ["max"]
     return math.inf if granted in ("max", "-1") else int(granted) / int(period[0])
 
 
 def _bytes(group: Path) -> float:
-    granted = (_read(group / "memory.max") or _read(group / "memory.limit_in_bytes")).strip()
+    granted = (
+        _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+    ).strip()
     return math.inf if granted in ("", "max") else int(granted)
 
 

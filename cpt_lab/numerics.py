@@ -16,7 +16,10 @@ from typing import Any
 
 from cpt_core.numerics import NUMERICS, NUMERICS_OF_RELEASES
 
-RELEASES_WITHOUT_VERSION = ("0.1.0", "0.2.0")  # whose rows never hold a version of their own
+RELEASES_WITHOUT_VERSION = (
+    "0.1.0",
+    "0.2.0",
+)  # whose rows never hold a version of their own
 Counts = dict[int | None, int]
 
 
@@ -56,18 +59,28 @@ def name_numerics(version: int | None) -> str:
 
 def describe_counts(counts: Counts) -> str:
     """Return counts in words: "2 of numerics 2, 10 of numerics 1"."""
-    return ", ".join(f"{count} of {name_numerics(version)}" for version, count in counts.items())
+    return ", ".join(
+        f"{count} of {name_numerics(version)}" for version, count in counts.items()
+    )
 
 
-def warn_of_other_numerics(rows: Iterable[Mapping[str, Any]], stacklevel: int = 2) -> None:
+def warn_of_other_numerics(
+    rows: Iterable[Mapping[str, Any]], stacklevel: int = 2
+) -> None:
     """Warn where rows that are put together were not all made with the numerics of this package."""
     rows = list(rows)
     counts = count_numerics(rows)
     if set(counts) <= {NUMERICS}:
         return
-    others = (row for row in rows if row.get("status") != "failed" and not is_comparable(row))
+    others = (
+        row for row in rows if row.get("status") != "failed" and not is_comparable(row)
+    )
     stores = sorted({row["store"] for row in others if row.get("store")})
-    where = f" (the others in {', '.join(stores[:3])}{' and more' if len(stores) > 3 else ''})" if stores else ""
+    where = (
+        f" (the others in {', '.join(stores[:3])}{' and more' if len(stores) > 3 else ''})"
+        if stores
+        else ""
+    )
     warnings.warn(
         f"rows of other numerics than today's, {NUMERICS}: {describe_counts(counts)}{where}; equal seeds "
         "gave other noise there, so that such rows are neither paired nor reruns of each other. The column numerics "

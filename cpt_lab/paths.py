@@ -37,7 +37,9 @@ def _given(name: str) -> Path | None:
     try:
         return Path(given).expanduser() if given else None
     except RuntimeError:
-        raise ValueError(f"{name}={given}: this user has no home folder; give the whole path") from None
+        raise ValueError(
+            f"{name}={given}: this user has no home folder; give the whole path"
+        ) from None
 
 
 def data_dir() -> Path:
@@ -70,7 +72,9 @@ paper_dir = partial(_kept, "data/paper")  # the numbers taken from the paper
 cards_dir = partial(_kept, "data/cards")  # a page per data set
 notebooks_dir = partial(_kept, "notebooks")
 solutions_dir = partial(_kept, "notebooks/solutions")  # of the notebooks' exercises
-sweeps_dir = partial(_kept, "notebooks/sweeps")  # the paper's sweeps as parameters for `papermill -f`
+sweeps_dir = partial(
+    _kept, "notebooks/sweeps"
+)  # the paper's sweeps as parameters for `papermill -f`
 study_dir = partial(_kept, "examples/study")  # what a study of one's own begins with
 
 

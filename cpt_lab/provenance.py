@@ -20,18 +20,33 @@ from cpt_lab.paths import CHECKOUT, ROOT, results_dir
 
 # Modules that may take part in a run, by the distribution that installs them.
 LIBRARIES = {
-    "cpt-core": "cpt_core", "torch": "torch", "numpy": "numpy", "scipy": "scipy", "torchvision": "torchvision",
-    "pillow": "PIL", "scikit-learn": "sklearn", "torchmetrics": "torchmetrics", "pycocotools": "pycocotools",
-    "transformers": "transformers", "tokenizers": "tokenizers", "dgl": "dgl", "ogb": "ogb", "pandas": "pandas",
+    "cpt-core": "cpt_core",
+    "torch": "torch",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "torchvision": "torchvision",
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+    "torchmetrics": "torchmetrics",
+    "pycocotools": "pycocotools",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "dgl": "dgl",
+    "ogb": "ogb",
+    "pandas": "pandas",
     "triton": "triton",
-}  # fmt: skip
+}
 SWITCHES = "ATEN_CPU_CAPABILITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA".split()
 SWITCHES += ["CPT_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG"]
 
 
 def source() -> dict[str, Any]:
     """Return the commit of the checkout, Python, and the time: what is known without torch."""
-    return {"started": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version(), **commit()}
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **commit(),
+    }
 
 
 _told = False  # that the commit is not known
@@ -61,7 +76,11 @@ def commit() -> dict[str, Any]:
     name, dirty, reason = find_commit()
     if name is None and CHECKOUT is not None and not _told:
         _told = True
-        warnings.warn(f"rows name no commit (null): {reason}; `cpt doctor` checks this machine", MachineWarning, 2)
+        warnings.warn(
+            f"rows name no commit (null): {reason}; `cpt doctor` checks this machine",
+            MachineWarning,
+            2,
+        )
     return {"commit": name, "dirty": dirty}
 
 
@@ -71,14 +90,30 @@ def find_commit() -> Commit:
     The rows kept under ``data/results`` take no part in a run: one that has just come makes the next one not dirty.
     """
     if CHECKOUT is None:
-        return Commit(None, None, "the package is installed from a wheel, which holds no repository")
+        return Commit(
+            None,
+            None,
+            "the package is installed from a wheel, which holds no repository",
+        )
     if not (CHECKOUT / ".git").exists():
-        return Commit(None, None, f"{CHECKOUT} is no repository: there is no .git in it")
+        return Commit(
+            None, None, f"{CHECKOUT} is no repository: there is no .git in it"
+        )
     try:
         top, name = _git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if not os.path.samefile(top, CHECKOUT):  # git looks for one in the folders above where .git is damaged
-            return Commit(None, None, f"{CHECKOUT / '.git'} is no repository, and git takes that of {top}")
-        but_rows = ("--", ".", f":(exclude){results_dir().relative_to(ROOT).as_posix()}")
+        if not os.path.samefile(
+            top, CHECKOUT
+        ):  # git looks for one in the folders above where .git is damaged
+            return Commit(
+                None,
+                None,
+                f"{CHECKOUT / '.git'} is no repository, and git takes that of {top}",
+            )
+        but_rows = (
+            "--",
+            ".",
+            f":(exclude){results_dir().relative_to(ROOT).as_posix()}",
+        )
         changed = _git("status", "--porcelain", "-uno", *but_rows).strip()
     except FileNotFoundError:
         return Commit(None, None, "git is not installed")
@@ -96,11 +131,18 @@ def _git(*words: str) -> str:
     Raises:
         ValueError: with git's reason.
     """
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    } | {"LC_ALL": "C"}
     options = ("-c", "safe.directory=*", "--no-optional-locks", "-C", str(CHECKOUT))
     # the second time without the user's settings, which may be in the home of somebody else
     for settings in ({}, {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}):
-        done = subprocess.run(["git", *options, *words], capture_output=True, text=True, env=plain | settings)
+        done = subprocess.run(
+            ["git", *options, *words],
+            capture_output=True,
+            text=True,
+            env=plain | settings,
+        )
         if not done.returncode:
             return done.stdout
     lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -109,7 +151,11 @@ def _git(*words: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that this process has imported."""
-    return {name: version(name) for name, module in LIBRARIES.items() if module in sys.modules}
+    return {
+        name: version(name)
+        for name, module in LIBRARIES.items()
+        if module in sys.modules
+    }
 
 
 def version(name: str) -> str:

@@ -8,14 +8,21 @@ from contextlib import suppress
 from typing import Any
 
 # Signals that end a sweep as Ctrl-C does: of a terminal that is closed, and of batch systems before a job's time is up.
-PASSED_ON = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+PASSED_ON = tuple(
+    getattr(signal, name)
+    for name in ("SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
 
 
 def handle_signals(handler: Callable[[int, Any], Any]) -> dict[int, Any]:
     """Let a function answer Ctrl-C and what is like it; return what did so before, by signal."""
     ours = (signal.SIG_DFL, signal.default_int_handler)
     passed_on = [number for number in PASSED_ON if signal.getsignal(number) in ours]
-    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, *passed_on)}
+    return {
+        number: signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, *passed_on)
+    }
 
 
 def say(text: str) -> None:

@@ -41,7 +41,9 @@ def number(answer: Any) -> float:
     try:
         if hasattr(text, "item"):
             text = text.item()
-        above, slash, below = text.partition("/") if isinstance(text, str) else (text, "", 1)
+        above, slash, below = (
+            text.partition("/") if isinstance(text, str) else (text, "", 1)
+        )
         return float(above) / float(below if slash else 1)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, OverflowError):
         raise Refused(f"{short(answer)} is no number") from None
@@ -88,14 +90,18 @@ def outcome(function: Any, *args: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float)
+    return np.asarray(
+        value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float
+    )
 
 
 def told(value: Any) -> str:
     """Return a value as Python writes it, whole, so that it can be pasted; a tensor's 0.7 is not 0.699999988."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    found = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    found = (
+        (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    )
     return f"tensor({(found.astype(str).astype(float) if found.dtype.kind == 'f' else found).tolist()})"
 
 
@@ -105,7 +111,10 @@ def _named(sample: tuple[Any, ...], *functions: Callable[..., Any]) -> str:
         with suppress(TypeError, ValueError):  # some of C have no signature
             names = list(inspect.signature(function).parameters)
             if len(names) >= len(sample):
-                return ", ".join(f"{name} = {told(value)}" for name, value in zip(names, sample, strict=False))
+                return ", ".join(
+                    f"{name} = {told(value)}"
+                    for name, value in zip(names, sample, strict=False)
+                )
     return ", ".join(map(told, sample))
 
 
@@ -121,7 +130,9 @@ def like(
     """
 
     def close(a: np.ndarray, b: np.ndarray) -> bool:
-        return a.shape == b.shape and np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        return a.shape == b.shape and np.allclose(
+            a, b, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
     def right(function: Any) -> bool:
         for sample in samples:
@@ -131,9 +142,18 @@ def like(
             except (TypeError, ValueError, RuntimeError):
                 found = np.empty((0, 0))  # like nothing that is wanted
             if not close(found, _array(wanted)):
-                slip = [why for why, made in slips.items() if close(found, _array(made(*sample)))][:1]
-                said = (f"for {_named(sample, function, reference)}", f"your function returns {told(given)}")
-                raise Refused("\n  ".join((*said, f"{'wanted':21} {told(wanted)}")), *slip)
+                slip = [
+                    why
+                    for why, made in slips.items()
+                    if close(found, _array(made(*sample)))
+                ][:1]
+                said = (
+                    f"for {_named(sample, function, reference)}",
+                    f"your function returns {told(given)}",
+                )
+                raise Refused(
+                    "\n  ".join((*said, f"{'wanted':21} {told(wanted)}")), *slip
+                )
         return True
 
     return right

@@ -4,7 +4,12 @@ import numpy as np
 
 from cpt_lessons.answers import Exercise, like
 
-T_VALUES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t of 95 % intervals, by the number of seeds
+T_VALUES = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+}  # Student's t of 95 % intervals, by the number of seeds
 
 
 def _slope(costs: list[float], accuracies: list[float]) -> float:
@@ -52,15 +57,20 @@ EXERCISES: dict[str, Exercise] = {
                 "this is the slope over the cost itself, not over its logarithm to base 2": lambda costs, accuracies: (
                     np.polyfit(costs, accuracies, 1)[0]
                 ),
-                "this is the slope over the natural logarithm": lambda costs, accuracies: np.polyfit(
-                    np.log(costs), accuracies, 1
-                )[0],
+                "this is the slope over the natural logarithm": lambda costs, accuracies: (
+                    np.polyfit(np.log(costs), accuracies, 1)[0]
+                ),
             },
         ),
         "take the logarithm to base 2 of every cost, then the slope of the least-squares line",
     ),
     "03.2": Exercise(
-        like(_gain, (0.63, 73.0, _STATIC), (0.42, 75.0, _STATIC), (0.35, 70.0, _STATIC[::-1])),
+        like(
+            _gain,
+            (0.63, 73.0, _STATIC),
+            (0.42, 75.0, _STATIC),
+            (0.35, 70.0, _STATIC[::-1]),
+        ),
         "between the two static precisions next to the cost the line is straight; their order in the list may be any",
     ),
     "04.1": Exercise(
@@ -70,8 +80,12 @@ EXERCISES: dict[str, Exercise] = {
             ([2.0, -1.0],),
             ([0.3, 0.1, 0.2, 0.6],),
             slips={
-                "the standard deviation divides by n - 1": lambda d: T_VALUES[len(d)] * np.std(d) / len(d) ** 0.5,
-                "the standard deviation is divided by the root of n": lambda d: T_VALUES[len(d)] * np.std(d, ddof=1),
+                "the standard deviation divides by n - 1": lambda d: (
+                    T_VALUES[len(d)] * np.std(d) / len(d) ** 0.5
+                ),
+                "the standard deviation is divided by the root of n": lambda d: (
+                    T_VALUES[len(d)] * np.std(d, ddof=1)
+                ),
             },
         ),
         "t times the standard deviation (with n - 1) over the root of n",
@@ -82,7 +96,11 @@ EXERCISES: dict[str, Exercise] = {
             (1e9, 1e7, 8),
             (1e9, 1e7, 3),
             (100.0, 1.0, 32),
-            slips={"32 and q count squared": lambda products, sums, q: 32 * sums / (32 * sums + q * products)},
+            slips={
+                "32 and q count squared": lambda products, sums, q: (
+                    32 * sums / (32 * sums + q * products)
+                )
+            },
         ),
         "a sum costs 32 * 32 bit operations, a product q * q",
     ),

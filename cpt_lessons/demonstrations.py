@@ -13,7 +13,12 @@ def tiny_problem(seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
     """Return an ordinary training set-up on the digits: model, list of 40 batches, loss function, optimizer."""
     model, images, labels, order = _tiny(seed)
     loader = [(images[i], labels[i]) for i in order[:TRAINED].split(BATCH)]
-    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return (
+        model,
+        loader,
+        torch.nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
 
 
 def held_out(seed: int = 0) -> tuple[Any, Any]:
@@ -35,16 +40,27 @@ def _tiny(seed: int) -> tuple[Any, Any, Any, Any]:
         torch.nn.Flatten(),
         torch.nn.Linear(128, 10),
     )
-    return model, images, torch.tensor(digits.target), torch.randperm(len(digits.target))
+    return (
+        model,
+        images,
+        torch.tensor(digits.target),
+        torch.randperm(len(digits.target)),
+    )
 
 
-def rounded_tensors(model: Any, layer: Any, batch: tuple[Any, Any], loss: Any) -> dict[str, Any]:
+def rounded_tensors(
+    model: Any, layer: Any, batch: tuple[Any, Any], loss: Any
+) -> dict[str, Any]:
     """Return what a step rounds in a layer, before it is rounded: weights, inputs, gradients of the output."""
     found = {"weights": layer.weight.detach()}
     inputs, labels = batch
     with (
-        layer.register_forward_pre_hook(lambda module, given: found.update(inputs=given[0].detach())),
-        layer.register_full_backward_pre_hook(lambda module, given: found.update(gradients=given[0].detach())),
+        layer.register_forward_pre_hook(
+            lambda module, given: found.update(inputs=given[0].detach())
+        ),
+        layer.register_full_backward_pre_hook(
+            lambda module, given: found.update(gradients=given[0].detach())
+        ),
     ):
         loss(model(inputs), labels).backward()
     model.zero_grad()

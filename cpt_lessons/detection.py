@@ -39,19 +39,42 @@ def overlap(a: Box, b: Box) -> float:
 def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
     """Draw an object beside each of some anchors, on 64 x 64 pixels, what they share filled."""
     alt = f"an object's box and {len(anchors)} anchors that cover it less and less"
-    with drawing(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (figure, axes):
+    with drawing(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (
+        figure,
+        axes,
+    ):
         for ax, anchor in zip(axes[0], anchors, strict=True):
-            shared = [*map(max, there[:2], anchor[:2]), *map(min, there[2:], anchor[2:])]
+            shared = [
+                *map(max, there[:2], anchor[:2]),
+                *map(min, there[2:], anchor[2:]),
+            ]
             for (x1, y1, x2, y2), group, filled in (
-                (shared, "medium", True), (there, "small", False), (anchor, "large", False)
-            ):  # fmt: skip
-                style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0} if filled else {"fill": False, "linewidth": 1.8}
+                (shared, "medium", True),
+                (there, "small", False),
+                (anchor, "large", False),
+            ):
+                style: dict[str, Any] = (
+                    {"alpha": 0.35, "linewidth": 0}
+                    if filled
+                    else {"fill": False, "linewidth": 1.8}
+                )
                 name = {"medium": "shared", "small": "object", "large": "anchor"}[group]
-                ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, color=COLORS[group], label=name, **style))
+                ax.add_patch(
+                    plt.Rectangle(
+                        (x1, y1),
+                        x2 - x1,
+                        y2 - y1,
+                        color=COLORS[group],
+                        label=name,
+                        **style,
+                    )
+                )
             ax.set(xlim=(0, 64), ylim=(64, 0), xticks=[], yticks=[], aspect="equal")
             ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
         legend_below(figure, axes[0][0])
-        figure.suptitle("Anchors that overlap an object by 0.5 or more must find it", fontsize=10)
+        figure.suptitle(
+            "Anchors that overlap an object by 0.5 or more must find it", fontsize=10
+        )
     return figure
 
 
@@ -67,12 +90,30 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
     with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
         said = "after 1, 2, ... detections"
-        ax.plot(recalls, precisions, "o-", color=COLORS["static"], linewidth=1, markersize=5, label=said)
-        ax.fill_between(
-            [0, *recalls], [best[0], *best], step="pre", color=COLORS["small"], alpha=0.25, label="average precision"
+        ax.plot(
+            recalls,
+            precisions,
+            "o-",
+            color=COLORS["static"],
+            linewidth=1,
+            markersize=5,
+            label=said,
         )
-        ax.set(xlabel="recall: share of the objects found", ylabel="precision:\nshare of detections right")
+        ax.fill_between(
+            [0, *recalls],
+            [best[0], *best],
+            step="pre",
+            color=COLORS["small"],
+            alpha=0.25,
+            label="average precision",
+        )
+        ax.set(
+            xlabel="recall: share of the objects found",
+            ylabel="precision:\nshare of detections right",
+        )
         ax.set(xlim=(0, 1.03), ylim=(0, 1.07))
-        ax.set_title(f"Average precision is the filled area: {average:.3f}", fontsize=10)
+        ax.set_title(
+            f"Average precision is the filled area: {average:.3f}", fontsize=10
+        )
         ax.legend(fontsize=SMALL, loc="lower left")
     return figure

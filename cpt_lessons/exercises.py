@@ -15,7 +15,10 @@ from cpt_lessons import checks_of_lessons, checks_of_paper
 from cpt_lessons.answers import Exercise, Refused, Unanswered
 from cpt_lessons.predictions import PREDICTIONS
 
-EXERCISES: dict[str, Exercise] = {**checks_of_lessons.EXERCISES, **checks_of_paper.EXERCISES}
+EXERCISES: dict[str, Exercise] = {
+    **checks_of_lessons.EXERCISES,
+    **checks_of_paper.EXERCISES,
+}
 
 OPTIONS = ("a", "b", "c")  # of every prediction
 
@@ -32,17 +35,23 @@ def predict(question: str, choice: Any) -> None:
         _predictions[question] = letter
         print(f"{question}: noted {letter!r}")
     else:
-        print(f"{question}: {short(choice)} is none of {', '.join(OPTIONS)} - put one of them between the quotes")
+        print(
+            f"{question}: {short(choice)} is none of {', '.join(OPTIONS)} - put one of them between the quotes"
+        )
 
 
 def reveal(question: str) -> None:
     """Tell the answer of ``PREDICTIONS`` to those who have chosen, and nobody else."""
     if question not in PREDICTIONS:
-        print(f"there is no question {short(question)}; those of the notebooks are {', '.join(PREDICTIONS)}")
+        print(
+            f"there is no question {short(question)}; those of the notebooks are {', '.join(PREDICTIONS)}"
+        )
         return
     choice = _predictions.get(question)
     if choice is None:
-        print(f"{question}: choose first, in the cell with predict, then run this cell again")
+        print(
+            f"{question}: choose first, in the cell with predict, then run this cell again"
+        )
         return
     answer, reason = PREDICTIONS[question]
     verdict = "You were right." if choice == answer else f"You said {choice}."
@@ -85,19 +94,37 @@ def in_band(name: str, value: float) -> None:
 
     Bands are kept in ``data/results/bands.json`` with the seeds and the command that measured them.
     """
-    band = json.loads((results_dir() / "bands.json").read_text(encoding="utf-8"))["bands"][name]
+    band = json.loads((results_dir() / "bands.json").read_text(encoding="utf-8"))[
+        "bands"
+    ][name]
     if not band["low"] <= value <= band["high"]:
-        raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
+        raise AssertionError(
+            f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}"
+        )
     print(f"{name}: within the range of {len(band['values'])} earlier seeds")
 
 
-def compare(what: str, differences: Iterable[float], unit: str = "points", digits: int = 2) -> None:
+def compare(
+    what: str, differences: Iterable[float], unit: str = "points", digits: int = 2
+) -> None:
     """Print paired differences, a value per seed, with their interval, and in words what may be said of them."""
     values = list(differences)
-    few = f"fewer than {LEAST_SEEDS} seeds say nothing" if len(values) < LEAST_SEEDS else "cannot be told from 0"
+    few = (
+        f"fewer than {LEAST_SEEDS} seeds say nothing"
+        if len(values) < LEAST_SEEDS
+        else "cannot be told from 0"
+    )
     mean, low, high = interval(values)
-    said = few if len(values) < LEAST_SEEDS or low <= 0 <= high else "above 0" if low > 0 else "below 0"
-    mean, low, high = (round(x, 9) + 0.0 for x in (mean, low, high))  # a mean of 0 has one sign on every machine
+    said = (
+        few
+        if len(values) < LEAST_SEEDS or low <= 0 <= high
+        else "above 0"
+        if low > 0
+        else "below 0"
+    )
+    mean, low, high = (
+        round(x, 9) + 0.0 for x in (mean, low, high)
+    )  # a mean of 0 has one sign on every machine
     shown = f"{interval_text(mean, low, high, digits)} {unit}".rstrip()
     print(f"{what}: {shown}, n = {len(values)}: {said}")
 
@@ -107,6 +134,8 @@ def warnings_as_text(scale: str) -> Iterator[None]:
     """Print warnings of a block as plain lines, not to stderr; those of smoke runs, which show nothing, are not."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         yield
-    for line in dict.fromkeys(f"{warning.category.__name__}: {warning.message}" for warning in caught):
+    for line in dict.fromkeys(
+        f"{warning.category.__name__}: {warning.message}" for warning in caught
+    ):
         if scale != "smoke":
             print(line)

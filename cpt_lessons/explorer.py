@@ -23,7 +23,10 @@ SEEDS = (3, 5, 10, 20, 40)
 MOST_BITS, MOST_CYCLES = 12, 16
 LESSON = "notebooks/00_start_here.html"  # beside the page of the course
 LINK_SCHEMES = ("", "http", "https", "file")  # of addresses that lead to a page
-SCRIPTS = {name: Path(__file__).with_name(f"{name}.js") for name in ("schedules", "training", "explorer")}
+SCRIPTS = {
+    name: Path(__file__).with_name(f"{name}.js")
+    for name in ("schedules", "training", "explorer")
+}
 
 
 def constants() -> dict[str, Any]:
@@ -58,12 +61,22 @@ def write_explorer(out: Path, home: str = "") -> Path:
         FileNotFoundError: where the folder of ``out`` is not there.
     """
     if urlsplit(home).scheme not in LINK_SCHEMES:
-        raise ValueError(f"home: expected a page such as index.html or https://example.org/, got {home!r}")
+        raise ValueError(
+            f"home: expected a page such as index.html or https://example.org/, got {home!r}"
+        )
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent}")
     code = {name: path.read_text(encoding="utf-8") for name, path in SCRIPTS.items()}
     lesson = urljoin(home, LESSON) if home else ""
     write_text(
-        out, render("explorer.html.j2", constants=constants(), digits=digits(), home=home, lesson=lesson, code=code)
+        out,
+        render(
+            "explorer.html.j2",
+            constants=constants(),
+            digits=digits(),
+            home=home,
+            lesson=lesson,
+            code=code,
+        ),
     )
     return out

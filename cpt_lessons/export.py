@@ -20,7 +20,12 @@ TEMPLATE = (
     + ALT
     + "".join(
         f"{{% block {name} %}}{{% endblock %}}"
-        for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")
+        for name in (
+            "html_head_js",
+            "html_head_js_mathjax",
+            "html_head_js_mermaidjs",
+            "jupyter_widgets",
+        )
     )
 )
 
@@ -41,33 +46,54 @@ class _Renderer(IPythonRenderer):
         """Link to the page beside this one, of a notebook or the glossary; files of the checkout are named alone."""
         if url.startswith(("../", "solutions/")):
             return text
-        return super().link(text, re.sub(r"^(\d\d_\w+|glossary)\.(?:ipynb|md)\b", r"\1.html", url), title)
+        return super().link(
+            text,
+            re.sub(r"^(\d\d_\w+|glossary)\.(?:ipynb|md)\b", r"\1.html", url),
+            title,
+        )
 
 
 class _Exporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
-        return MarkdownWithMath(renderer=_Renderer(escape=False, anchor_link_text="¶")).render(source)
+        return MarkdownWithMath(
+            renderer=_Renderer(escape=False, anchor_link_text="¶")
+        ).render(source)
 
 
-def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: str = "") -> str:
+def notebook_page(
+    book: nbformat.NotebookNode, title: str = "notebook", note: str = ""
+) -> str:
     """Return an executed notebook, which stays as it is, as one HTML page, with a note as a line of text above it all.
 
     Cells with the tag "remove-cell" are left out.
     """
     book = _described(without_widgets(nbformat.from_dict(book)))
-    shown = [cell for cell in book.cells if "remove-cell" not in cell.metadata.get("tags", [])]
+    shown = [
+        cell
+        for cell in book.cells
+        if "remove-cell" not in cell.metadata.get("tags", [])
+    ]
     book.cells = [nbformat.from_dict(cell) for cell in with_answers(shown)]
     if note:
-        book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
-    text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})
+        book.cells.insert(
+            0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}")
+        )
+    text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(
+        book, {"metadata": {"name": title}}
+    )
     return text
 
 
 def glossary_page(text: str) -> str:
     """Return the glossary as a page that lies beside those of the notebooks; its anchors are those of their links."""
-    page = notebook_page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), "glossary")
-    return re.sub(r'(<h\d id="|href="#)([^"]*)"', lambda m: f'{m[1]}{m[2].lower()}"', page)
+    page = notebook_page(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]),
+        "glossary",
+    )
+    return re.sub(
+        r'(<h\d id="|href="#)([^"]*)"', lambda m: f'{m[1]}{m[2].lower()}"', page
+    )
 
 
 def _described(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -75,11 +101,15 @@ def _described(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
     heading = "this notebook"
     for cell in book.cells:
         if cell.cell_type == "markdown":
-            heading = (re.findall(r"^#+ +(.*)$", cell.source, flags=re.MULTILINE) or [heading])[-1]
+            heading = (
+                re.findall(r"^#+ +(.*)$", cell.source, flags=re.MULTILINE) or [heading]
+            )[-1]
         for output in cell.get("outputs", []):
             for kind in output.get("data", {}):
                 if kind.startswith("image/"):
-                    output.metadata.setdefault(kind, {}).setdefault("alt", f"figure under the heading {heading}")
+                    output.metadata.setdefault(kind, {}).setdefault(
+                        "alt", f"figure under the heading {heading}"
+                    )
     return book
 
 
@@ -88,6 +118,8 @@ def without_widgets(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
     view = "application/vnd.jupyter.widget-view+json"
     for cell in book.cells:
         if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if view not in output.get("data", {})]
+            cell.outputs = [
+                output for output in cell.outputs if view not in output.get("data", {})
+            ]
     book.metadata.pop("widgets", None)
     return book

@@ -23,22 +23,53 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
     middle = int(np.argmax(degrees))
     others = [node for node in range(len(features)) if node != middle]
     angles = np.pi / 2 + 2 * np.pi * np.arange(len(others)) / len(others)
-    places = {middle: (0.0, 0.0)} | {n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)}
+    places = {middle: (0.0, 0.0)} | {
+        n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)
+    }
     alt = f"{len(edges)} edges between {len(features)} nodes, of features {', '.join(f'{x:g}' for x in features)}"
     with drawing(1, 1, alt, figsize=(7, 3)) as (figure, ((ax,),)):
         for a, b in edges:
-            ax.plot(*zip(places[a], places[b], strict=True), color="#888888", linewidth=1.4, zorder=1)
+            ax.plot(
+                *zip(places[a], places[b], strict=True),
+                color="#888888",
+                linewidth=1.4,
+                zorder=1,
+            )
         for node, (x, y) in places.items():
             ax.plot(x, y, "o", color=COLORS["small"], markersize=26, zorder=2)
-            ax.text(x, y, str(node), color="white", fontsize=12, ha="center", va="center", zorder=3)
+            ax.text(
+                x,
+                y,
+                str(node),
+                color="white",
+                fontsize=12,
+                ha="center",
+                va="center",
+                zorder=3,
+            )
             said = f"feature {features[node]:,g}\ndegree {degrees[node]}, with its self-loop"
             side = -1 if x < -0.1 else 1  # away from the edges
             up = 0.14 if node == middle else 0
             ax.text(
-                x + 0.24 * side, y + up, said, color=TEXT["static"], fontsize=9, va="center",
+                x + 0.24 * side,
+                y + up,
+                said,
+                color=TEXT["static"],
+                fontsize=9,
+                va="center",
                 ha="right" if side < 0 else "left",
-            )  # fmt: skip
-        ax.set(xlim=(-3.2, 3.2), ylim=(-0.8, 1.3), xticks=[], yticks=[], frame_on=False, aspect="equal")
-        ax.set_title(f"Node {middle} adds up what its {degrees[middle] - 1} neighbours send, and its own", fontsize=10)
+            )
+        ax.set(
+            xlim=(-3.2, 3.2),
+            ylim=(-0.8, 1.3),
+            xticks=[],
+            yticks=[],
+            frame_on=False,
+            aspect="equal",
+        )
+        ax.set_title(
+            f"Node {middle} adds up what its {degrees[middle] - 1} neighbours send, and its own",
+            fontsize=10,
+        )
         ax.grid(visible=False)
     return figure

@@ -50,7 +50,9 @@ class _Client(PapermillNotebookClient):
         is_code = [c.cell_type == "code" for c in self.nb.cells]
         self.place.enter(sum(is_code[: cell_index + 1]), sum(is_code))
 
-    def handle_comm_msg(self, outs: list[Any], msg: dict[str, Any], cell_index: int) -> None:
+    def handle_comm_msg(
+        self, outs: list[Any], msg: dict[str, Any], cell_index: int
+    ) -> None:
         super().handle_comm_msg(outs, msg, cell_index)
         state = msg["content"].get("data", {}).get("state", {})
         self.place.show(msg["content"]["comm_id"], state.get("value"))
@@ -60,7 +62,9 @@ class _Engine(NBClientEngine):
     """papermill's engine with our client."""
 
     @classmethod
-    def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
+    def execute_managed_notebook(
+        cls, nb_man: Any, kernel_name: str, **options: Any
+    ) -> None:
         # a short path: the system allows some 100 characters
         with tempfile.TemporaryDirectory(prefix="cpt-") as sockets:
             client = _Client(
@@ -69,22 +73,35 @@ class _Engine(NBClientEngine):
                 kernel_name=kernel_name,
                 startup_timeout=START,
                 timeout=options["execution_timeout"],
-                extra_arguments=["--IPKernelApp.log_level=50"],  # else it tells of its end when it is ended
+                extra_arguments=[
+                    "--IPKernelApp.log_level=50"
+                ],  # else it tells of its end when it is ended
             )
             client.config.KernelManager.update(transport="ipc", ip=f"{sockets}/kernel")
             # threads of several kernels that share cores wait for one another: ten times as long, and more
-            share = {"OMP_NUM_THREADS": str(max(1, usable_cores() // AT_ONCE)), **os.environ}
-            share["JPY_SESSION_NAME"] = options["place"].notebook  # Ctrl-C is answered here, not by every kernel
+            share = {
+                "OMP_NUM_THREADS": str(max(1, usable_cores() // AT_ONCE)),
+                **os.environ,
+            }
+            share["JPY_SESSION_NAME"] = options[
+                "place"
+            ].notebook  # Ctrl-C is answered here, not by every kernel
             try:
-                client.execute(cwd=str(Path.cwd()), env=share)  # where relative paths of data begin
+                client.execute(
+                    cwd=str(Path.cwd()), env=share
+                )  # where relative paths of data begin
             finally:
-                options["place"].kernel = None  # its number may soon be that of another process
+                options[
+                    "place"
+                ].kernel = None  # its number may soon be that of another process
 
 
 papermill_engines.register("cpt_core", _Engine)
 
 
-def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place | None = None) -> nbformat.NotebookNode:
+def execute(
+    path: Path, copy: Path | None, values: dict[str, Any], place: Place | None = None
+) -> nbformat.NotebookNode:
     """Run a notebook with parameters, save it as ``copy`` and return it; a lost kernel is tried once more.
 
     Raises:
@@ -121,4 +138,6 @@ def reason(failure: Exception, place: Place) -> str:
         said = f"cell limit of {LIMIT['smoke']} s exceeded"
     else:
         said = f"{type(failure).__name__}: {failure}"
-    return shorten(said.rstrip(".: "), 400) + (f" (cell {place.cell})" if place.cell else "")
+    return shorten(said.rstrip(".: "), 400) + (
+        f" (cell {place.cell})" if place.cell else ""
+    )

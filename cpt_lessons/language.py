@@ -21,7 +21,13 @@ def characters() -> tuple[Tensor, Tensor, int]:
 
 
 # boxes and arrows of an LSTM step: centre, and words; the rounded ones are drawn in colour
-_ROUNDED = {(1.6, 3.2): "q", (1.6, 1.0): "q", (3.0, 3.9): "q(W)", (3.0, 0.3): "q(U)", (4.4, 3.9): "q(b)"}
+_ROUNDED = {
+    (1.6, 3.2): "q",
+    (1.6, 1.0): "q",
+    (3.0, 3.9): "q(W)",
+    (3.0, 0.3): "q(U)",
+    (4.4, 3.9): "q(b)",
+}
 _EXACT = {
     (0.4, 3.2): "input\n$x_t$",
     (0.4, 1.0): "state\n$h_{t-1}$",
@@ -32,10 +38,18 @@ _EXACT = {
     (7.5, 2.1): "cell $c_t$,\nstate $h_t$",
 }
 _ARROWS = [
-    ((0.4, 3.2), (1.6, 3.2)), ((1.6, 3.2), (3.0, 3.2)), ((3.0, 3.9), (3.0, 3.2)), ((3.0, 3.2), (4.4, 2.1)),
-    ((0.4, 1.0), (1.6, 1.0)), ((1.6, 1.0), (3.0, 1.0)), ((3.0, 0.3), (3.0, 1.0)), ((3.0, 1.0), (4.4, 2.1)),
-    ((4.4, 3.9), (4.4, 2.1)), ((4.4, 2.1), (6.0, 2.1)), ((6.0, 2.1), (7.5, 2.1)),
-]  # fmt: skip
+    ((0.4, 3.2), (1.6, 3.2)),
+    ((1.6, 3.2), (3.0, 3.2)),
+    ((3.0, 3.9), (3.0, 3.2)),
+    ((3.0, 3.2), (4.4, 2.1)),
+    ((0.4, 1.0), (1.6, 1.0)),
+    ((1.6, 1.0), (3.0, 1.0)),
+    ((3.0, 0.3), (3.0, 1.0)),
+    ((3.0, 1.0), (4.4, 2.1)),
+    ((4.4, 3.9), (4.4, 2.1)),
+    ((4.4, 2.1), (6.0, 2.1)),
+    ((6.0, 2.1), (7.5, 2.1)),
+]
 
 
 def lstm_step() -> Figure:
@@ -49,15 +63,41 @@ def lstm_step() -> Figure:
         for boxes, group in ((_ROUNDED, "large"), (_EXACT, "static")):
             edge = COLORS[group] if boxes is _ROUNDED else "#999999"
             for (x, y), words in boxes.items():
-                box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": edge, "linewidth": 1.4}
-                text = ax.text(x, y, words, color=TEXT[group], fontsize=9, ha="center", va="center", bbox=box)
+                box = {
+                    "boxstyle": "round,pad=0.35",
+                    "facecolor": "white",
+                    "edgecolor": edge,
+                    "linewidth": 1.4,
+                }
+                text = ax.text(
+                    x,
+                    y,
+                    words,
+                    color=TEXT[group],
+                    fontsize=9,
+                    ha="center",
+                    va="center",
+                    bbox=box,
+                )
                 drawn[x, y] = text.get_bbox_patch()
         for start, stop in _ARROWS:
-            ends = {"patchA": drawn[start], "patchB": drawn[stop], "shrinkA": 1, "shrinkB": 1}
-            ax.annotate("", stop, start, arrowprops={"arrowstyle": "->", "color": QUIET, **ends})
-        ax.text(5.4, 0.55, "orange: rounded to $q_t$ bits", color=TEXT["large"], fontsize=9)
+            ends = {
+                "patchA": drawn[start],
+                "patchB": drawn[stop],
+                "shrinkA": 1,
+                "shrinkB": 1,
+            }
+            ax.annotate(
+                "", stop, start, arrowprops={"arrowstyle": "->", "color": QUIET, **ends}
+            )
+        ax.text(
+            5.4, 0.55, "orange: rounded to $q_t$ bits", color=TEXT["large"], fontsize=9
+        )
         ax.text(5.4, 0.2, "grey: float32", color=QUIET, fontsize=9)
         ax.set(xlim=(-0.2, 8.2), ylim=(0, 4.2))
-        ax.set_title("A step rounds what it multiplies, and the bias; the rest stays in float32", fontsize=10)
+        ax.set_title(
+            "A step rounds what it multiplies, and the bias; the rest stays in float32",
+            fontsize=10,
+        )
         ax.axis("off")
     return figure

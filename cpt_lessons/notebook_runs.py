@@ -60,8 +60,12 @@ class NotebookRun:
         """Of the page: that of the notebook, and of the parameters that are not the notebook's own."""
         if not self.given:
             return self.notebook.stem
-        words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(map(str, self.given.values()))).strip("-")[:40]
-        key = hashlib.sha256(json.dumps(dict(self.given), sort_keys=True).encode()).hexdigest()[:8]
+        words = re.sub(
+            r"[^A-Za-z0-9]+", "-", " ".join(map(str, self.given.values()))
+        ).strip("-")[:40]
+        key = hashlib.sha256(
+            json.dumps(dict(self.given), sort_keys=True).encode()
+        ).hexdigest()[:8]
         return f"{self.notebook.stem}.{words}-{key}"
 
     def file(self, ending: str) -> Path:
@@ -73,14 +77,23 @@ class NotebookRun:
         shown = {**self.given, "scale": self.values.get("scale")}
         own = [v for name, v in shown.items() if name in DATA and is_own(v)]
         if own:
-            shown["fingerprints"] = [fingerprint_of(map(own_path, data.split(","))) for data in own]
-        committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
-        sources = digest([self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed])
+            shown["fingerprints"] = [
+                fingerprint_of(map(own_path, data.split(","))) for data in own
+            ]
+        committed = [
+            *sorted(results_dir().glob("*.json*")),
+            *sorted(paper_dir().glob("*.csv")),
+        ]
+        sources = digest(
+            [self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed]
+        )
         return f"{json.dumps(shown, sort_keys=True)} {sources}"
 
     def up_to_date(self, key: str) -> bool:
         """Whether there is a page of a run that went well and would show the same now."""
-        return self.file("html").exists() and _known(self.file("json")).get("key") == key
+        return (
+            self.file("html").exists() and _known(self.file("json")).get("key") == key
+        )
 
     def keep(self, page: str, book: str, **known: Any) -> None:
         """Keep the page and the notebook of a run, and what is known of it.
@@ -92,7 +105,10 @@ class NotebookRun:
         given = ", ".join(f"{name}={value}" for name, value in self.given.items())
         write_text(self.file(f"{beside}ipynb"), book)
         write_text(self.file(f"{beside}html"), page)
-        write_text(self.file(f"{beside}json"), json.dumps({"notebook": self.notebook.stem, "given": given, **known}))
+        write_text(
+            self.file(f"{beside}json"),
+            json.dumps({"notebook": self.notebook.stem, "given": given, **known}),
+        )
         if not beside:
             self.forget_failure()
 
@@ -108,16 +124,25 @@ class NotebookRun:
 
 def earlier(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
     """Return what earlier calls left in a folder of these notebooks."""
-    names = {path.name.removesuffix(".json").removesuffix(".failed") for path in folder.glob("*.json")}
+    names = {
+        path.name.removesuffix(".json").removesuffix(".failed")
+        for path in folder.glob("*.json")
+    }
     found = [_outcome(folder, name, "earlier") for name in sorted(names)]
     return [outcome for outcome in found if outcome.notebook in notebooks]
 
 
-def _outcome(folder: Path, name: str, status: str, seconds: float | None = None) -> NotebookOutcome:
-    good, bad = (_known(folder / f"{name}.{ending}") for ending in ("json", "failed.json"))
+def _outcome(
+    folder: Path, name: str, status: str, seconds: float | None = None
+) -> NotebookOutcome:
+    good, bad = (
+        _known(folder / f"{name}.{ending}") for ending in ("json", "failed.json")
+    )
     page, failed = (folder / f"{name}.{ending}" for ending in ("html", "failed.html"))
     either = good or bad
-    asked, found = _asked_and_found(folder / f"{name}.{'' if good else 'failed.'}ipynb", either.get("given", ""))
+    asked, found = _asked_and_found(
+        folder / f"{name}.{'' if good else 'failed.'}ipynb", either.get("given", "")
+    )
     return NotebookOutcome(
         either.get("notebook", ""),
         either.get("given", ""),
@@ -133,25 +158,50 @@ def _outcome(folder: Path, name: str, status: str, seconds: float | None = None)
 
 def _asked_and_found(notebook: Path, given: str) -> tuple[str, str]:
     cells = _known(notebook).get("cells", [])
-    text = plain("\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown"))
+    text = plain(
+        "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    )
     asked = re.search(r"Question(?: \(.*?\))?:? ([^?\n]+\?(?: [^.?\n]+\?)*)", text)
     summary = re.search(r"^## Summary\n\n((?:.+\n?)+)", text, re.M)
-    of_others = any(f"{name}=" in given for name in DATA)  # what it sums up is of other data
-    found = "" if of_others or not summary else " ".join(re.sub("^- ", "", summary[1], flags=re.M).split())
+    of_others = any(
+        f"{name}=" in given for name in DATA
+    )  # what it sums up is of other data
+    found = (
+        ""
+        if of_others or not summary
+        else " ".join(re.sub("^- ", "", summary[1], flags=re.M).split())
+    )
     # outputs that are checked are of kept rows
-    own = [c for c in cells if "nbval-check-output" not in c["metadata"].get("tags", ())]
-    said = "".join("".join(o.get("text", "")) for c in own for o in c.get("outputs", []))
-    lines = re.findall(r"^(.+) minus (.+): (.+, n = \d+): (above|below|cannot|fewer)", said, re.M)
-    here = [f"{a} minus {b}: {effect}" for a, b, effect, word in lines if word in ("above", "below")]
-    for word, words in (("cannot", "not told apart"), ("fewer", "too few seeds to tell")):
-        if alike := ", ".join(f"{a} and {b}" for a, b, _, this in lines if this == word):
+    own = [
+        c for c in cells if "nbval-check-output" not in c["metadata"].get("tags", ())
+    ]
+    said = "".join(
+        "".join(o.get("text", "")) for c in own for o in c.get("outputs", [])
+    )
+    lines = re.findall(
+        r"^(.+) minus (.+): (.+, n = \d+): (above|below|cannot|fewer)", said, re.M
+    )
+    here = [
+        f"{a} minus {b}: {effect}"
+        for a, b, effect, word in lines
+        if word in ("above", "below")
+    ]
+    for word, words in (
+        ("cannot", "not told apart"),
+        ("fewer", "too few seeds to tell"),
+    ):
+        if alike := ", ".join(
+            f"{a} and {b}" for a, b, _, this in lines if this == word
+        ):
             here.append(f"{words}: {alike}")
     found += f" In this run: {'; '.join(here)}." if here else ""
     return asked[1][0].upper() + asked[1][1:] if asked else "", found.strip()
 
 
 def _known(path: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError, ValueError):  # none yet, or of no use: then it runs again
+    with suppress(
+        FileNotFoundError, ValueError
+    ):  # none yet, or of no use: then it runs again
         known = json.loads(path.read_text(encoding="utf-8"))
         return known if isinstance(known, dict) else {}
     return {}

@@ -26,7 +26,15 @@ from cpt_lab.analysis.pages import Section
 from cpt_lab.commands import digest, try_
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
-from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir, sweeps_dir
+from cpt_lab.paths import (
+    cards_dir,
+    notebooks_dir,
+    paper_dir,
+    results_dir,
+    runs_dir,
+    solutions_dir,
+    sweeps_dir,
+)
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
 from cpt_lessons.places import AT_ONCE, Place, Progress
@@ -34,10 +42,26 @@ from cpt_lessons.submissions import read_submissions
 
 # Measured on two cores, two side by side: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
-    "00": (20, 68), "01": (12, 10), "02": (8, 9), "03": (25, 83), "04": (20, 305), "05": (12, 119), "06": (15, 276),
-    "07": (30, 31), "08": (25, 46), "09": (15, 15), "10": (30, 55), "11": (30, 36), "12": (8, 10), "13": (10, 8),
-    "14": (25, 21), "15": (15, 15), "16": (18, 18), "17": (20, 20), "18": (30, 31),
-}  # fmt: skip
+    "00": (20, 68),
+    "01": (12, 10),
+    "02": (8, 9),
+    "03": (25, 83),
+    "04": (20, 305),
+    "05": (12, 119),
+    "06": (15, 276),
+    "07": (30, 31),
+    "08": (25, 46),
+    "09": (15, 15),
+    "10": (30, 55),
+    "11": (30, 36),
+    "12": (8, 10),
+    "13": (10, 8),
+    "14": (25, 21),
+    "15": (15, 15),
+    "16": (18, 18),
+    "17": (20, 20),
+    "18": (30, 31),
+}
 
 STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
 REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
@@ -51,18 +75,33 @@ def notebooks(number: str | None = None) -> list[Path]:
         return found
     chosen = [p for p in found if p.name.startswith(number)]
     if not number or len(chosen) != 1:
-        raise ValueError(f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}")
+        raise ValueError(
+            f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}"
+        )
     return chosen
 
 
 def parameters_of(notebook: Path) -> dict[str, Any]:
     """Return the parameters of a notebook with their defaults."""
-    _ = find_spec("papermill") or library("papermill", "notebooks")  # to import it takes a second: only where it runs
+    _ = find_spec("papermill") or library(
+        "papermill", "notebooks"
+    )  # to import it takes a second: only where it runs
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    given = "".join(line for c in cells if "parameters" in c["metadata"].get("tags", ()) for line in c["source"])
+    given = "".join(
+        line
+        for c in cells
+        if "parameters" in c["metadata"].get("tags", ())
+        for line in c["source"]
+    )
     lines: list[Any] = ast.parse(given).body
-    targets: list[Any] = [line.target if isinstance(line, ast.AnnAssign) else line.targets[0] for line in lines]
-    return {target.id: ast.literal_eval(line.value) for target, line in zip(targets, lines, strict=True)}
+    targets: list[Any] = [
+        line.target if isinstance(line, ast.AnnAssign) else line.targets[0]
+        for line in lines
+    ]
+    return {
+        target.id: ast.literal_eval(line.value)
+        for target, line in zip(targets, lines, strict=True)
+    }
 
 
 def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
@@ -81,26 +120,46 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
         folder: notebooks_dir(),
         folder / "sweeps": sweeps_dir(),
         **({} if hand_out else {folder / "solutions": solutions_dir()}),
-        **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
+        **{
+            folder / "data" / d.name: d
+            for d in (results_dir(), paper_dir(), cards_dir())
+        },
     }
     suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl", ".sha256", ".yaml")
-    copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
+    copies = {
+        into / p.name: p
+        for into, d in sources.items()
+        for p in sorted(d.iterdir())
+        if p.suffix in suffixes
+    }
     for copy in copies:
         if copy.exists():
-            raise FileExistsError(f"{copy} is there already; name a folder without it, nothing was copied")
+            raise FileExistsError(
+                f"{copy} is there already; name a folder without it, nothing was copied"
+            )
     for copy, path in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         if copy.parent == folder:
             text = copy.read_text(encoding="utf-8")
             if hand_out:  # the whole sentence
-                text = re.sub(r" ?\[Solutions\]\(solutions/[^)]*\)[^.\"]*\. ?", "", text)
-            copy.write_text(re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
+                text = re.sub(
+                    r" ?\[Solutions\]\(solutions/[^)]*\)[^.\"]*\. ?", "", text
+                )
+            copy.write_text(
+                re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8"
+            )
         if hand_out and copy.suffix == ".ipynb":
             book = json.loads(copy.read_text(encoding="utf-8"))
             for cell in book["cells"]:
-                cell.update({"execution_count": None, "outputs": []} if cell["cell_type"] == "code" else {})
-            copy.write_text(json.dumps(book, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+                cell.update(
+                    {"execution_count": None, "outputs": []}
+                    if cell["cell_type"] == "code"
+                    else {}
+                )
+            copy.write_text(
+                json.dumps(book, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+            )
     return [copy for copy in copies if copy.suffix == ".ipynb"]
 
 
@@ -142,7 +201,11 @@ def reproduce(
         ValueError: for an unknown notebook, parameter or value, before anything starts.
     """
     chosen = notebooks(number)
-    wanted = {"scale": scale, **({"dataset": dataset} if dataset else {}), **(given or {})}
+    wanted = {
+        "scale": scale,
+        **({"dataset": dataset} if dataset else {}),
+        **(given or {}),
+    }
     check_values(wanted)
     accepted = {path: parameters_of(path) for path in chosen}
     for name in wanted:
@@ -150,28 +213,55 @@ def reproduce(
             raise ValueError(f"no chosen notebook has a parameter {name!r}")
     jobs = []
     folder = runs_dir() / "reproduce" / scale
-    tasks = {path: task_of_dataset(of["dataset"]) if "dataset" in of else None for path, of in accepted.items()}
+    tasks = {
+        path: task_of_dataset(of["dataset"]) if "dataset" in of else None
+        for path, of in accepted.items()
+    }
     data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
-    if "dataset" in wanted and data_task is None and len({t for t in tasks.values() if t}) > 1:
-        raise ValueError(f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03")
+    if (
+        "dataset" in wanted
+        and data_task is None
+        and len({t for t in tasks.values() if t}) > 1
+    ):
+        raise ValueError(
+            f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03"
+        )
     for path, defaults in accepted.items():
         values = {name: value for name, value in wanted.items() if name in defaults}
         if number is None and data_task and tasks[path] not in (None, data_task):
-            values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
+            values = {
+                name: value
+                for name, value in values.items()
+                if name not in ("dataset", "model", "preset")
+            }
         check_parameters(tasks[path] or "image", **{**defaults, **values})
         # how many run at a time changes nothing of what a page shows
-        given = {k: v for k, v in values.items() if k not in ("scale", "workers") and v != defaults[k]}
+        given = {
+            k: v
+            for k, v in values.items()
+            if k not in ("scale", "workers") and v != defaults[k]
+        }
         jobs.append(NotebookRun(path, values, given, folder))
     own = wanted.get("dataset", "")
     if is_own(own) and scale == "demo" and not trying.answered(own, scale):
         typer.echo(f"first cpt try {own}, {TRY_MINUTES:.0f} minutes at most")
         try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
+    outcomes = sorted(
+        _run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name
+    )
     # what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer
-    rows, answers = (runs_dir() / scale).glob("*.jsonl"), runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}")
-    index, key = folder / "index.key", f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}"
-    if index.exists() and index.read_text(encoding="utf-8") == key:  # of a page that would say the same
+    rows, answers = (
+        (runs_dir() / scale).glob("*.jsonl"),
+        runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}"),
+    )
+    index, key = (
+        folder / "index.key",
+        f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}",
+    )
+    if (
+        index.exists() and index.read_text(encoding="utf-8") == key
+    ):  # of a page that would say the same
         return outcomes, folder / "index.html"
     from cpt_lessons import export
 
@@ -194,20 +284,28 @@ def _kept() -> list[Section]:
     return [Section(figure.get_suptitle(), (), figure, figure.get_suptitle())]
 
 
-def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) -> list[NotebookOutcome]:
+def _run_all(
+    jobs: list[NotebookRun], seconds: dict[str, float], shown: bool
+) -> list[NotebookOutcome]:
     """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
     places = [Place(job.notebook.stem) for job in jobs]
     progress = Progress(places, seconds, AT_ONCE, shown)
     outcomes = []
-    keys = [job.key() for job in jobs]  # before anything runs: data that changes meanwhile is seen the next time
+    keys = [
+        job.key() for job in jobs
+    ]  # before anything runs: data that changes meanwhile is seen the next time
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        waiting = {pool.submit(_run, *each) for each in zip(jobs, keys, places, strict=True)}
+        waiting = {
+            pool.submit(_run, *each) for each in zip(jobs, keys, places, strict=True)
+        }
         try:
             while waiting:
                 ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
                 for outcome in (future.result() for future in ended):
                     outcomes.append(outcome)
-                    progress.ended(outcome.notebook, outcome.status, outcome.seconds, outcome.error)
+                    progress.ended(
+                        outcome.notebook, outcome.status, outcome.seconds, outcome.error
+                    )
                 progress.refresh()
         except KeyboardInterrupt:
             progress.stopping()
@@ -237,7 +335,11 @@ def _stop(futures: Iterable[Future[NotebookOutcome]], places: Sequence[Place]) -
 def expected(scale: str, chosen: Sequence[Path]) -> dict[str, float]:
     """Return the seconds that notebooks take on two cores, by name; empty for a scale that was not measured."""
     column = {"smoke": 0, "demo": 1}.get(scale)
-    return {} if column is None else {p.stem: SECONDS.get(p.name[:2], (10, 60))[column] for p in chosen}
+    return (
+        {}
+        if column is None
+        else {p.stem: SECONDS.get(p.name[:2], (10, 60))[column] for p in chosen}
+    )
 
 
 def estimate(scale: str, number: str | None = None) -> float | None:
@@ -259,7 +361,9 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
     try:
         try:
             kernels.execute(job.notebook, copy, dict(job.values), place)
-        except Exception as failure:  # whatever it is, the report of the others is worth having
+        except (
+            Exception
+        ) as failure:  # whatever it is, the report of the others is worth having
             if place.stopped:  # that is no failure
                 raise
             error = kernels.reason(failure, place)
@@ -267,6 +371,12 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
         book = nbformat.read(copy if copy.exists() else job.notebook, as_version=4)
     finally:
         copy.unlink(missing_ok=True)
-    page = export.notebook_page(book, job.file("html").stem, error and f"This run failed: {error}")
-    job.keep(page, nbformat.writes(book), **({"error": error} if error else {"key": key, "seconds": seconds}))
+    page = export.notebook_page(
+        book, job.file("html").stem, error and f"This run failed: {error}"
+    )
+    job.keep(
+        page,
+        nbformat.writes(book),
+        **({"error": error} if error else {"key": key, "seconds": seconds}),
+    )
     return job.outcome("failed" if error else "done", seconds)

@@ -14,7 +14,9 @@ from cpt_lab.analysis.quality_cost import paired_difference
 from cpt_lessons.exercises import compare, in_band
 
 SCHEDULES_COMPARED = ("RR", "CR", "ER")  # of large, medium and small savings
-MAX_COST_DIFFERENCE = 0.1  # how much dearer or cheaper static precision may be to stand beside a schedule
+MAX_COST_DIFFERENCE = (
+    0.1  # how much dearer or cheaper static precision may be to stand beside a schedule
+)
 
 # data set, model -> a metric of its smoke runs, and what their bands are called
 BANDS = {
@@ -37,7 +39,11 @@ def ran(runs: pd.DataFrame) -> None:
     if runs.empty:
         print("nothing to run")
         return
-    counts = [counted(len(runs), "run"), counted(runs.arm.nunique(), "arm"), counted(runs.seed.nunique(), "seed")]
+    counts = [
+        counted(len(runs), "run"),
+        counted(runs.arm.nunique(), "arm"),
+        counted(runs.seed.nunique(), "seed"),
+    ]
     diverged = int(runs.diverged.sum())
     ended = f"{diverged} diverged" if diverged else "none diverged"
     print(f"{', '.join(counts)}, {ended}: {runs.seconds.sum():.0f} s of training")
@@ -58,7 +64,9 @@ def compared(*experiments_of_runs: pd.DataFrame) -> None:
     for runs in experiments_of_runs:
         ran(runs)
         if (runs.scale == "smoke").any():
-            print('smoke runs are too short to compare; scale = "demo" draws the figure of your runs')
+            print(
+                'smoke runs are too short to compare; scale = "demo" draws the figure of your runs'
+            )
             _check_bands(runs)
         elif len(runs):
             show_figures(runs)
@@ -88,12 +96,17 @@ def show_claims(runs: pd.DataFrame) -> None:
     table = table[table["verdict"] != "not run"]
     if len(table):
         display(
-            NotebookTable(table, "The paper's claims and these runs; effects are positive in the claim's direction.")
+            NotebookTable(
+                table,
+                "The paper's claims and these runs; effects are positive in the claim's direction.",
+            )
         )
 
 
 def _check_bands(runs: pd.DataFrame) -> None:
-    for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
+    for run in runs[
+        runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")
+    ].itertuples():
         if (run.dataset, run.model) in BANDS:
             value, name = BANDS[run.dataset, run.model]
             in_band(f"{name} {run.arm}", getattr(run, value))
@@ -117,6 +130,10 @@ def beside_static(runs: pd.DataFrame) -> None:
             if (distance <= MAX_COST_DIFFERENCE).any():
                 nearest = distance.idxmin()
                 words += f" minus {nearest} ({static[nearest]:.2f})"
-                compare(words, metric.factor * paired_difference(part, arm, nearest), unit)
+                compare(
+                    words, metric.factor * paired_difference(part, arm, nearest), unit
+                )
             else:
-                print(f"{words}: no static precision ran within {100 * MAX_COST_DIFFERENCE:.0f} % of its cost")
+                print(
+                    f"{words}: no static precision ran within {100 * MAX_COST_DIFFERENCE:.0f} % of its cost"
+                )

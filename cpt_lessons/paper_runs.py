@@ -45,13 +45,32 @@ from cpt_lessons.exercises import warnings_as_text
 from cpt_lessons.parameters import Parameters
 
 _OF_FIGURES = (
-    "schedules", "static_bits", "q_max", "q_min", "q_grad", "n_cycles", "steps", "learning_rate", "seeds", "preset"
-)  # fmt: skip
+    "schedules",
+    "static_bits",
+    "q_max",
+    "q_min",
+    "q_grad",
+    "n_cycles",
+    "steps",
+    "learning_rate",
+    "seeds",
+    "preset",
+)
 _OF_STATIC = ("q_max", "q_grad", "steps", "learning_rate", "seeds", "preset")
 _OF_DEFICITS = (
-    "deficit_bits", "deficit_lengths", "deficit_starts", "deficit_window", "decay", "controls", "q_max", "q_grad",
-    "steps", "learning_rate", "seeds", "preset",
-)  # fmt: skip
+    "deficit_bits",
+    "deficit_lengths",
+    "deficit_starts",
+    "deficit_window",
+    "decay",
+    "controls",
+    "q_max",
+    "q_grad",
+    "steps",
+    "learning_rate",
+    "seeds",
+    "preset",
+)
 
 # Static precisions that are usual where a run takes minutes, or where a second task is trained beside the first.
 _DETECTION_BITS = {"smoke": (8,), "demo": (4, 8)}
@@ -74,7 +93,9 @@ def figure_4(P: Parameters) -> list[RunSpec]:
     from cpt_lessons.detection import pretrained_or_scratch  # needs torch
 
     start = pretrained_or_scratch(P.scale)
-    return _figure(P, "detection", P.dataset, _model(P), _DETECTION_BITS.get(P.scale), **start)
+    return _figure(
+        P, "detection", P.dataset, _model(P), _DETECTION_BITS.get(P.scale), **start
+    )
 
 
 def figure_5(P: Parameters) -> list[RunSpec]:
@@ -89,7 +110,9 @@ def figure_5(P: Parameters) -> list[RunSpec]:
     if chosen.get("static_bits") == [] or len(set(kinds)) == 1:
         return []
     with warnings_as_text(P.scale):
-        return designs.aggregation(P.scale, P.dataset, _model(P), **_chosen(P, *_OF_STATIC))
+        return designs.aggregation(
+            P.scale, P.dataset, _model(P), **_chosen(P, *_OF_STATIC)
+        )
 
 
 def figure_6(P: Parameters) -> list[RunSpec]:
@@ -125,7 +148,13 @@ def figure_7(P: Parameters) -> list[RunSpec]:
     if P.dataset:
         specs += _figure(P, "language_model", P.dataset, _model(P))
     if pairs:
-        specs += _figure(P, "entailment", pairs, None if P.dataset else _model(P), _PAIRS_BITS.get(P.scale))
+        specs += _figure(
+            P,
+            "entailment",
+            pairs,
+            None if P.dataset else _model(P),
+            _PAIRS_BITS.get(P.scale),
+        )
     return specs
 
 
@@ -134,11 +163,18 @@ def section_5(P: Parameters) -> list[RunSpec]:
 
     Paper: section 5.
     """
-    return designs.deficit_scan(P.scale, P.dataset, _model(P), task=P.task, **_chosen(P, *_OF_DEFICITS))
+    return designs.deficit_scan(
+        P.scale, P.dataset, _model(P), task=P.task, **_chosen(P, *_OF_DEFICITS)
+    )
 
 
 def _figure(
-    P: Parameters, task: str, dataset: str, model: str | None, usual_bits: Sequence[int] | None = None, **fields: Any
+    P: Parameters,
+    task: str,
+    dataset: str,
+    model: str | None,
+    usual_bits: Sequence[int] | None = None,
+    **fields: Any,
 ) -> list[RunSpec]:
     """Return the runs of quality against cost.
 
@@ -153,9 +189,13 @@ def _figure(
     choices = _chosen(P, *_OF_FIGURES)
     if usual_bits is not None and "static_bits" not in choices:
         tops = choices.get("q_max", (8,))
-        choices["static_bits"] = sorted({*tops, *(bits for bits in usual_bits if bits < max(tops))})
+        choices["static_bits"] = sorted(
+            {*tops, *(bits for bits in usual_bits if bits < max(tops))}
+        )
     with warnings_as_text(P.scale):
-        return designs.quality_cost(P.scale, dataset, model, task=task, **choices, **fields)
+        return designs.quality_cost(
+            P.scale, dataset, model, task=task, **choices, **fields
+        )
 
 
 def _model(P: Parameters) -> str | None:

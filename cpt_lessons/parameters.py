@@ -47,7 +47,11 @@ _GRAPH_ALLOWED = "a graph of your own such as 'my-graph.npz', or '' for none"
 
 
 def _is_budget(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 < value <= 1
+    )
 
 
 PARAMETERS: dict[str, Parameter] = {
@@ -58,8 +62,14 @@ PARAMETERS: dict[str, Parameter] = {
         can_be_empty=True,  # where there are sentence pairs instead
     ),
     "pairs": data_parameter(PAIRS, _PAIRS_ALLOWED, can_be_empty=True),
-    "graph": data_parameter(tuple(EXPERIMENTS["graph"].named), _GRAPH_ALLOWED, can_be_empty=True),
-    "budget": Parameter("float", "a number more than 0 and at most 1, the cost relative to static q_max", _is_budget),
+    "graph": data_parameter(
+        tuple(EXPERIMENTS["graph"].named), _GRAPH_ALLOWED, can_be_empty=True
+    ),
+    "budget": Parameter(
+        "float",
+        "a number more than 0 and at most 1, the cost relative to static q_max",
+        _is_budget,
+    ),
     "total_steps": whole_parameter(1, experiment_parameters.MAX_STEPS),
     "workers": whole_parameter(0, 1024),
     "device": names_parameter(("auto", "cpu", "cuda")),
@@ -102,25 +112,39 @@ class Parameters(SimpleNamespace):
         from cpt_lab.sweeps.sweep import run_grid  # needs torch
 
         smoke = self.scale == "smoke"
-        workers, device = 0 if smoke else vars(self).get("workers"), vars(self).get("device", "auto")
+        workers, device = (
+            0 if smoke else vars(self).get("workers"),
+            vars(self).get("device", "auto"),
+        )
         by_task: dict[str, list[RunSpec]] = {}
-        specs = list({spec.key: spec for spec in specs}.values())  # figures may share runs
+        specs = list(
+            {spec.key: spec for spec in specs}.values()
+        )  # figures may share runs
         for spec in specs:
             by_task.setdefault(spec.recipe.task, []).append(spec)
         if watch and self.scale in ("smoke", "demo") and device != "cuda":
             from cpt_lessons.watching import watch as watched
 
-            watched([spec for spec in specs if spec.seed == specs[0].seed], self._store_of(specs[0].recipe.task))
+            watched(
+                [spec for spec in specs if spec.seed == specs[0].seed],
+                self._store_of(specs[0].recipe.task),
+            )
         rows = []
         for task, part in by_task.items():
-            options: dict[str, Any] = {"workers": workers, "device": device, "progress": None if smoke else True}
+            options: dict[str, Any] = {
+                "workers": workers,
+                "device": device,
+                "progress": None if smoke else True,
+            }
             rows += run_grid(part, self._store_of(task), **options)
         runs = table(rows)
         if len(failed := runs[runs.status == "failed"]):
             first = failed.iloc[0]
             reason = first.error.strip().splitlines()[-1]
             which = f"{first.arm} seed {first.seed}"
-            raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed, {which} with: {reason}")
+            raise RuntimeError(
+                f"{len(failed)} of {len(runs)} runs failed, {which} with: {reason}"
+            )
         return tuned(runs)
 
     def _store_of(self, task: str) -> Path:
@@ -148,15 +172,21 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     for name in _injected():
         if name not in given:
             hint = did_you_mean(name, given)
-            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has {', '.join(given)}")
+            raise ValueError(
+                f"this notebook has no parameter {name!r}{hint} It has {', '.join(given)}"
+            )
     shape = {name: given[name] for name in ONE_SCHEDULE if name in given}
     if len(shape) == len(ONE_SCHEDULE):
-        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):  # the notebook shows it
+        with warnings.catch_warnings(
+            action="ignore", category=ShortCycleWarning
+        ):  # the notebook shows it
             for name in SCHEDULES:
                 make_schedule(name, **shape)
     dataset = given.get("dataset")
     if dataset == "" and not given.get("pairs"):
-        raise ValueError("dataset must name a data set or files of your own; '' is for sentence pairs alone")
+        raise ValueError(
+            "dataset must name a data set or files of your own; '' is for sentence pairs alone"
+        )
     if dataset and any(name in given for name in OF_DEFICITS):
         task = task_of_dataset(dataset) or task_of_data(dataset)
     scale, preset = given.setdefault("scale", "smoke"), given.get("preset", "ours")
@@ -166,7 +196,9 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     for name, model, own_task in wanted:
         found = recipe(scale, name, model, preset, own_task)
         if found.task != own_task:
-            raise ValueError(f"{name!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+            raise ValueError(
+                f"{name!r} is for another notebook: its task is {found.task!r}, not {own_task!r}"
+            )
         check_data(found)
         if is_own(name):
             from cpt_lab.tasks.base import read_whole  # here, as it imports torch
@@ -194,7 +226,9 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
     {'dataset': 'my pictures/', 'seeds': [0, 1]}
     """
     found: dict[str, Any] = {}
-    for assignment in (part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())):
+    for assignment in (
+        part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())
+    ):
         name, sign, text = assignment.partition("=")
         if not sign:
             raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
@@ -209,10 +243,16 @@ def _injected() -> list[str]:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
     injected = [cell for cell in cells if cell.startswith("# Parameters\n")]
-    return [name for cell in injected for name in re.findall(r"^(\w+)(?:: \w+)? =", cell, re.M)]
+    return [
+        name
+        for cell in injected
+        for name in re.findall(r"^(\w+)(?:: \w+)? =", cell, re.M)
+    ]
 
 
-def check_values(given: Mapping[str, Any], one_schedule: bool | None = None) -> dict[str, Any]:
+def check_values(
+    given: Mapping[str, Any], one_schedule: bool | None = None
+) -> dict[str, Any]:
     """Check names and values alone, and return the values, lists also from their texts.
 
     Args:

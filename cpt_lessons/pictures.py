@@ -10,21 +10,41 @@ from cpt_extras.formats.format import Format
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
 
 
-def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]) -> Figure:
+def by_cost(
+    costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]
+) -> Figure:
     """Draw the accuracy of every arm against its cost: a point per training, a bar at their mean."""
     alt = f"Test accuracy against relative cost of {', '.join(accuracies)}: a point per training, a bar at their mean"
     with drawing(alt=alt, figsize=(7, 3.4)) as (figure, ((ax,),)):
         for name, values in accuracies.items():
-            group, side = ("static", "right") if name.startswith("static") else ("medium", "left")
+            group, side = (
+                ("static", "right") if name.startswith("static") else ("medium", "left")
+            )
             percent, x, color = 100 * np.asarray(values), costs[name], COLORS[group]
             ax.plot([x] * len(percent), percent, "o", color=color, ms=4, alpha=0.4)
             ax.plot(x, percent.mean(), "_", color=color, ms=22, markeredgewidth=2)
-            ax.text(x, 1.02, name, color=TEXT[group], ha=side, transform=ax.get_xaxis_transform())
-        ax.set(xlabel="cost relative to static 8 bits", ylabel="test accuracy (%)", xlim=(0, 1.15))
-        means = {name: 100 * float(np.asarray(values).mean()) for name, values in accuracies.items()}
+            ax.text(
+                x,
+                1.02,
+                name,
+                color=TEXT[group],
+                ha=side,
+                transform=ax.get_xaxis_transform(),
+            )
+        ax.set(
+            xlabel="cost relative to static 8 bits",
+            ylabel="test accuracy (%)",
+            xlim=(0, 1.15),
+        )
+        means = {
+            name: 100 * float(np.asarray(values).mean())
+            for name, values in accuracies.items()
+        }
         one, *static = sorted(means, key=lambda name: (name.startswith("static"), name))
         near = min(static, key=lambda name: abs(costs[name] - costs[one]))
-        figure.suptitle(f"{one}: {means[one] - means[near]:+.1f} points beside {near}, which costs nearly the same")
+        figure.suptitle(
+            f"{one}: {means[one] - means[near]:+.1f} points beside {near}, which costs nearly the same"
+        )
     return figure
 
 
@@ -37,15 +57,31 @@ def number_lines() -> Figure:
             format = Format.of(name)
             values = format.values().numpy() / format.largest
             values = 2 * values - 1 if format.kind == "affine" else values
-            ax.plot(values, np.full(len(values), -line), "|", color=COLORS["small"], markersize=11, markeredgewidth=0.9)
+            ax.plot(
+                values,
+                np.full(len(values), -line),
+                "|",
+                color=COLORS["small"],
+                markersize=11,
+                markeredgewidth=0.9,
+            )
         said = [f"{name}, {len(Format.of(name).values())} values" for name in names]
         ax.set_yticks([-line for line in range(len(names))], said)
-        ax.set(xlim=(-1.03, 1.03), ylim=(0.6 - len(names), 0.6), xlabel="value, relative to the largest")
-        figure.suptitle("Values of integer grids lie evenly, those of floating point crowd around 0", fontsize=11)
+        ax.set(
+            xlim=(-1.03, 1.03),
+            ylim=(0.6 - len(names), 0.6),
+            xlabel="value, relative to the largest",
+        )
+        figure.suptitle(
+            "Values of integer grids lie evenly, those of floating point crowd around 0",
+            fontsize=11,
+        )
     return figure
 
 
-def promise_and_machine(seconds: Mapping[int, float], saved_bytes: Mapping[int, int], q_grad: int) -> Figure:
+def promise_and_machine(
+    seconds: Mapping[int, float], saved_bytes: Mapping[int, int], q_grad: int
+) -> Figure:
     """Draw bit operations, seconds and memory of a step over its bits, relative to 8 bits.
 
     Args:
@@ -61,9 +97,25 @@ def promise_and_machine(seconds: Mapping[int, float], saved_bytes: Mapping[int, 
 
     heading = "fewer bits: fewer bit operations, the same seconds and memory"
     with drawing(figsize=(7, 3.4)) as (figure, ((ax,),)):
-        ax.plot(bits, relative_bitops, "--", color=COLORS["static"], label="bit operations")
-        ax.plot(bits, relative_seconds, "o-", color=COLORS["large"], markersize=5, label="seconds")
-        ax.plot(bits, relative_memory, "^-", color=COLORS["small"], markersize=5, label="memory for the backward pass")
+        ax.plot(
+            bits, relative_bitops, "--", color=COLORS["static"], label="bit operations"
+        )
+        ax.plot(
+            bits,
+            relative_seconds,
+            "o-",
+            color=COLORS["large"],
+            markersize=5,
+            label="seconds",
+        )
+        ax.plot(
+            bits,
+            relative_memory,
+            "^-",
+            color=COLORS["small"],
+            markersize=5,
+            label="memory for the backward pass",
+        )
         whole(ax.xaxis)
         ax.set(ylim=0, xlabel="bits", ylabel=f"relative to {base} bits", title=heading)
         ax.legend()

@@ -39,7 +39,9 @@ class Place:
     def show(self, widget: str, text: object) -> None:
         """Note what a widget of the cell says; other values than text are positions of bars."""
         if isinstance(text, str):
-            self.bars[widget] = " ".join(html.unescape(text).replace("\u2007", " ").split())
+            self.bars[widget] = " ".join(
+                html.unescape(text).replace("\u2007", " ").split()
+            )
 
     def stop(self) -> None:
         """Interrupt the notebook: the runs of its sweep write their checkpoints."""
@@ -84,7 +86,13 @@ class Progress:
     ``expected``: seconds that they took elsewhere, by name; {} where nothing was measured.
     """
 
-    def __init__(self, places: Sequence[Place], expected: Mapping[str, float], at_once: int, shown: bool) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        expected: Mapping[str, float],
+        at_once: int,
+        shown: bool,
+    ) -> None:
         self.places = {place.notebook: place for place in places}
         self.expected, self.at_once = expected, at_once
         self.took: dict[str, float] = {}  # of what ran, not of what was up to date
@@ -94,7 +102,12 @@ class Progress:
         self.said = time.monotonic()
         self.begun: set[str] = set()
         line = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}{postfix}"
-        self.bar = tqdm(total=len(places), desc="notebooks", disable=not shown or self.plain, bar_format=line)
+        self.bar = tqdm(
+            total=len(places),
+            desc="notebooks",
+            disable=not shown or self.plain,
+            bar_format=line,
+        )
 
     def ended(self, name: str, status: str, seconds: float, error: str = "") -> None:
         """Note what became of a notebook."""
@@ -103,18 +116,31 @@ class Progress:
         if status == "done":
             self.took[name] = seconds
         self.bar.update()
-        self._say(f"{name} {status}, {seconds:.0f} s" + (f": {error}" if error else ""), always=bool(error))
+        self._say(
+            f"{name} {status}, {seconds:.0f} s" + (f": {error}" if error else ""),
+            always=bool(error),
+        )
 
     def seconds_left(self) -> float | None:
         """Return the estimated time until the last notebook ends, at the speed of those that ended; None if unknown."""
         known = [name for name in self.took if self.expected.get(name)]
-        pace = sum(self.took[n] for n in known) / sum(self.expected[n] for n in known) if known else 1.0
+        pace = (
+            sum(self.took[n] for n in known) / sum(self.expected[n] for n in known)
+            if known
+            else 1.0
+        )
         now, left = time.monotonic(), []
         for name in self.todo:
             if name not in self.expected:
                 return None
             started = self.places[name].started
-            left.append(max(0.0, pace * self.expected[name] - (now - started if started is not None else 0.0)))
+            left.append(
+                max(
+                    0.0,
+                    pace * self.expected[name]
+                    - (now - started if started is not None else 0.0),
+                )
+            )
         total = max(sum(left) / self.at_once, max(left, default=0.0))
         return total or None  # what takes longer than expected has no known end
 
@@ -134,10 +160,16 @@ class Progress:
             sys.stderr.flush()
 
     def _where(self) -> str:
-        parts = [str(p) for p in self.places.values() if p.started is not None and p.notebook in self.todo]
+        parts = [
+            str(p)
+            for p in self.places.values()
+            if p.started is not None and p.notebook in self.todo
+        ]
         left = self.seconds_left()
         # first, for a terminal cuts the line at its width
-        return "; ".join([f"about {max(left / 60, 0.1):.1f} min left", *parts] if left else parts)
+        return "; ".join(
+            [f"about {max(left / 60, 0.1):.1f} min left", *parts] if left else parts
+        )
 
     def _say_what_is_new(self) -> None:
         for name, place in self.places.items():

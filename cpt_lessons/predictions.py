@@ -11,8 +11,14 @@ PREDICTIONS: dict[str, tuple[str, str]] = {
         "b",
         "Over 40 seeds CR is ahead by a tenth of a point, and costs a third more. Only 2 bits throughout are too few.",
     ),
-    "cheapest profile": ("a", "REX stays near q_min for most of a cycle; the exponential spends its time near q_max."),
-    "backward share": ("c", "One product of 3 by 3 bits costs 9, two of 3 by 8 bits cost 48: 48 of 57 is 84 %."),
+    "cheapest profile": (
+        "a",
+        "REX stays near q_min for most of a cycle; the exponential spends its time near q_max.",
+    ),
+    "backward share": (
+        "c",
+        "One product of 3 by 3 bits costs 9, two of 3 by 8 bits cost 48: 48 of 57 is 84 %.",
+    ),
     "two bits": (
         "a",
         "Almost all gradients are 0 or near it, and 0 is no level: they all move to the level beside it, so that the "
@@ -34,7 +40,10 @@ PREDICTIONS: dict[str, tuple[str, str]] = {
         "c",
         "Of the GCN, the interval of Q-Agg minus FP-Agg at 8 bits holds 0 and leaves out half a point.",
     ),
-    "perplexity": ("a", "The loss of RR is 0.1 nats higher, and the interval of three seeds leaves out 0."),
+    "perplexity": (
+        "a",
+        "The loss of RR is 0.1 nats higher, and the interval of three seeds leaves out 0.",
+    ),
     "deficit": (
         "b",
         "The low steps did no harm that lasts, and taught nothing that lasts: the 32 steps were lost time.",
@@ -58,8 +67,15 @@ def with_answers(cells: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
     for cell in cells:
         yield cell
         if cell["cell_type"] == "code":
-            for question in re.findall(r'reveal\(\s*"([^"]+)"', "".join(cell["source"])):
+            for question in re.findall(
+                r'reveal\(\s*"([^"]+)"', "".join(cell["source"])
+            ):
                 answer, because = PREDICTIONS[question]
                 said = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
                 name = re.sub(r"\W+", "-", f"answer {question}")
-                yield {"cell_type": "markdown", "id": name, "metadata": {}, "source": said}
+                yield {
+                    "cell_type": "markdown",
+                    "id": name,
+                    "metadata": {},
+                    "source": said,
+                }

@@ -15,9 +15,14 @@ import pandas as pd
 from cpt_lab.data.files import reading
 
 SUFFIX = ".ipynb"
-MAX_BYTES = 100_000_000  # of a notebook: reading one takes several times its size in memory
+MAX_BYTES = (
+    100_000_000  # of a notebook: reading one takes several times its size in memory
+)
 NOT_HANDED_IN, NOT_RUN, UNREADABLE = "not handed in", "not run", "cannot be read"
-IGNORED_FOLDERS = (".ipynb_checkpoints", "__MACOSX")  # copies of Jupyter, and of macOS's archives
+IGNORED_FOLDERS = (
+    ".ipynb_checkpoints",
+    "__MACOSX",
+)  # copies of Jupyter, and of macOS's archives
 
 
 @dataclass
@@ -60,13 +65,17 @@ def read_submissions(folder: Path) -> Submissions:
     students: dict[str, _Student] = {}
     notebooks, unreadable = _search(folder)
     for path in notebooks:
-        student = students.setdefault(_student_name(path.relative_to(folder)), _Student())
+        student = students.setdefault(
+            _student_name(path.relative_to(folder)), _Student()
+        )
         try:
             student.answers |= answers_in(path, student.answers)
         except (ValueError, OSError) as error:
             unreadable.append(str(error))
             student.is_whole = False
-    empty = sorted(printable(entry.name) for entry in folder.iterdir() if _is_student_folder(entry))
+    empty = sorted(
+        printable(entry.name) for entry in folder.iterdir() if _is_student_folder(entry)
+    )
     without = [name for name in empty if name not in students]
     return Submissions(_table(students), list(map(printable, unreadable)), without)
 
@@ -86,13 +95,17 @@ def answers_in(path: Path, known: dict[str, str]) -> dict[str, str]:
         sources, printed = zip(*cells, strict=True) if cells else ((), ())
     asked = re.findall(r'exercises\.check\("([\d.]+)"', "\n".join(sources))
     answers = {exercise: NOT_RUN for exercise in asked if exercise not in known}
-    said = re.findall(r"^exercise ([\d.]+): (correct|not yet|not attempted)", "\n".join(printed), re.M)
+    said = re.findall(
+        r"^exercise ([\d.]+): (correct|not yet|not attempted)", "\n".join(printed), re.M
+    )
     return {**answers, **dict(said)}
 
 
 def printable(name: object) -> str:
     """Return a text without line ends, control characters and broken letters, which are written as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name)
+    )
 
 
 def _search(folder: Path) -> tuple[list[Path], list[str]]:
@@ -102,10 +115,16 @@ def _search(folder: Path) -> tuple[list[Path], list[str]]:
     unreadable: list[str] = []
     for place, folders, files in os.walk(folder, onerror=failures.append):
         folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
-        unreadable += filter(None, (_unfollowed(Path(place, name), folder) for name in folders))
+        unreadable += filter(
+            None, (_unfollowed(Path(place, name), folder) for name in folders)
+        )
         names = [name for name in (*folders, *files) if name.lower().endswith(SUFFIX)]
-        found += [Path(place, name) for name in names if not name.startswith("._")]  # macOS's notes about a file
-    unreadable += [f"{failure.filename} cannot be read: {failure.strerror}" for failure in failures]
+        found += [
+            Path(place, name) for name in names if not name.startswith("._")
+        ]  # macOS's notes about a file
+    unreadable += [
+        f"{failure.filename} cannot be read: {failure.strerror}" for failure in failures
+    ]
     return sorted(found), unreadable
 
 
@@ -125,7 +144,12 @@ def _student_name(path: Path) -> str:
 
 
 def _is_student_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and path.name not in IGNORED_FOLDERS and path.name[0] != "."
+    return (
+        path.is_dir()
+        and not path.is_symlink()
+        and path.name not in IGNORED_FOLDERS
+        and path.name[0] != "."
+    )
 
 
 def _check_file(path: Path) -> None:
@@ -144,16 +168,25 @@ def _check_file(path: Path) -> None:
 def _cells(book: Any) -> list[tuple[str, str]]:
     """Return the source of every cell, and what it printed; ValueError for what is no notebook."""
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
-        raise ValueError("it is no notebook, which has a list of cells; save it with JupyterLab")
+        raise ValueError(
+            "it is no notebook, which has a list of cells; save it with JupyterLab"
+        )
     found = []
     for number, cell in enumerate(book["cells"], start=1):
         if not isinstance(cell, dict) or "source" not in cell:
             raise ValueError(f"cell {number} has no source")
         outputs = cell.get("outputs", [])
-        if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
+        if not isinstance(outputs, list) or not all(
+            isinstance(output, dict) for output in outputs
+        ):
             raise ValueError(f"the outputs of cell {number} are no list of outputs")
-        printed = [_text(output.get("text", ""), f"an output of cell {number}") for output in outputs]
-        found.append((_text(cell["source"], f"the source of cell {number}"), "".join(printed)))
+        printed = [
+            _text(output.get("text", ""), f"an output of cell {number}")
+            for output in outputs
+        ]
+        found.append(
+            (_text(cell["source"], f"the source of cell {number}"), "".join(printed))
+        )
     return found
 
 
@@ -166,7 +199,9 @@ def _text(value: Any, what: str) -> str:
 
 
 def _table(students: dict[str, _Student]) -> pd.DataFrame:
-    exercises = sorted({exercise for student in students.values() for exercise in student.answers})
+    exercises = sorted(
+        {exercise for student in students.values() for exercise in student.answers}
+    )
     lines = {}
     for name, student in students.items():
         missing = NOT_HANDED_IN if student.is_whole else UNREADABLE

@@ -24,7 +24,9 @@ Key = TypeVar("Key", bound=Hashable)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def median_seconds(steps: Mapping[Key, Callable[[], object]], rounds: int = 7) -> dict[Key, float]:
+def median_seconds(
+    steps: Mapping[Key, Callable[[], object]], rounds: int = 7
+) -> dict[Key, float]:
     """Return the median seconds of every step on the CPU; the steps take turns.
 
     Args:

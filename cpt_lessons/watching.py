@@ -17,11 +17,21 @@ SECONDS = 1.0  # between two pictures
 def watch(specs: Sequence[RunSpec], store: Path) -> None:
     """Train the runs of a seed that a store does not hold side by side in this process, and draw them meanwhile."""
     watched = Watched(specs)
-    run_grid(specs, store, workers=0, together=len(specs), device="cpu", progress=False, on_step=watched)
+    run_grid(
+        specs,
+        store,
+        workers=0,
+        together=len(specs),
+        device="cpu",
+        progress=False,
+        on_step=watched,
+    )
     if watched.losses:
         watched.draw()
     else:
-        print("these runs were there already: nothing trained, so there is nothing to watch")
+        print(
+            "these runs were there already: nothing trained, so there is nothing to watch"
+        )
 
 
 class Watched:
@@ -31,9 +41,16 @@ class Watched:
     """
 
     def __init__(self, specs: Sequence[RunSpec]) -> None:
-        self.specs, self.steps = {spec.key: spec for spec in specs}, specs[0].recipe.steps
-        self.warning = "Smoke scale, not a result. " if specs[0].scale == "smoke" else ""
-        self.losses: dict[str, dict[int, float]] = {}  # of the steps so far, after a stop those since then
+        self.specs, self.steps = (
+            {spec.key: spec for spec in specs},
+            specs[0].recipe.steps,
+        )
+        self.warning = (
+            "Smoke scale, not a result. " if specs[0].scale == "smoke" else ""
+        )
+        self.losses: dict[
+            str, dict[int, float]
+        ] = {}  # of the steps so far, after a stop those since then
         self.shown: DisplayHandle | None = None
         self.drawn_at = float("-inf")
 
@@ -47,12 +64,24 @@ class Watched:
         """Show where the runs are, those that have begun."""
         ends = []
         alt = "Bits, and below them training loss, against steps: a line for every arm that trains."
-        with drawing(2, 1, alt, figsize=(8, 5), sharex=True, height_ratios=(1, 2)) as (figure, ((bits,), (loss,))):
+        with drawing(2, 1, alt, figsize=(8, 5), sharex=True, height_ratios=(1, 2)) as (
+            figure,
+            ((bits,), (loss,)),
+        ):
             for key, found in self.losses.items():
                 spec = self.specs[key]
-                mean = pd.Series(found).rolling(max(1, self.steps // 20), min_periods=1).mean()
+                mean = (
+                    pd.Series(found)
+                    .rolling(max(1, self.steps // 20), min_periods=1)
+                    .mean()
+                )
                 group = savings_of(spec.arm)
-                bits.plot([*found], [spec.schedule(step) for step in found], color=COLORS[group], linewidth=1)
+                bits.plot(
+                    [*found],
+                    [spec.schedule(step) for step in found],
+                    color=COLORS[group],
+                    linewidth=1,
+                )
                 loss.plot(mean, color=COLORS[group], linewidth=1)
                 ends.append((mean.iloc[-1], spec.arm, TEXT[group]))
             bits.set(ylabel="bits", xlim=(0, self.steps))
@@ -63,8 +92,20 @@ class Watched:
             at = low
             for value, arm, color in ends:  # beside the axes, in order of their losses
                 at = max(value, at + 0.045 * (high - low))
-                loss.text(1.01, at, arm, color=color, fontsize=SMALL, va="center", transform=loss.get_yaxis_transform())
-            step, first, last = max(map(max, self.losses.values())), ends[0][1], ends[-1][1]
+                loss.text(
+                    1.01,
+                    at,
+                    arm,
+                    color=color,
+                    fontsize=SMALL,
+                    va="center",
+                    transform=loss.get_yaxis_transform(),
+                )
+            step, first, last = (
+                max(map(max, self.losses.values())),
+                ends[0][1],
+                ends[-1][1],
+            )
             said = f"Step {step + 1} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
             figure.suptitle(self.warning + said, fontsize=10)
         if self.shown is None:

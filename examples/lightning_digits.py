@@ -19,7 +19,9 @@ class Digits(lightning.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+        )
 
     def training_step(self, batch, index):
         """Return the loss."""
@@ -27,7 +29,11 @@ class Digits(lightning.LightningModule):
 
     def validation_step(self, batch, index):
         """Log the accuracy."""
-        self.log("accuracy", (self.layers(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+        self.log(
+            "accuracy",
+            (self.layers(batch[0]).argmax(1) == batch[1]).float().mean(),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self):
         """Return the optimizer."""
@@ -44,9 +50,15 @@ def main(devices=1, steps=200, folder="out"):
     cpt.quantize_(module)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=steps, n_cycles=4)
     trainer = lightning.Trainer(
-        max_steps=steps, devices=devices, accelerator="cpu", strategy="ddp" if devices > 1 else "auto", logger=False,
-        default_root_dir=folder, enable_progress_bar=False, callbacks=[PrecisionCallback(schedule)],
-    )  # fmt: skip
+        max_steps=steps,
+        devices=devices,
+        accelerator="cpu",
+        strategy="ddp" if devices > 1 else "auto",
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        callbacks=[PrecisionCallback(schedule)],
+    )
     test_batches = DataLoader(test, 597)
     trainer.fit(module, DataLoader(train, 50, shuffle=True), test_batches)
     return trainer.validate(module, test_batches)[0]

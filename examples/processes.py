@@ -22,14 +22,20 @@ def main():
     x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))
     x = x.float() / 16
     torch.manual_seed(0)
-    model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
+    model = cpt.quantize_(
+        torch.nn.Sequential(
+            torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+        )
+    )
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=4)
     precision = cpt.PrecisionScheduler(parallel, schedule)
     with agreed_ranges():
         for step in range(STEPS):
-            batch = torch.randint(1200, (processes * EACH,), generator=torch.Generator().manual_seed(step))
+            batch = torch.randint(
+                1200, (processes * EACH,), generator=torch.Generator().manual_seed(step)
+            )
             i = batch.view(processes, EACH)[rank]
             torch.nn.functional.cross_entropy(parallel(x[i]), y[i]).backward()
             optimizer.step()
@@ -38,10 +44,15 @@ def main():
     if rank == 0:
         with torch.no_grad(), cpt.precision(model.eval(), "q_max"):
             accuracy = float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())
-        whole_step = cpt.count_bitops(model.train(), (x[: processes * EACH],), schedule)  # the batch of all processes
+        whole_step = cpt.count_bitops(
+            model.train(), (x[: processes * EACH],), schedule
+        )  # the batch of all processes
         print(f"{processes} processes, accuracy {100 * accuracy:.1f} %")
         print(whole_step)
-        torch.save({"model": model.state_dict(), "precision": precision.state_dict()}, "checkpoint.pt")
+        torch.save(
+            {"model": model.state_dict(), "precision": precision.state_dict()},
+            "checkpoint.pt",
+        )
     dist.destroy_process_group()
 
 

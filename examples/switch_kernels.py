@@ -22,7 +22,9 @@ def train(schedule, threshold):
     x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))
     x = x.float() / 16
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     types = []
     for step in range(schedule.total_steps):
@@ -41,7 +43,12 @@ if __name__ == "__main__":
     # high precision for the last fifth, where a learning rate would decay
     last_fifth = cpt.schedules.TableSchedule(((16, 320), (32, 80)))
     cyclic = cpt.make_schedule("CR", q_min=16, q_max=32, total_steps=400, n_cycles=4)
-    for name, schedule in (("the last fifth in float32", last_fifth), ("four cycles", cyclic)):
+    for name, schedule in (
+        ("the last fifth in float32", last_fifth),
+        ("four cycles", cyclic),
+    ):
         accuracy, types = train(schedule, threshold=24)
         share = types.count(torch.bfloat16) / len(types)
-        print(f"{name}: accuracy {100 * accuracy:.1f} %, {100 * share:.0f} % of the steps in bfloat16")
+        print(
+            f"{name}: accuracy {100 * accuracy:.1f} %, {100 * share:.0f} % of the steps in bfloat16"
+        )

@@ -30,24 +30,41 @@ def pytest_configure(config: pytest.Config) -> None:
     import nbval.kernel
 
     manager = nbval.kernel.KernelManager
-    folder = tempfile.TemporaryDirectory(prefix="cpt-")  # a short path: the system allows some 100 characters
-    atexit.register(folder.cleanup)  # a worker of xdist leaves its configuration as it is
-    nbval.kernel.KernelManager = lambda **how: manager(transport="ipc", ip=f"{folder.name}/kernel", **how)
+    folder = tempfile.TemporaryDirectory(
+        prefix="cpt-"
+    )  # a short path: the system allows some 100 characters
+    atexit.register(
+        folder.cleanup
+    )  # a worker of xdist leaves its configuration as it is
+    nbval.kernel.KernelManager = lambda **how: manager(
+        transport="ipc", ip=f"{folder.name}/kernel", **how
+    )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Begin with files that take long, so that at the end no process waits; leave out what needs a device."""
-    long = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
+    long = {
+        item.path
+        for item in items
+        if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")
+    }
     items.sort(key=lambda item: item.path not in long)
     if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("gpu")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session")
 def reference_dir() -> Path:
     """The folder of the reference values; CPT_REFERENCE_DIR names another one with files of that format."""
-    return Path(os.environ.get("CPT_REFERENCE_DIR") or Path(__file__).parent / "reference" / "data")
+    return Path(
+        os.environ.get("CPT_REFERENCE_DIR")
+        or Path(__file__).parent / "reference" / "data"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +82,9 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """What runs a command of ``cpt`` as a user would, and returns its status, stdout and stderr."""
     from cpt_lab import commands
 

@@ -9,15 +9,29 @@ import nbformat
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 COURSE = NOTEBOOKS  # read in the order of their numbers, 00 to 18
-PAPER = ("03", "04", "05", "06", "07", "08")  # follow the paper: another opening, and no predictions
+PAPER = (
+    "03",
+    "04",
+    "05",
+    "06",
+    "07",
+    "08",
+)  # follow the paper: another opening, and no predictions
 OVERVIEWS = ("12", "13", "14")  # lessons that may do without predictions and exercises
 PREDICTING = [p for p in COURSE if p.name[:2] not in (*PAPER, *OVERVIEWS)]
 
 # What trains, measures or computes in float32 gives other last digits, or more than that, on another machine.
 RAN = {
-    "backward", "precision_range_test", "promise_and_machine", "record", "run", "sensitivity",
-    "tiny_problem", "torch", "train",
-}  # fmt: skip
+    "backward",
+    "precision_range_test",
+    "promise_and_machine",
+    "record",
+    "run",
+    "sensitivity",
+    "tiny_problem",
+    "torch",
+    "train",
+}
 ROWS = {"all_committed", "best_rows", "committed", "experiments"}
 
 
@@ -33,7 +47,11 @@ def code_cells(book):
 
 def pictures(book):
     """Return the code cells that show a picture."""
-    return [c for c in code_cells(book) if any("image/png" in output.get("data", {}) for output in c.outputs)]
+    return [
+        c
+        for c in code_cells(book)
+        if any("image/png" in output.get("data", {}) for output in c.outputs)
+    ]
 
 
 def reached(book, roots):
@@ -54,7 +72,9 @@ def _names(statement):
     """Return all names that are read, attributes too; the variables that are read; those that are assigned."""
     nodes = list(ast.walk(statement))
     loops = [n.target for n in nodes if isinstance(n, ast.For | ast.comprehension)]
-    local = {n.id for target in loops for n in ast.walk(target) if isinstance(n, ast.Name)}
+    local = {
+        n.id for target in loops for n in ast.walk(target) if isinstance(n, ast.Name)
+    }
     local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     variables = [n for n in nodes if isinstance(n, ast.Name) and n.id not in local]
     read = {n.id for n in variables if isinstance(n.ctx, ast.Load)}

@@ -26,16 +26,27 @@ from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.outlook import total_bitops
 
-WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+WITH_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 NAN, INF = float("nan"), float("inf")
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 RECIPES = {  # scale -> "dataset/model" -> recipe
     scale: {
-        f"{d.name}/{r.model}": r for e in EXPERIMENTS.values() for d in e.datasets for r in d.recipes.get(scale, ())
+        f"{d.name}/{r.model}": r
+        for e in EXPERIMENTS.values()
+        for d in e.datasets
+        for r in d.recipes.get(scale, ())
     }
     for scale in SCALES
 }
-PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
+PROVENANCE = {
+    "started": "2026-01-01",
+    "commit": "0" * 40,
+    "dirty": False,
+    "versions": {},
+}
 
 
 def said_by(*words, **how):
@@ -70,10 +81,12 @@ def quantize_gradient(y, steps, quantizer, key=None):
 def identical(found, expected):
     """Whether tensors agree in shape, type and every bit, NaN with NaN."""
     return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
         for a, b in zip(found, expected, strict=True)
-    )  # fmt: skip
+    )
 
 
 class Ran(TorchDispatchMode):
@@ -84,7 +97,9 @@ class Ran(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::").replace("cpt_reference::", "cpt::")
+        name = func._schema.name.removeprefix("aten::").replace(
+            "cpt_reference::", "cpt::"
+        )
         self.calls.append((name, [a for a in args if isinstance(a, torch.Tensor)]))
         return func(*args, **(kwargs or {}))
 
@@ -110,7 +125,9 @@ def reported(model, *inputs):
     mode, found = mode_of(model), []
     mode.on_operation = lambda operation, output: found.append(operation)
     try:
-        with patch.dict(COUNTED_FUNCTIONS, clear=True):  # what counting adds is not what a handler reports
+        with patch.dict(
+            COUNTED_FUNCTIONS, clear=True
+        ):  # what counting adds is not what a handler reports
             model(*inputs)
     finally:
         mode.on_operation = None
@@ -119,14 +136,20 @@ def reported(model, *inputs):
 
 def mode_of(model):
     """Return the mode of a converted model."""
-    return next(getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK))
+    return next(
+        getattr(module, HOOK).mode
+        for module in model.modules()
+        if hasattr(module, HOOK)
+    )
 
 
 class Standardised(nn.Conv2d):
     """A convolution that standardises its weight in a forward of its own, as NFNets and BiT have it."""
 
     def forward(self, x):
-        return nn.functional.conv2d(x, self.weight - self.weight.mean((1, 2, 3), True), self.bias)
+        return nn.functional.conv2d(
+            x, self.weight - self.weight.mean((1, 2, 3), True), self.bias
+        )
 
 
 RING = Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6)
@@ -150,12 +173,17 @@ def to_dgl(graph):
     parts = "csc", (graph.indptr, graph.indices, [])
     if graph.num_src == graph.num_dst:
         return dgl.graph(parts, num_nodes=graph.num_dst)
-    return dgl.create_block(parts, num_src_nodes=graph.num_src, num_dst_nodes=graph.num_dst)
+    return dgl.create_block(
+        parts, num_src_nodes=graph.num_src, num_dst_nodes=graph.num_dst
+    )
 
 
 def losses_of(model, schedule, loss, steps, **sgd):
     """Train by SGD, a step of the schedule after each of the optimizer's; return what ``loss`` gave of every step."""
-    optimizer, scheduler = torch.optim.SGD(model.parameters(), **{"lr": 0.1} | sgd), PrecisionScheduler(model, schedule)
+    optimizer, scheduler = (
+        torch.optim.SGD(model.parameters(), **{"lr": 0.1} | sgd),
+        PrecisionScheduler(model, schedule),
+    )
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -169,7 +197,9 @@ def losses_of(model, schedule, loss, steps, **sgd):
 
 def make(name="CR", **changes):
     """Return a schedule of the suite, 8 cycles in 1,600 steps between 3 and 8 bits but for the changes."""
-    return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": 1600, "n_cycles": 8} | changes)
+    return make_schedule(
+        name, **{"q_min": 3, "q_max": 8, "total_steps": 1600, "n_cycles": 8} | changes
+    )
 
 
 def quietly(call, *args, **kwargs):
@@ -216,22 +246,40 @@ def row_of(spec, value, metric="accuracy", status="ok"):
     """A row with one metric; BitOps as the schedule has them, of one product."""
     bits = spec.schedule.bits()
     point = {"split": "test", "when": "final", "precision": "q_max"}
-    curve = [{"step": t, "test": {metric: value * t / spec.recipe.steps}} for t in (0, spec.recipe.steps)]
+    curve = [
+        {"step": t, "test": {metric: value * t / spec.recipe.steps}}
+        for t in (0, spec.recipe.steps)
+    ]
     return {
-        "key": spec.key, "numerics": NUMERICS, "spec": spec.to_dict(), "provenance": PROVENANCE,
-        "status": status, "title": "made up",
+        "key": spec.key,
+        "numerics": NUMERICS,
+        "spec": spec.to_dict(),
+        "provenance": PROVENANCE,
+        "status": status,
+        "title": "made up",
         "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
         "noise_exposure": cost.noise_exposure(bits, spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
-        "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
-        "bitops": {"paper": total_bitops(1, bits, spec.q_grad or spec.q_max)} if status == "ok" else {},
+        "metrics": [{"name": metric, "value": value, **point}]
+        if status == "ok"
+        else [],
+        "evaluations": curve,
+        "bitops": {"paper": total_bitops(1, bits, spec.q_grad or spec.q_max)}
+        if status == "ok"
+        else {},
         "steps": len(bits),
-    }  # fmt: skip
+    }
 
 
 def kept_row(spec, value, **changes):
     """A row with what stores and their readers ask for besides."""
-    return {**row_of(spec, value), "schema": 1, "seconds": 1.0, "device": "cpu", **changes}
+    return {
+        **row_of(spec, value),
+        "schema": 1,
+        "seconds": 1.0,
+        "device": "cpu",
+        **changes,
+    }
 
 
 def written(path, *rows):
@@ -249,23 +297,37 @@ def state_of(model):
 
 def running_ranges(model):
     """Return the running ranges of all layers of a model."""
-    return [running for p in all_precisions(model).values() for running in p.ranges().values()]
+    return [
+        running
+        for p in all_precisions(model).values()
+        for running in p.ranges().values()
+    ]
 
 
 def same(a, b):
     """Whether two models have the same parameters, bit for bit."""
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return all(
+        torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
 def smoke_spec(dataset, /, arm="static 8", seed=0, model=None, **changes):
     """Return a run of a data set's smoke recipe with some fields changed."""
-    return run_spec(replace(recipe("smoke", dataset, model), **changes), arm, q_max=8, seed=seed, scale="smoke")
+    return run_spec(
+        replace(recipe("smoke", dataset, model), **changes),
+        arm,
+        q_max=8,
+        seed=seed,
+        scale="smoke",
+    )
 
 
 def specs_of(*arms, seeds=(0,), **changes):
     """Return short smoke runs of the digits, an arm and a seed each."""
     given = {"steps": 10, "n_cycles": 2, **changes}
-    return designs.quality_cost("smoke", schedules=arms, static_bits=[], seeds=seeds, **given)
+    return designs.quality_cost(
+        "smoke", schedules=arms, static_bits=[], seeds=seeds, **given
+    )
 
 
 class ForeignCheckpoint(torch.autograd.Function):
@@ -286,7 +348,9 @@ class ForeignCheckpoint(torch.autograd.Function):
         return None, *(x.grad for x in xs)
 
 
-TRACKED_RUNS = "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
+TRACKED_RUNS = (
+    "run digits/mlp6 --scale smoke --arms CR RR --seeds 0 --workers 0".split()
+)
 
 
 def train_tracked_runs(folder):

@@ -24,7 +24,10 @@ def write(folder, files):
 
 def picture(size=(12, 10), kind="PNG", seed=0, mode="RGB"):
     """A picture of height and width, of noise."""
-    out, pixels = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    out, pixels = (
+        io.BytesIO(),
+        np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8),
+    )
     Image.fromarray(pixels).convert(mode).save(out, kind)
     return out.getvalue()
 
@@ -40,7 +43,9 @@ def table(values, form="%d"):
     """A table as OGB has it."""
     out = io.StringIO()
     np.savetxt(out, np.asarray(values), fmt=form, delimiter=",")
-    return gzip.compress(out.getvalue().encode(), mtime=0)  # the name of a test is made of it
+    return gzip.compress(
+        out.getvalue().encode(), mtime=0
+    )  # the name of a test is made of it
 
 
 def image_archives(packed=False, held="test", seed=0):
@@ -51,17 +56,24 @@ def image_archives(packed=False, held="test", seed=0):
         if packed:
             ones = [picture((8, 8), "JPEG", 100 * count + i) for i in range(count)]
             offsets = np.cumsum([0, *map(len, ones)])
-            content = {"jpeg": np.frombuffer(b"".join(ones), np.uint8), "offsets": offsets}
+            content = {
+                "jpeg": np.frombuffer(b"".join(ones), np.uint8),
+                "offsets": offsets,
+            }
         else:
             content = {"data": images}
         files[f"{part}.npz"] = archive(**content, labels=np.arange(count) % 3)
     return files
 
 
-def image_folder(train=("a", "b"), val=("a", "b"), counts=(4, 4), size=(12, 10), kind="PNG"):
+def image_folder(
+    train=("a", "b"), val=("a", "b"), counts=(4, 4), size=(12, 10), kind="PNG"
+):
     """Folders of classes; the first picture of each is grey."""
     return {
-        f"{part}/{name}/{i}.{kind.lower()}": picture(size, kind, 100 * len(part) + 10 * c + i, "RGB" if i else "L")
+        f"{part}/{name}/{i}.{kind.lower()}": picture(
+            size, kind, 100 * len(part) + 10 * c + i, "RGB" if i else "L"
+        )
         for part, names, count in (("train", train, counts[0]), ("val", val, counts[1]))
         for c, name in enumerate(names)
         for i in range(count)
@@ -70,7 +82,10 @@ def image_folder(train=("a", "b"), val=("a", "b"), counts=(4, 4), size=(12, 10),
 
 def class_folders(count=5):
     """Folders of two classes, without a split."""
-    return {name.removeprefix("train/"): file for name, file in image_folder(val=(), counts=(count, 0)).items()}
+    return {
+        name.removeprefix("train/"): file
+        for name, file in image_folder(val=(), counts=(count, 0)).items()
+    }
 
 
 def graph_arrays(nodes=60, edges=150):
@@ -90,11 +105,16 @@ def graph_arrays(nodes=60, edges=150):
 def ogb_folder(graph):
     """The raw layout of OGB's node data sets."""
     raw = {
-        "edge": table(graph["edge_index"].T), "node-feat": table(graph["features"], "%.6f"),
-        "node-label": table(graph["labels"]), "num-node-list": table([len(graph["labels"])]),
+        "edge": table(graph["edge_index"].T),
+        "node-feat": table(graph["features"], "%.6f"),
+        "node-label": table(graph["labels"]),
+        "num-node-list": table([len(graph["labels"])]),
         "num-edge-list": table([len(graph["edge_index"][0])]),
-    }  # fmt: skip
-    split = {f"split/time/{part}.csv.gz": table(graph[f"{part}_idx"]) for part in ("train", "valid", "test")}
+    }
+    split = {
+        f"split/time/{part}.csv.gz": table(graph[f"{part}_idx"])
+        for part in ("train", "valid", "test")
+    }
     return {**{f"raw/{name}.csv.gz": content for name, content in raw.items()}, **split}
 
 
@@ -102,9 +122,18 @@ def planetoid(test=(7, 9, 8)):
     """Planetoid's files: pickles of Python 2, of scipy matrices, arrays and a dict of lists."""
     one_hot = np.eye(3, dtype=np.int32)[np.arange(10) % 3]
     x = scipy.sparse.csr_matrix(np.arange(30, dtype=np.float32).reshape(10, 3))
-    parts = {"y": one_hot[:4], "allx": x[:7], "ally": one_hot[:7], "tx": x[list(test)], "ty": one_hot[list(test)]}
+    parts = {
+        "y": one_hot[:4],
+        "allx": x[:7],
+        "ally": one_hot[:7],
+        "tx": x[list(test)],
+        "ty": one_hot[list(test)],
+    }
     parts["graph"] = defaultdict(list, {i: [(i + 1) % 10] for i in range(10)})
-    files = {f"ind.tiny.{name}": pickle.dumps(value, protocol=2) for name, value in parts.items()}
+    files = {
+        f"ind.tiny.{name}": pickle.dumps(value, protocol=2)
+        for name, value in parts.items()
+    }
     return {**files, "ind.tiny.test.index": "\n".join(map(str, test)).encode()}
 
 
@@ -114,7 +143,9 @@ PAIRS = {"train": 6, "validation": 3, "test": 4}  # how many
 def pair_rows(split, language="en"):
     """Sentence pairs of a split."""
     rows = {
-        "premise": [f'"{language} {split} premise {i}' for i in range(PAIRS[split])],  # a quote that is never closed
+        "premise": [
+            f'"{language} {split} premise {i}' for i in range(PAIRS[split])
+        ],  # a quote that is never closed
         "hypothesis": [f"{split} hypothesis {i}, NA" for i in range(PAIRS[split])],
         "label": [i % 3 for i in range(PAIRS[split])],
     }
@@ -123,7 +154,10 @@ def pair_rows(split, language="en"):
 
 def tsv(rows):
     """A table as XNLI has it, without quotes."""
-    lines = ["\t".join(rows.columns), *("\t".join(map(str, row)) for row in rows.to_numpy())]
+    lines = [
+        "\t".join(rows.columns),
+        *("\t".join(map(str, row)) for row in rows.to_numpy()),
+    ]
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -146,12 +180,18 @@ PAIR_FORMS = {
 def pair_files(ending, valid="validation", change=lambda split, rows: rows):
     """Flat files of sentence pairs; ``change`` takes the name of a split and its rows."""
     names = {"train": "train", "validation": valid, "test": "test"}
-    return {f"{names[s]}.{ending}": PAIR_FORMS[ending](change(s, pair_rows(s))) for s in PAIRS}
+    return {
+        f"{names[s]}.{ending}": PAIR_FORMS[ending](change(s, pair_rows(s)))
+        for s in PAIRS
+    }
 
 
 def boxes(**lists):
     """Lists of ids, such as ``train=["a", "b"]``."""
-    return {f"ImageSets/Main/{part}.txt": "".join(f"{i}\n" for i in ids).encode() for part, ids in lists.items()}
+    return {
+        f"ImageSets/Main/{part}.txt": "".join(f"{i}\n" for i in ids).encode()
+        for part, ids in lists.items()
+    }
 
 
 def annotated_picture(name, size=(60, 90), objects=(), mode="RGB"):
@@ -165,6 +205,8 @@ def annotated_picture(name, size=(60, 90), objects=(), mode="RGB"):
     height, width = size
     xml = f"<annotation><size><width>{width}</width><height>{height}</height></size>{shown}</annotation>"
     return {
-        f"JPEGImages/{name}.jpg": picture(size, "JPEG", zlib.crc32(name.encode()), mode),
+        f"JPEGImages/{name}.jpg": picture(
+            size, "JPEG", zlib.crc32(name.encode()), mode
+        ),
         f"Annotations/{name}.xml": f'<?xml version="1.0" encoding="utf-8"?>{xml}'.encode(),
     }

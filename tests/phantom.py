@@ -34,14 +34,24 @@ NO_KERNEL = set(
     "col_indices values sym_size sym_stride".split()
 )
 DATA_DEPENDENT = {
-    **dict.fromkeys("_local_scalar_dense equal is_nonzero".split(), "read"),  # of a number
-    **dict.fromkeys("nonzero masked_select _unique2 unique_dim unique_consecutive bincount".split(), "shape"),
+    **dict.fromkeys(
+        "_local_scalar_dense equal is_nonzero".split(), "read"
+    ),  # of a number
+    **dict.fromkeys(
+        "nonzero masked_select _unique2 unique_dim unique_consecutive bincount".split(),
+        "shape",
+    ),
 }
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 COPIES = ("_to_copy", "copy_")
 
 
-KERNELS = ("range", "round_to_grid", "fake_quantize", "track_")  # of Triton, a launch or two each
+KERNELS = (
+    "range",
+    "round_to_grid",
+    "fake_quantize",
+    "track_",
+)  # of Triton, a launch or two each
 
 
 class MixedDevices(RuntimeError):
@@ -57,7 +67,12 @@ class PhantomTensor(torch.Tensor):
         if held.layout is torch.strided:
             places = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         self = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), dtype=held.dtype, device="cpu", requires_grad=requires_grad, **places
+            cls,
+            held.size(),
+            dtype=held.dtype,
+            device="cpu",
+            requires_grad=requires_grad,
+            **places,
         )
         self.held = held
         return self
@@ -68,11 +83,17 @@ class PhantomTensor(torch.Tensor):
 
     def to(self, *args, **kwargs):
         other = args and isinstance(args[0], torch.Tensor)
-        device, dtype, *_ = (args[0].device, args[0].dtype) if other else torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = (
+            (args[0].device, args[0].dtype)
+            if other
+            else torch._C._nn._parse_to(*args, **kwargs)
+        )
         if device is None or device.type == "cuda":
             return self if dtype in (None, self.dtype) else super().to(dtype)
         if device.type == "meta":
-            return torch.empty_strided(self.size(), self.stride(), dtype=dtype or self.dtype, device="meta")
+            return torch.empty_strided(
+                self.size(), self.stride(), dtype=dtype or self.dtype, device="meta"
+            )
         caller = sys._getframe(1).f_code.co_filename
         if caller.endswith("clip_grad.py") or "/torch/optim/" in caller:
             return self  # these ask C++ where a tensor is
@@ -86,12 +107,18 @@ class PhantomTensor(torch.Tensor):
         return self.held.tolist()
 
     def numpy(self, **_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
+        )
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             copy = PhantomTensor(self.held.detach().clone(), self.requires_grad)
-            memo[id(self)] = _parameter(copy, self.requires_grad) if getattr(self, "_is_param", False) else copy
+            memo[id(self)] = (
+                _parameter(copy, self.requires_grad)
+                if getattr(self, "_is_param", False)
+                else copy
+            )
         return memo[id(self)]
 
     def __repr__(self, **_):
@@ -160,7 +187,9 @@ class Phantom(TorchDispatchMode):
         assert Phantom.active is None
         Phantom.active = self
         self._stack = ExitStack()
-        self._stack.enter_context(reference())  # the kernels for tensors of the CPU see what these are
+        self._stack.enter_context(
+            reference()
+        )  # the kernels for tensors of the CPU see what these are
         for target, name, new in _patches():
             self._stack.enter_context(patch.object(target, name, new))
         self._lift = torch._C._only_lift_cpu_tensors()
@@ -178,46 +207,77 @@ class Phantom(TorchDispatchMode):
             return CUDA
         kwargs = dict(kwargs or {})
         family, name = func._schema.name.split("::")
-        if family in FAMILIES and name not in KERNELS:  # CUDA has no kernel of its own for it: its plain operations run
+        if (
+            family in FAMILIES and name not in KERNELS
+        ):  # CUDA has no kernel of its own for it: its plain operations run
             super().__enter__()
             try:
-                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+                return func._op_dk(
+                    torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs
+                )
             finally:
                 super().__exit__(None, None, None)
         given = tree_flatten((args, kwargs))[0]
         ours = [x for x in given if isinstance(x, PhantomTensor)]
-        wanted = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-        if self.whole and torch._C._current_graph_task_id() != -1 and (wanted == "cpu" or name == "zeros"):
-            kwargs["device"], wanted = CUDA, "cuda"  # autograd makes it where C++ says that the output is
+        wanted = (
+            torch.device(kwargs["device"]).type
+            if kwargs.get("device") is not None
+            else None
+        )
+        if (
+            self.whole
+            and torch._C._current_graph_task_id() != -1
+            and (wanted == "cpu" or name == "zeros")
+        ):
+            kwargs["device"], wanted = (
+                CUDA,
+                "cuda",
+            )  # autograd makes it where C++ says that the output is
         if not ours and wanted != "cuda":
             return func(*args, **kwargs)
 
-        here = wanted == "cuda" or (bool(ours) and wanted is None)  # where the result is
+        here = wanted == "cuda" or (
+            bool(ours) and wanted is None
+        )  # where the result is
         self._check(func, name, args, given, ours)
         self._count(name, args, kwargs, given, here)
         if wanted == "cuda":
             kwargs["device"] = torch.device("cpu")
         flat, form = tree_flatten((args, kwargs))
-        plain_args, plain_kwargs = tree_unflatten([x.held if isinstance(x, PhantomTensor) else x for x in flat], form)
+        plain_args, plain_kwargs = tree_unflatten(
+            [x.held if isinstance(x, PhantomTensor) else x for x in flat], form
+        )
         out = func(*plain_args, **plain_kwargs)
         if not here:
             return out
         if name == "copy_" and not isinstance(args[0], PhantomTensor):
             return args[0]
-        changed = {id(x.held): x for x in ours} if func._schema.is_mutable else {}  # in place: the same object again
+        changed = (
+            {id(x.held): x for x in ours} if func._schema.is_mutable else {}
+        )  # in place: the same object again
 
         def wrap(x):
-            if not isinstance(x, torch.Tensor) or isinstance(x, PhantomTensor) or x.is_meta:
+            if (
+                not isinstance(x, torch.Tensor)
+                or isinstance(x, PhantomTensor)
+                or x.is_meta
+            ):
                 return x
             return changed[id(x)] if id(x) in changed else PhantomTensor(x)
 
         return tree_map(wrap, out)
 
     def _check(self, func, name, args, given, ours):
-        others = [x for x in given if isinstance(x, torch.Tensor) and not isinstance(x, PhantomTensor)]
+        others = [
+            x
+            for x in given
+            if isinstance(x, torch.Tensor) and not isinstance(x, PhantomTensor)
+        ]
         # CUDA takes 0-d tensors of the CPU as numbers, copies them, and copies indices that lie on the CPU
         strange = [x for x in others if x.dim() > 0 and not x.is_meta]
-        allowed = name in COPIES or (name in INDEXING and isinstance(args[0], PhantomTensor))
+        allowed = name in COPIES or (
+            name in INDEXING and isinstance(args[0], PhantomTensor)
+        )
         if ours and strange and not allowed:
             shapes = [tuple(x.shape) for x in strange]
             raise MixedDevices(
@@ -238,10 +298,16 @@ class Phantom(TorchDispatchMode):
         if name in COPIES:
             source = args[1] if name == "copy_" else args[0]
             there = isinstance(args[0], PhantomTensor) if name == "copy_" else here
-            if isinstance(source, PhantomTensor) and not there and kwargs.get("device") != torch.device("meta"):
+            if (
+                isinstance(source, PhantomTensor)
+                and not there
+                and kwargs.get("device") != torch.device("meta")
+            ):
                 self.wait("copy to host")
             elif not isinstance(source, PhantomTensor) and there:
-                non_blocking = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+                non_blocking = kwargs.get(
+                    "non_blocking", name == "copy_" and len(args) > 2 and args[2]
+                )
                 if not (non_blocking and getattr(source, "_pinned", False)):
                     self.wait("copy to device")
         if here and name not in NO_KERNEL:
@@ -262,11 +328,21 @@ def _patches():
                 if isinstance(moved, PhantomTensor):
                     self._parameters[key] = _parameter(moved, value.requires_grad)
                 elif moved is not value:
-                    self._parameters[key] = torch.nn.Parameter(moved.detach(), value.requires_grad)
-        self._buffers.update({key: move(value) for key, value in self._buffers.items() if value is not None})
+                    self._parameters[key] = torch.nn.Parameter(
+                        moved.detach(), value.requires_grad
+                    )
+        self._buffers.update(
+            {
+                key: move(value)
+                for key, value in self._buffers.items()
+                if value is not None
+            }
+        )
         return self
 
-    def down(x):  # what a file of CUDA tensors is once it is read with map_location="cpu"
+    def down(
+        x,
+    ):  # what a file of CUDA tensors is once it is read with map_location="cpu"
         if isinstance(x, dict):
             return {key: down(value) for key, value in x.items()}
         if isinstance(x, (tuple, list)):
@@ -281,7 +357,9 @@ def _patches():
         if not isinstance(values, PhantomTensor):
             return csr(indptr, indices, values, *size, **kwargs)
         with _disable_current_modes():
-            return PhantomTensor(csr(indptr.held, indices.held, values.held, *size, **kwargs))
+            return PhantomTensor(
+                csr(indptr.held, indices.held, values.held, *size, **kwargs)
+            )
 
     def pin_memory(self):
         assert not isinstance(self, PhantomTensor), "cannot pin a tensor of the GPU"

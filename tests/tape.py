@@ -12,7 +12,11 @@ READS = ("_local_scalar_dense", "nonzero", "equal", "item")  # of a number, by t
 
 
 def tensors(*values):
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    return [
+        t
+        for t in tree_leaves(values)
+        if isinstance(t, torch.Tensor) and t.layout == torch.strided
+    ]
 
 
 class Tape(TorchDispatchMode):
@@ -24,7 +28,9 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         if call.overloadpacket.__name__ in READS:
-            raise RuntimeError(f"{call} reads a number on the host: not permitted when a stream is capturing")
+            raise RuntimeError(
+                f"{call} reads a number on the host: not permitted when a stream is capturing"
+            )
         for t in tensors(args, kwargs):
             place = t.untyped_storage()
             if place._cdata not in self.made and place._cdata not in self.before:

@@ -18,9 +18,17 @@ ROOMS = {
     "cpt_core.extensions": (),
     "cpt_core.lazy_imports": (),
     "cpt_core.numerics": (),
-    "cpt_core.schedules": ("cpt_core.validation", "cpt_core.extensions", "cpt_core.lazy_imports"),
+    "cpt_core.schedules": (
+        "cpt_core.validation",
+        "cpt_core.extensions",
+        "cpt_core.lazy_imports",
+    ),
     "cpt_core.graphs": ("cpt_core.validation", "cpt_core.extensions"),
-    "cpt_core.quantization": ("cpt_core.schedules", "cpt_core.graphs", "cpt_core.numerics"),
+    "cpt_core.quantization": (
+        "cpt_core.schedules",
+        "cpt_core.graphs",
+        "cpt_core.numerics",
+    ),
     "cpt_core.bitops": ("cpt_core.quantization",),
     "cpt_core.models": ("cpt_core.graphs",),
     # optional: each registers itself at an extension point of the core
@@ -37,9 +45,18 @@ ROOMS = {
         "cpt_extras.operations",
         "cpt_extras.validation",
     ),
-    "cpt_extras.kernels": ("cpt_extras.formats", "cpt_extras.operations", "cpt_extras.cpu_info", "cpt_extras.files"),
+    "cpt_extras.kernels": (
+        "cpt_extras.formats",
+        "cpt_extras.operations",
+        "cpt_extras.cpu_info",
+        "cpt_extras.files",
+    ),
     "cpt_extras.int8": ("cpt_extras.kernels",),
-    "cpt_extras.search": ("cpt_extras.kernels", "cpt_extras.progress", "cpt_extras.figures"),
+    "cpt_extras.search": (
+        "cpt_extras.kernels",
+        "cpt_extras.progress",
+        "cpt_extras.figures",
+    ),
     "cpt_extras.diagnostics": ("cpt_extras.int8", "cpt_extras.progress"),
     "cpt_extras.integrations": ("cpt_extras.diagnostics",),
     "cpt_lab.paths": (),
@@ -48,11 +65,20 @@ ROOMS = {
     "cpt_lab.numerics": ("cpt_core.numerics",),
     "cpt_lab.provenance": ("cpt_lab.paths", "cpt_lab.machine", "cpt_extras.cpu_info"),
     "cpt_lab.doctor": ("cpt_lab.machine", "cpt_lab.provenance", "cpt_extras.kernels"),
-    "cpt_lab.experiments": ("cpt_extras.search", "cpt_extras.diagnostics", "cpt_lab.paths"),
+    "cpt_lab.experiments": (
+        "cpt_extras.search",
+        "cpt_extras.diagnostics",
+        "cpt_lab.paths",
+    ),
     "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.machine"),
     "cpt_lab.tasks": ("cpt_lab.data", "cpt_core.models"),
     "cpt_lab.training": ("cpt_lab.tasks", "cpt_extras.integrations", "cpt_lab.signals"),
-    "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.doctor", "cpt_lab.provenance", "cpt_lab.numerics"),
+    "cpt_lab.sweeps": (
+        "cpt_lab.training",
+        "cpt_lab.doctor",
+        "cpt_lab.provenance",
+        "cpt_lab.numerics",
+    ),
     "cpt_lab.analysis": ("cpt_lab.sweeps",),
     "cpt_lab.studies": ("cpt_lab.analysis",),  # opened by name, see grids.STUDIES
     "cpt_lab.commands": ("cpt_lab.analysis",),
@@ -98,7 +124,11 @@ WITHOUT_TORCH = (
 )
 
 
-FILES = [p for p in sorted(ROOT.glob("cpt_*/**/*.py")) if p.parent.parent != ROOT or p.name != "__init__.py"]
+FILES = [
+    p
+    for p in sorted(ROOT.glob("cpt_*/**/*.py"))
+    if p.parent.parent != ROOT or p.name != "__init__.py"
+]
 TREES = {p: ast.parse(p.read_text()) for p in FILES}
 
 
@@ -109,13 +139,19 @@ def room_of(module):
 
 
 def module_of(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def imports_of(path, inside=True):
     """Modules of the house that a file imports, also inside functions or not, such as "cpt_core.schedules.make"."""
     for node in ast.walk(TREES[path]) if inside else TREES[path].body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cpt_"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("cpt_")
+        ):
             for a in node.names:
                 place = ROOT.joinpath(*node.module.split("."), a.name)
                 whole = place.is_dir() or place.with_suffix(".py").exists()
@@ -131,7 +167,11 @@ def runtime_imports(path):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue
-            if isinstance(child, ast.ImportFrom) and child.module and child.module.startswith("cpt_"):
+            if (
+                isinstance(child, ast.ImportFrom)
+                and child.module
+                and child.module.startswith("cpt_")
+            ):
                 yield child.module
                 yield from (f"{child.module}.{alias.name}" for alias in child.names)
             yield from walk(child)
@@ -156,7 +196,8 @@ def test_imports_go_one_way():
         for path in FILES
         if path != ROOT / "cpt_core/extensions.py"  # names extras, for type checkers
         for name in imports_of(path)
-        if name not in ("cpt_core", "cpt_extras", "cpt_lab") and room_of(name) not in below(room_of(module_of(path)))
+        if name not in ("cpt_core", "cpt_extras", "cpt_lab")
+        and room_of(name) not in below(room_of(module_of(path)))
     ]
     assert not above, "the order of the rooms is ROOMS"
 
@@ -174,28 +215,54 @@ def test_core_names_extras_in_one_file():
     named = set()
     for path in inside:
         tree = ast.parse(path.read_text())
-        imports = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        imports += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        if any(re.match(r"cpt_(extras|lab|lessons)\b", name) for name in [*imports, *texts]):
+        imports = [
+            n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+        ]
+        imports += [
+            a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
+        ]
+        texts = [
+            n.value
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        if any(
+            re.match(r"cpt_(extras|lab|lessons)\b", name) for name in [*imports, *texts]
+        ):
             named.add(path.relative_to(ROOT).as_posix())
     assert named == {"cpt_core/extensions.py"}
 
 
 def test_no_file_imports_itself_in_a_circle():
     """Imports inside functions count; those for type checkers do not."""
-    graph = {module_of(path): set(runtime_imports(path)) - {module_of(path)} for path in FILES}
+    graph = {
+        module_of(path): set(runtime_imports(path)) - {module_of(path)}
+        for path in FILES
+    }
     modules = set(graph)
-    graph = {module: {name for name in names if name in modules} for module, names in graph.items()}
+    graph = {
+        module: {name for name in names if name in modules}
+        for module, names in graph.items()
+    }
     while leaves := {module for module, names in graph.items() if not names}:
-        graph = {module: names - leaves for module, names in graph.items() if module not in leaves}
+        graph = {
+            module: names - leaves
+            for module, names in graph.items()
+            if module not in leaves
+        }
     assert not graph, "these files, or what they import, stand in a circle"
 
 
 def test_the_second_ring_is_opened_in_one_place_and_only_when_it_is_to_run():
     outside = [path for path in FILES if not module_of(path).startswith(FASTER)]
-    assert [p.name for p in outside if any(n.startswith(FASTER) for n in imports_of(p))] == ["backend.py"]
-    assert not [n for n in imports_of(ROOT / "cpt_extras/kernels/backend.py", inside=False) if n.startswith(FASTER)]
+    assert [
+        p.name for p in outside if any(n.startswith(FASTER) for n in imports_of(p))
+    ] == ["backend.py"]
+    assert not [
+        n
+        for n in imports_of(ROOT / "cpt_extras/kernels/backend.py", inside=False)
+        if n.startswith(FASTER)
+    ]
 
 
 def test_three_lines_load_few_lines():
@@ -204,14 +271,29 @@ def test_three_lines_load_few_lines():
 
 
 def test_analysis_takes_the_store_and_nothing_else_of_sweeps():
-    used = {n for p in FILES if "cpt_lab/analysis" in str(p) for n in imports_of(p) if n.startswith("cpt_lab.sweeps")}
-    assert used <= {"cpt_lab.sweeps.stores", "cpt_lab.sweeps.lines"}  # the last: how a store is read
+    used = {
+        n
+        for p in FILES
+        if "cpt_lab/analysis" in str(p)
+        for n in imports_of(p)
+        if n.startswith("cpt_lab.sweeps")
+    }
+    assert used <= {
+        "cpt_lab.sweeps.stores",
+        "cpt_lab.sweeps.lines",
+    }  # the last: how a store is read
 
 
 def test_what_needs_no_torch_imports_without_it():
     """One interpreter imports all of it and looks after every module; nor does it take what runs notebooks."""
-    modules = [m for m in map(module_of, FILES) if any(m == w or m.startswith(f"{w}.") for w in WITHOUT_TORCH)]
-    assert {m for w in WITHOUT_TORCH for m in modules if m.startswith(w)} == set(modules)
+    modules = [
+        m
+        for m in map(module_of, FILES)
+        if any(m == w or m.startswith(f"{w}.") for w in WITHOUT_TORCH)
+    ]
+    assert {m for w in WITHOUT_TORCH for m in modules if m.startswith(w)} == set(
+        modules
+    )
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"
@@ -226,13 +308,19 @@ def test_the_library_never_chooses_a_device_or_prints():
         assert ".cuda()" not in path.read_text(), path.name
         if "cpt_lessons" not in path.parts:
             calls = [n for n in ast.walk(TREES[path]) if isinstance(n, ast.Call)]
-            assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"], path.name
+            assert not [
+                c
+                for c in calls
+                if isinstance(c.func, ast.Name) and c.func.id == "print"
+            ], path.name
 
 
 def test_cores_are_counted_in_one_place():
     """What a job may use is less than what the machine has: see ``cpt_lab.machine``."""
     counted = re.compile(r"cpu_count|sched_getaffinity")
-    assert [p for p in FILES if counted.search(p.read_text())] == [ROOT / "cpt_lab/machine.py"]
+    assert [p for p in FILES if counted.search(p.read_text())] == [
+        ROOT / "cpt_lab/machine.py"
+    ]
 
 
 # whose open is not that of text: descriptors, pictures, members of archives
@@ -240,12 +328,20 @@ OPEN_BYTES = ("os.open", "Image.open", "library('PIL.Image', 'vision').open", "z
 
 
 def test_text_files_are_utf_8_whatever_the_locale():
-    calls = [(p, n, ast.unparse(n.func)) for p in FILES for n in ast.walk(TREES[p]) if isinstance(n, ast.Call)]
+    calls = [
+        (p, n, ast.unparse(n.func))
+        for p in FILES
+        for n in ast.walk(TREES[p])
+        if isinstance(n, ast.Call)
+    ]
     bare = [
         f"{path}:{call.lineno}"
         for path, call, name in calls
-        if re.search(r"^open$|\.(open|read_text|write_text)$", name) and name not in OPEN_BYTES
+        if re.search(r"^open$|\.(open|read_text|write_text)$", name)
+        and name not in OPEN_BYTES
         if not any(k.arg == "encoding" for k in call.keywords)
-        if not re.fullmatch(r"'[a-z+]*b[a-z+]*'", "".join(map(ast.unparse, call.args[-1:])))
+        if not re.fullmatch(
+            r"'[a-z+]*b[a-z+]*'", "".join(map(ast.unparse, call.args[-1:]))
+        )
     ]
     assert not bare, "these do not say encoding="

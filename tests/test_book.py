@@ -27,8 +27,15 @@ def picture(color, alt):
     """The output of a cell that shows a picture of one pixel."""
     buffer = io.BytesIO()
     Image.new("RGB", (1, 1), color).save(buffer, "png")
-    data = {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": "<Figure: other words>"}
-    return {"output_type": "display_data", "data": data, "metadata": {"image/png": {"alt": alt, "width": 50}}}
+    data = {
+        "image/png": base64.b64encode(buffer.getvalue()).decode(),
+        "text/plain": "<Figure: other words>",
+    }
+    return {
+        "output_type": "display_data",
+        "data": data,
+        "metadata": {"image/png": {"alt": alt, "width": 50}},
+    }
 
 
 WORDS = ['bits rise from 3 to 8 < 9, "twice"', "the loss falls"]
@@ -44,8 +51,16 @@ def ran(name, source, *outputs):
 
 WORKBOOK = {
     "cells": [
-        cell("markdown", "a", "# Lesson\n\n{download}`Get it <downloads/lesson.ipynb>`, $q_{max}$ and\n\n$$x^2$$\n"),
-        ran("b", "raise SystemExit", {"output_type": "stream", "name": "stdout", "text": "as committed"}),
+        cell(
+            "markdown",
+            "a",
+            "# Lesson\n\n{download}`Get it <downloads/lesson.ipynb>`, $q_{max}$ and\n\n$$x^2$$\n",
+        ),
+        ran(
+            "b",
+            "raise SystemExit",
+            {"output_type": "stream", "name": "stdout", "text": "as committed"},
+        ),
         ran("c", "show()", *map(picture, ("red", "blue"), WORDS)),
     ],
     "metadata": {"language_info": {"name": "python"}},
@@ -63,15 +78,21 @@ def prose(name, text):
     """The text of a page without its code."""
     if name.endswith(".ipynb"):
         cells = json.loads(text)["cells"]
-        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        text = "\n".join(
+            "".join(c["source"]) for c in cells if c["cell_type"] == "markdown"
+        )
     return "".join(pages.CODE.split(text)[::2])
 
 
 def test_every_public_name_has_a_page_and_a_line(made):
     for name in pages.NAMES:
-        directive = rf"^\.\. (autoclass|autofunction|py:data):: cpt_core\.{re.escape(name)}$"
+        directive = (
+            rf"^\.\. (autoclass|autofunction|py:data):: cpt_core\.{re.escape(name)}$"
+        )
         assert re.search(directive, made[f"api/{name}.md"], re.M)
-        assert re.search(rf"^   \* - :doc:`{name}`\n     - \S", made["api/index.md"], re.M), name
+        assert re.search(
+            rf"^   \* - :doc:`{name}`\n     - \S", made["api/index.md"], re.M
+        ), name
 
 
 def test_every_page_is_in_the_contents(made):
@@ -80,16 +101,26 @@ def test_every_page_is_in_the_contents(made):
         reached |= new
         found = set()
         for name in new:
-            for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", str(made[name]), re.M | re.S):
+            for tree in re.findall(
+                r"^```\{toctree\}\n(.*?)^```", str(made[name]), re.M | re.S
+            ):
                 for line in tree.splitlines():
                     entry = re.sub(r".*<(.*)>$", r"\1", line)
                     if entry and not entry.startswith(":"):
                         wanted = (Path(name).parent / entry).as_posix()
-                        matches = {page for page in made if fnmatch(re.sub(r"\.(md|ipynb)$", "", page), wanted)}
+                        matches = {
+                            page
+                            for page in made
+                            if fnmatch(re.sub(r"\.(md|ipynb)$", "", page), wanted)
+                        }
                         assert matches, f"{name} lists {entry}"
                         found |= matches
         new = found - reached
-    alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
+    alone = {
+        name
+        for name in made
+        if name not in reached and "orphan: true" not in str(made[name])[:60]
+    }
     downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
     names = ("figure_3", "learning_rate_decay", "where_to_spend_bits", "when_to_switch")
     figures = {f"data/results/{name}.png" for name in names}
@@ -105,7 +136,9 @@ def test_links_of_pages_lead_to_pages(made):
         if isinstance(text, str) and "orphan: true" not in text[:60]:
             for match in pages.LINK.finditer(prose(name, text)):
                 target = (ROOT / name).parent / match[2]
-                assert target.resolve().relative_to(ROOT).as_posix() in made, f"{name}: {match[2]}"
+                assert target.resolve().relative_to(ROOT).as_posix() in made, (
+                    f"{name}: {match[2]}"
+                )
                 seen += 1
     assert seen > 100
 
@@ -115,35 +148,61 @@ def test_the_page_of_a_notebook_asks_nothing_and_hands_it_out_as_it_is(made):
     for path in ROOT.glob("notebooks/*.ipynb"):
         cells = json.loads(made[f"notebooks/{path.name}"])["cells"]
         outputs = [output for cell in cells for output in cell.get("outputs", [])]
-        assert not [output for output in outputs if pages.PROMPT.search("".join(output.get("text", "")))]
+        assert not [
+            output
+            for output in outputs
+            if pages.PROMPT.search("".join(output.get("text", "")))
+        ]
         answers += sum("<summary>Answer" in "".join(cell["source"]) for cell in cells)
         assert made[f"downloads/{path.name}"] == path.read_bytes()
         line = f"`Download this notebook <../downloads/{path.name}>` and [run it](../docs/installing.md#notebooks).\n"
-        assert re.match(rf"# .*\n\n{{download}}{re.escape(line)}", "".join(cells[0]["source"]))
+        assert re.match(
+            rf"# .*\n\n{{download}}{re.escape(line)}", "".join(cells[0]["source"])
+        )
     assert answers > 5
-    prompts = [{"output_type": "stream", "text": [f"a: {said}\n", *more]} for said, more in DEAD.items()]
-    (cell,) = pages.without_prompts([{"cell_type": "code", "id": "a", "outputs": prompts}])
+    prompts = [
+        {"output_type": "stream", "text": [f"a: {said}\n", *more]}
+        for said, more in DEAD.items()
+    ]
+    (cell,) = pages.without_prompts(
+        [{"cell_type": "code", "id": "a", "outputs": prompts}]
+    )
     assert cell["outputs"] == [{"output_type": "stream", "text": "kept\n"}]
 
 
-DEAD = {"no prediction yet - put a letter": (), "choose first, in the cell": ("kept\n",), "not attempted yet": ()}
+DEAD = {
+    "no prediction yet - put a letter": (),
+    "choose first, in the cell": ("kept\n",),
+    "not attempted yet": (),
+}
 
 
 def test_a_link_to_a_file_leads_to_its_page():
     text = "[a](LICENSE#x) [b](cpt_core/schedules) [c](README.md) [d](https://e.org) `[e](f)`\n```\n[g](h)\n```\n"
     led, reached = pages.relinked(ROOT / "README.md", text, [ROOT / "README.md"])
-    assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace("cpt_core/schedules", "cpt_core/schedules/index.md")
+    assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace(
+        "cpt_core/schedules", "cpt_core/schedules/index.md"
+    )
     assert {path.name for path in reached} == {"LICENSE", "schedules", "README.md"}
-    with pytest.raises(FileNotFoundError, match=r"docs/sweeps\.md links to nowhere\.md, which is not there"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"docs/sweeps\.md links to nowhere\.md, which is not there",
+    ):
         pages.relinked(ROOT / "docs/sweeps.md", "[a](nowhere.md)", [])
 
 
 def test_public_names_in_a_docstring_lead_to_their_pages():
     conf = pytest.importorskip("book.conf", reason="the extra book")
-    lines = ["``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.", "Paper: section 3."]
+    lines = [
+        "``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.",
+        "Paper: section 3.",
+    ]
     conf.marked(None, "function", "cpt_core.make_schedule", None, None, lines)
     led = ":py:obj:`CyclicSchedule <cpt_core.CyclicSchedule>`"
-    assert lines == [f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.", "**Paper:** section 3."]
+    assert lines == [
+        f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.",
+        "**Paper:** section 3.",
+    ]
 
 
 def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
@@ -155,15 +214,27 @@ def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
     for name in pages.NAMES:
         value = attrgetter(name)(cpt_core)
         members = vars(value).items() if inspect.isclass(value) else ()
-        of = {name: value} | {f"{name}.{key}": member for key, member in members if key[0] != "_"}
+        of = {name: value} | {
+            f"{name}.{key}": member for key, member in members if key[0] != "_"
+        }
         for place, thing in of.items():
             what = "class" if inspect.isclass(thing) else "function"
-            if not (inspect.isroutine(thing) or isinstance(thing, (type, property, classmethod, staticmethod))):
+            if not (
+                inspect.isroutine(thing)
+                or isinstance(thing, (type, property, classmethod, staticmethod))
+            ):
                 continue
-            lines = GoogleDocstring(inspect.getdoc(thing) or "", settings, what=what).lines()
+            lines = GoogleDocstring(
+                inspect.getdoc(thing) or "", settings, what=what
+            ).lines()
             conf.marked(None, what, place, thing, None, lines)
-            said, text = io.StringIO(), re.sub(r":py:obj:`(.*?)`", r"*\1*", "\n".join(lines))
-            publish_doctree(text, settings_overrides={"warning_stream": said, "report_level": 2})
+            said, text = (
+                io.StringIO(),
+                re.sub(r":py:obj:`(.*?)`", r"*\1*", "\n".join(lines)),
+            )
+            publish_doctree(
+                text, settings_overrides={"warning_stream": said, "report_level": 2}
+            )
             assert not said.getvalue(), f"{place}: {said.getvalue()}\n{text}"
             seen += 1
     assert seen > 100
@@ -187,14 +258,22 @@ GOOD = '<a href="b/c.html#here">x</a><a href="#top">y</a><p id="top"></p><a href
         ('<a href="#down">x</a>', "#down: has no such anchor"),
         ('<a href="../x.html">x</a>', "../x.html: leads out of the site"),
         ('<a href="https:/a.org">x</a>', "https:/a.org: is no address"),
-        ('<script src="https://a.org/b.js"></script>', "https://a.org/b.js: is loaded from the network"),
-        ('<link rel="stylesheet" href="//a.org/b.css">', "//a.org/b.css: is loaded from the network"),
+        (
+            '<script src="https://a.org/b.js"></script>',
+            "https://a.org/b.js: is loaded from the network",
+        ),
+        (
+            '<link rel="stylesheet" href="//a.org/b.css">',
+            "//a.org/b.css: is loaded from the network",
+        ),
     ],
 )
 def test_links_that_lead_nowhere_are_named(tmp_path, bad, why):
     site = tmp_path / "site"
     (site / "b").mkdir(parents=True)
-    (site / "b/c.html").write_text('<p id="here"><img src="data:image/png;base64,AA" alt="a"></p>')
+    (site / "b/c.html").write_text(
+        '<p id="here"><img src="data:image/png;base64,AA" alt="a"></p>'
+    )
     (site / "index.html").write_text(GOOD)
     assert links.problems(site) == []
     (site / "index.html").write_text(GOOD + bad)
@@ -207,19 +286,36 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
     pytest.importorskip("sphinx", reason="the extra book")
     source, site = tmp_path / "source", tmp_path / "site"
     (source / "api").mkdir(parents=True)
-    (source / "index.md").write_text("# Site\n\n```{toctree}\nlesson\napi/schedules.Rex\n```\n")
+    (source / "index.md").write_text(
+        "# Site\n\n```{toctree}\nlesson\napi/schedules.Rex\n```\n"
+    )
     (source / "lesson.ipynb").write_text(json.dumps(WORKBOOK))
     (source / "api/schedules.Rex.md").write_text(made["api/schedules.Rex.md"])
     (source / "downloads").mkdir()
     (source / "downloads/lesson.ipynb").write_text(json.dumps(WORKBOOK))
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "book", source, site]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-c",
+        ROOT / "book",
+        source,
+        site,
+    ]
     said_by(*command)
     lesson = (site / "lesson.html").read_text()
     assert lesson.count("<math") == 2
     assert "as committed" in lesson
     images = re.findall(r"<img\b[^>]*_images/[^>]*>", lesson)
-    assert [unescape(re.search(r'\balt="([^"]*)"', image)[1]) for image in images] == WORDS
-    boxes = re.findall(r'<div class="picture docutils container">\s*(?:<a [^>]*>)?<img ', lesson)
+    assert [
+        unescape(re.search(r'\balt="([^"]*)"', image)[1]) for image in images
+    ] == WORDS
+    boxes = re.findall(
+        r'<div class="picture docutils container">\s*(?:<a [^>]*>)?<img ', lesson
+    )
     assert len(boxes) == len(images)
     (handed,) = re.findall(r'href="(_downloads/[^"]*/lesson\.ipynb)"', lesson)
     assert json.loads((site / handed).read_text()) == WORKBOOK

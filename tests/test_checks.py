@@ -15,31 +15,54 @@ from cpt_extras.optional_libraries import library
 def test_whole(value):
     if value == 3:
         assert whole("steps", value) == whole("steps", value, 3) == 3
-        refused("steps must be a whole number of at least 4, got 3", whole, "steps", value, 4)
+        refused(
+            "steps must be a whole number of at least 4, got 3",
+            whole,
+            "steps",
+            value,
+            4,
+        )
     else:
         refused(f"steps must be an integer, got {value!r}", whole, "steps", value)
-        refused(f"steps must be a whole number of at least 1, got {value!r}", whole, "steps", value, 1)
+        refused(
+            f"steps must be a whole number of at least 1, got {value!r}",
+            whole,
+            "steps",
+            value,
+            1,
+        )
 
 
 def test_choose_takes_any_names():
     for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
         assert choose("letter", "b", names) == "b"
-    refused(r"unknown letter 'c'; choose from a, b$", choose, "letter", "c", {"a": 1, "b": 2})
+    refused(
+        r"unknown letter 'c'; choose from a, b$",
+        choose,
+        "letter",
+        "c",
+        {"a": 1, "b": 2},
+    )
 
 
 def test_of_many_names_the_nearest_are_offered():
     many = [f"cifar{i}/resnet{j}" for i in range(10) for j in range(10)]
     with pytest.raises(
-        ValueError, match=r"^unknown grid 'cifar3/resnt4'; the nearest of 100 are cifar3/resnet4, "
+        ValueError,
+        match=r"^unknown grid 'cifar3/resnt4'; the nearest of 100 are cifar3/resnet4, ",
     ) as said:
         choose("grid", "cifar3/resnt4", many)
     assert str(said.value).count("cifar") == 4
-    assert offer("?", many).count("cifar") == offer(None, many).count("cifar") == 3  # nothing is near, three are shown
+    assert (
+        offer("?", many).count("cifar") == offer(None, many).count("cifar") == 3
+    )  # nothing is near, three are shown
 
 
 def test_library_blames_a_missing_library_and_nothing_else():
     assert library("json", "text").dumps([1]) == library("json:dumps", "")([1]) == "[1]"
-    with pytest.raises(ImportError, match=r'^no_such_library cannot be imported; .* ".\[text\]"$'):
+    with pytest.raises(
+        ImportError, match=r'^no_such_library cannot be imported; .* ".\[text\]"$'
+    ):
         library("no_such_library.part:name", "text")
     with pytest.raises(ImportError, match=r"cpt_core\.nonsense") as caught:
         library("cpt_core.nonsense", "text")
@@ -48,21 +71,44 @@ def test_library_blames_a_missing_library_and_nothing_else():
 
 @pytest.mark.parametrize(
     ("module", "asked", "extra"),
-    [("threadpoolctl", "vision", "lab"), ("PIL", "vision", "vision"), ("sklearn", "", "lab"), ("dgl", "", "graph")],
+    [
+        ("threadpoolctl", "vision", "lab"),
+        ("PIL", "vision", "vision"),
+        ("sklearn", "", "lab"),
+        ("dgl", "", "graph"),
+    ],
 )
-def test_the_extra_is_the_one_that_brings_what_is_missing(module, asked, extra, monkeypatch):
+def test_the_extra_is_the_one_that_brings_what_is_missing(
+    module, asked, extra, monkeypatch
+):
     monkeypatch.setitem(sys.modules, module, None)
-    refused(rf'^{module} cannot be imported; .* ".\[{extra}\]"$', library, module, asked, error=ImportError)
+    refused(
+        rf'^{module} cannot be imported; .* ".\[{extra}\]"$',
+        library,
+        module,
+        asked,
+        error=ImportError,
+    )
     monkeypatch.setitem(sys.modules, "cpt_core.nonsense", None)
-    refused(r"^import of cpt_core\.nonsense halted", library, "cpt_core.nonsense", "", error=ImportError)
+    refused(
+        r"^import of cpt_core\.nonsense halted",
+        library,
+        "cpt_core.nonsense",
+        "",
+        error=ImportError,
+    )
 
 
-@pytest.mark.parametrize(("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3])
+@pytest.mark.parametrize(
+    ("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3]
+)
 def test_a_callback_names_the_extra_that_it_misses(part, module, extra, monkeypatch):
     monkeypatch.delitem(sys.modules, f"cpt_extras.integrations.{part}", raising=False)
     for name in (module, f"{module}.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf'^{module} cannot be imported; .* ".\[{extra}\]"$'):
+    with pytest.raises(
+        ImportError, match=rf'^{module} cannot be imported; .* ".\[{extra}\]"$'
+    ):
         import_module(f"cpt_extras.integrations.{part}")
 
 
@@ -77,7 +123,13 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 
     refused("the disk is full", write_atomically, path, write, error=OSError)
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-    refused("is a folder; name a file", write_atomically, tmp_path, write, error=IsADirectoryError)
+    refused(
+        "is a folder; name a file",
+        write_atomically,
+        tmp_path,
+        write,
+        error=IsADirectoryError,
+    )
     with path.open() as reader:
         write_atomically(path, lambda temporary: temporary.write_text("new"))
         assert reader.read() == "old"  # the file it has opened is another one now
@@ -97,15 +149,27 @@ def described(
 
 
 def test_values_are_of_the_types_that_annotations_declare():
-    right = {"whole": np.int64(3), "part": 3, "word": None, "many": ["a"], "pairs": {"a": [1, 2]}, "call": int}
+    right = {
+        "whole": np.int64(3),
+        "part": 3,
+        "word": None,
+        "many": ["a"],
+        "pairs": {"a": [1, 2]},
+        "call": int,
+    }
     described(**right)
     for name, value, wanted in (
-        ("whole", True, "an integer"), ("whole", 2.5, "an integer"), ("part", False, "a number"),
+        ("whole", True, "an integer"),
+        ("whole", 2.5, "an integer"),
+        ("part", False, "a number"),
         ("part", "3", "a number"),
-        ("word", 3, "a string or None"), ("many", "a", r"tuple\[str, ...\]"), ("many", ("a", 1), r"tuple\[str, ...\]"),
-        ("pairs", [], r"Mapping\[str, Sequence\[int\]\]"), ("pairs", {"a": ["1"]}, r"Mapping\[str, Sequence\[int\]\]"),
+        ("word", 3, "a string or None"),
+        ("many", "a", r"tuple\[str, ...\]"),
+        ("many", ("a", 1), r"tuple\[str, ...\]"),
+        ("pairs", [], r"Mapping\[str, Sequence\[int\]\]"),
+        ("pairs", {"a": ["1"]}, r"Mapping\[str, Sequence\[int\]\]"),
         ("call", 3, "a function"),
-    ):  # fmt: skip
+    ):
         refused(f"^{name} must be {wanted}, got ", described, **right | {name: value})
 
 

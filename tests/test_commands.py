@@ -47,79 +47,218 @@ def keep(spec, status="ok", **more):
     ("words", "message"),
     [
         (["plan", "figure_33"], "no grid 'figure_33'; the nearest of "),
-        (["plan", "digits/mlp6", "--scale", "paper"], "of digits/mlp6 has scale 'paper'; choose from smoke, demo"),
-        (["plan", "--scale", "big"], "no grid has scale 'big'; choose from smoke, demo, background, paper"),
+        (
+            ["plan", "digits/mlp6", "--scale", "paper"],
+            "of digits/mlp6 has scale 'paper'; choose from smoke, demo",
+        ),
+        (
+            ["plan", "--scale", "big"],
+            "no grid has scale 'big'; choose from smoke, demo, background, paper",
+        ),
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
         (["run", "figure_3", "--device", "cpu"], "python -m cpt_lab download cifar10"),
-        (["run", "ogbn-arxiv/deficit_length", "--device", "cpu"], "python -m cpt_lab download ogbn-arxiv"),
+        (
+            ["run", "ogbn-arxiv/deficit_length", "--device", "cpu"],
+            "python -m cpt_lab download ogbn-arxiv",
+        ),
         (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
         (["range-test", "digits", "--q-max", "1"], "Invalid value for '--q-max'"),
-        (["range-test", "digits", "--q-max", "2"], "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2"),
-        (["range-test", "digits", "--task", "graph"], "--task graph is for data of your own; digits has its task"),
-        (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
-        (["range-test", "digits", "--figure", "no/such/folder.png"], "a folder that is there, such as answer.png; got"),
-        (["range-test", "digits", "--figure", "answer.foo"], "unknown type of --figure 'foo'"),
-        (["run", "digits/mlp6", "--scale", "smoke", "--seeds", "²"], "seeds must be a list of whole numbers from 0"),
+        (
+            ["range-test", "digits", "--q-max", "2"],
+            "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2",
+        ),
+        (
+            ["range-test", "digits", "--task", "graph"],
+            "--task graph is for data of your own; digits has its task",
+        ),
+        (
+            ["range-test", "digits", "--bits", "2", "9"],
+            "bits must name precisions below q_max = 8",
+        ),
+        (
+            ["range-test", "digits", "--figure", "no/such/folder.png"],
+            "a folder that is there, such as answer.png; got",
+        ),
+        (
+            ["range-test", "digits", "--figure", "answer.foo"],
+            "unknown type of --figure 'foo'",
+        ),
+        (
+            ["run", "digits/mlp6", "--scale", "smoke", "--seeds", "²"],
+            "seeds must be a list of whole numbers from 0",
+        ),
         (["run", "nope"], "; `plan` lists them all"),
-        (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
-        (["run", "digits/mlp6", "--arms", "XR"], "no arm 'XR' in this grid; choose from LR, LT"),
-        (["run", "digits/mlp6", "--savings", "larg"], "no savings 'larg' in this grid; choose from"),
-        (["run", "digits/mlp6", "--arms", "CR", "--savings", "large"], "no run has one of the arms CR and savings"),
-        (["run", "digits/mlp6", "--schedules", "XR"], "schedules must be a list of LR, LT"),
-        (["run", "digits/mlp6", "--q-max", "six"], "q_max must be a list of whole numbers from 1 to 32; got 'six'"),
-        (["run", "digits/mlp6", "--q-min", "9"], "q_min: expected an integer from 1 to q_max = 8, got 9"),
-        (["run", "digits/mlp6", "--q-max", "6", "--static-bits", "8"], "expected precisions up to q_max = 6, got 8"),
-        (["run", "digits/mlp6", "--steps", "0"], "steps must be a whole number from 1 to 10000000, or None; got 0"),
-        (["run", "digits/mlp6", "--learning-rate", "-1"], "learning_rate must be a number above 0"),
-        (["run", "digits/mlp6", "--seeds", "none"], "seeds must be a list of at least one of whole numbers"),
-        (["run", "digits/mlp6", "--schedules", "none", "--static-bits", "none"], "has no runs with these options"),
-        (["run", "digits/mlp6", "--decay", "step"], "grid 'digits/mlp6' takes no decay; it takes dataset, model"),
-        (["run", "digits/deficit_length", "--schedules", "CR"], "takes no schedules; it takes dataset, model"),
-        (["run", "h4/gradients", "--steps", "9"], "grid 'h4/gradients' takes no steps; it takes seeds"),
-        (["run", "figure_7", "--dataset", "my-text/"], "dataset 'my-text/' is for one grid, and these are"),
-        (["plan", "digits/deficit_length", "--deficit-lengths", "-1"], "deficit_lengths must be a list of whole"),
-        (["plan", "digits/deficit_window", "--deficit-starts", "500"], "windows of 200 steps within 600 steps, from 0"),
-        (["plan", "digits/deficit_length", "--decay", "linear"], "decay must be a list of recipe, constant, step"),
-        (["rows", "digits/mlp6", "--csv", "no/such/folder.csv"], "a folder that is there, such as rows.csv; got no"),
+        (
+            ["run", "digits/mlp6", "--scale", "huge"],
+            "has no scale 'huge'; choose from demo, smoke",
+        ),
+        (
+            ["run", "digits/mlp6", "--arms", "XR"],
+            "no arm 'XR' in this grid; choose from LR, LT",
+        ),
+        (
+            ["run", "digits/mlp6", "--savings", "larg"],
+            "no savings 'larg' in this grid; choose from",
+        ),
+        (
+            ["run", "digits/mlp6", "--arms", "CR", "--savings", "large"],
+            "no run has one of the arms CR and savings",
+        ),
+        (
+            ["run", "digits/mlp6", "--schedules", "XR"],
+            "schedules must be a list of LR, LT",
+        ),
+        (
+            ["run", "digits/mlp6", "--q-max", "six"],
+            "q_max must be a list of whole numbers from 1 to 32; got 'six'",
+        ),
+        (
+            ["run", "digits/mlp6", "--q-min", "9"],
+            "q_min: expected an integer from 1 to q_max = 8, got 9",
+        ),
+        (
+            ["run", "digits/mlp6", "--q-max", "6", "--static-bits", "8"],
+            "expected precisions up to q_max = 6, got 8",
+        ),
+        (
+            ["run", "digits/mlp6", "--steps", "0"],
+            "steps must be a whole number from 1 to 10000000, or None; got 0",
+        ),
+        (
+            ["run", "digits/mlp6", "--learning-rate", "-1"],
+            "learning_rate must be a number above 0",
+        ),
+        (
+            ["run", "digits/mlp6", "--seeds", "none"],
+            "seeds must be a list of at least one of whole numbers",
+        ),
+        (
+            ["run", "digits/mlp6", "--schedules", "none", "--static-bits", "none"],
+            "has no runs with these options",
+        ),
+        (
+            ["run", "digits/mlp6", "--decay", "step"],
+            "grid 'digits/mlp6' takes no decay; it takes dataset, model",
+        ),
+        (
+            ["run", "digits/deficit_length", "--schedules", "CR"],
+            "takes no schedules; it takes dataset, model",
+        ),
+        (
+            ["run", "h4/gradients", "--steps", "9"],
+            "grid 'h4/gradients' takes no steps; it takes seeds",
+        ),
+        (
+            ["run", "figure_7", "--dataset", "my-text/"],
+            "dataset 'my-text/' is for one grid, and these are",
+        ),
+        (
+            ["plan", "digits/deficit_length", "--deficit-lengths", "-1"],
+            "deficit_lengths must be a list of whole",
+        ),
+        (
+            ["plan", "digits/deficit_window", "--deficit-starts", "500"],
+            "windows of 200 steps within 600 steps, from 0",
+        ),
+        (
+            ["plan", "digits/deficit_length", "--decay", "linear"],
+            "decay must be a list of recipe, constant, step",
+        ),
+        (
+            ["rows", "digits/mlp6", "--csv", "no/such/folder.csv"],
+            "a folder that is there, such as rows.csv; got no",
+        ),
         (["rows", "nope"], "; `plan` lists them all"),
-        (["run", "digits/mlp6", "--seeds", "0,1"], "0 to 2147483647, or None; got (0, 1)"),
-        (["run", "digits/mlp6", "--workers", "-3"], "of at least 0 and at most 1024, got -3"),
+        (
+            ["run", "digits/mlp6", "--seeds", "0,1"],
+            "0 to 2147483647, or None; got (0, 1)",
+        ),
+        (
+            ["run", "digits/mlp6", "--workers", "-3"],
+            "of at least 0 and at most 1024, got -3",
+        ),
         (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
         (["run", "digits/mlp6", "--retry"], "No such option"),
-        *((["run", "digits/mlp6", "--seeds", "0", "--shard", part], "--shard takes I/N, such as 1/4, with I <= N <= 17")
-          for part in ("0/2", "3/2", "1/18", "2")),
+        *(
+            (
+                ["run", "digits/mlp6", "--seeds", "0", "--shard", part],
+                "--shard takes I/N, such as 1/4, with I <= N <= 17",
+            )
+            for part in ("0/2", "3/2", "1/18", "2")
+        ),
         (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["report", __file__], "line 1 is no JSON"),
         (["explorer", "."], ". is a folder; name a file"),
         (["explorer", "no/such/page.html"], "there is no folder no/such"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
-        (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, background, paper; got 'big'"),
-        (["reproduce", "-p", "seeds"], "a parameter is written NAME=VALUE; got 'seeds'"),
-        (["reproduce", "-p", "shedules=[CR]"], "unknown parameter 'shedules'; did you mean 'schedules'?"),
+        (
+            ["reproduce", "--scale", "big"],
+            "scale must be one of smoke, demo, background, paper; got 'big'",
+        ),
+        (
+            ["reproduce", "-p", "seeds"],
+            "a parameter is written NAME=VALUE; got 'seeds'",
+        ),
+        (
+            ["reproduce", "-p", "shedules=[CR]"],
+            "unknown parameter 'shedules'; did you mean 'schedules'?",
+        ),
         (["reproduce", "-p", "schedules=[XR]"], "schedules must be a list of LR"),
         (["reproduce", "-p", "schedules=CR"], "schedules must be a list of LR"),
         (["reproduce", "-p", "seeds=[zero]"], "seeds must be a list of whole numbers"),
-        (["reproduce", "-p", "workers=many"], "workers must be a whole number from 0 to 1024; got 'many'"),
-        (["reproduce", "-p", "workers=2", "workers=3"], "parameter 'workers' is given twice"),
-        (["reproduce", "--notebook", "00", "-p", "workers=2"], "no chosen notebook has a parameter 'workers'"),
-        (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_lab download cifar10"),
+        (
+            ["reproduce", "-p", "workers=many"],
+            "workers must be a whole number from 0 to 1024; got 'many'",
+        ),
+        (
+            ["reproduce", "-p", "workers=2", "workers=3"],
+            "parameter 'workers' is given twice",
+        ),
+        (
+            ["reproduce", "--notebook", "00", "-p", "workers=2"],
+            "no chosen notebook has a parameter 'workers'",
+        ),
+        (
+            ["reproduce", "--notebook", "03", "--dataset", "cifar10"],
+            "python -m cpt_lab download cifar10",
+        ),
         (["try", "nothere/"], "there is no file or folder"),
-        (["try", "cpt_lab/data/"], "data is not laid out as any task needs it; found __init__.py, "),
-        (["try", "digits", "--task", "graph"], "--task graph is for data of your own; digits has its task"),
+        (
+            ["try", "cpt_lab/data/"],
+            "data is not laid out as any task needs it; found __init__.py, ",
+        ),
+        (
+            ["try", "digits", "--task", "graph"],
+            "--task graph is for data of your own; digits has its task",
+        ),
         (["try", "digits", "--margin", "0"], "Invalid value for '--margin'"),
         (["try", "nothing/", "--minutes", "0"], "Invalid value for '--minutes'"),
-        (["try", "digits", "--workers", "-1"], "workers must be a whole number of at least 0"),
-        (["range-test", "cpt_lab/data/", "--task", "graph"], "is no data for this task (graph)"),
+        (
+            ["try", "digits", "--workers", "-1"],
+            "workers must be a whole number of at least 0",
+        ),
+        (
+            ["range-test", "cpt_lab/data/", "--task", "graph"],
+            "is no data for this task (graph)",
+        ),
         (["reproduce", "--notebook", "01", "-p", "q_min=9"], "1 <= q_min <= q_max"),
-        (["reproduce", "--notebook", "01", "-p", "total_steps=6 n_cycles=8"], "n_cycles must lie in 1..total_steps"),
+        (
+            ["reproduce", "--notebook", "01", "-p", "total_steps=6 n_cycles=8"],
+            "n_cycles must lie in 1..total_steps",
+        ),
         (["download", "mnist"], "mnist"),
         (["verify"], "give files of rows, or a preregistered grid with --verdict"),
-        (["verify", "rows.jsonl", "--verdict", "h3/facebook"], "give files of rows, or a preregistered grid with"),
+        (
+            ["verify", "rows.jsonl", "--verdict", "h3/facebook"],
+            "give files of rows, or a preregistered grid with",
+        ),
         (["conquer"], "No such command 'conquer'"),
     ],
-)  # fmt: skip
-def test_wrong_input_ends_with_one_clear_line_before_any_work(words, message, command, place, monkeypatch):
+)
+def test_wrong_input_ends_with_one_clear_line_before_any_work(
+    words, message, command, place, monkeypatch
+):
     monkeypatch.setenv("CPT_DATA_DIR", str(place / "data"))
     status, _, said = command(*words)
     said = re.sub(r"[\s│╭╰─╮╯]+", " ", said)
@@ -146,9 +285,15 @@ def test_an_empty_archive_is_no_ctrl_d(command, place):
     assert "Aborted" not in said
 
 
-def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(command, monkeypatch):
+def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(
+    command, monkeypatch
+):
     asked = []
-    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.append((store.name, len(specs))) or [])
+    monkeypatch.setattr(
+        sweep,
+        "run_grid",
+        lambda specs, store, options: asked.append((store.name, len(specs))) or [],
+    )
     status, said, _ = command("run", "h4")
     assert (status, asked) == (0, [("language_model.jsonl", 52), ("graph.jsonl", 120)])
     assert "h4 at demo scale: 120 runs, rows in " in said
@@ -159,36 +304,111 @@ def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(command,
 
 def test_a_run_takes_other_values_for_the_parameters_of_its_grid(command, monkeypatch):
     asked = []
-    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
-    words = ["run", "digits/mlp6", "--scale", "smoke", "--schedules", "CR", "RR", "--static-bits", "none"]
+    monkeypatch.setattr(
+        sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
+    )
+    words = [
+        "run",
+        "digits/mlp6",
+        "--scale",
+        "smoke",
+        "--schedules",
+        "CR",
+        "RR",
+        "--static-bits",
+        "none",
+    ]
     assert command(*words, "--seeds", "0", "1")[0] == 0
-    assert [(s.arm, s.seed) for s in asked] == [("CR", 0), ("CR", 1), ("RR", 0), ("RR", 1)]
+    assert [(s.arm, s.seed) for s in asked] == [
+        ("CR", 0),
+        ("CR", 1),
+        ("RR", 0),
+        ("RR", 1),
+    ]
     asked.clear()
-    settings = ["--q-max", "6", "8", "--q-min", "4", "--q-grad", "7", "--n-cycles", "3", "--steps", "60"]
+    settings = [
+        "--q-max",
+        "6",
+        "8",
+        "--q-min",
+        "4",
+        "--q-grad",
+        "7",
+        "--n-cycles",
+        "3",
+        "--steps",
+        "60",
+    ]
     assert command(*words, *settings, "--learning-rate", "0.5")[0] == 0
-    assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.n_cycles, s.recipe.steps, s.recipe.lr) for s in asked} == {
-        (top, 7, 4, 3, 60, 0.5) for top in (6, 8)
-    }
+    assert {
+        (
+            s.q_max,
+            s.q_grad,
+            s.recipe.q_min,
+            s.recipe.n_cycles,
+            s.recipe.steps,
+            s.recipe.lr,
+        )
+        for s in asked
+    } == {(top, 7, 4, 3, 60, 0.5) for top in (6, 8)}
     asked.clear()
-    assert command("run", "digits/mlp6", "--scale", "smoke", "--dataset", "cifar10", "--arms", "CR")[0] == 0
-    assert [(s.recipe.dataset, s.recipe.model) for s in asked] == [("cifar10", "resnet8_w8")]
+    assert (
+        command(
+            "run",
+            "digits/mlp6",
+            "--scale",
+            "smoke",
+            "--dataset",
+            "cifar10",
+            "--arms",
+            "CR",
+        )[0]
+        == 0
+    )
+    assert [(s.recipe.dataset, s.recipe.model) for s in asked] == [
+        ("cifar10", "resnet8_w8")
+    ]
 
 
 def test_a_run_takes_other_deficits(command, monkeypatch):
     asked = []
-    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
-    words = ["run", "digits/deficit_window", "--scale", "smoke", "--seeds", "0", "--no-controls"]
-    given = ["--deficit-starts", "5", "9", "--deficit-window", "7", "--deficit-bits", "3", "--decay", "constant"]
+    monkeypatch.setattr(
+        sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
+    )
+    words = [
+        "run",
+        "digits/deficit_window",
+        "--scale",
+        "smoke",
+        "--seeds",
+        "0",
+        "--no-controls",
+    ]
+    given = [
+        "--deficit-starts",
+        "5",
+        "9",
+        "--deficit-window",
+        "7",
+        "--deficit-bits",
+        "3",
+        "--decay",
+        "constant",
+    ]
     assert command(*words, *given)[0] == 0
-    assert [(s.schedule.windows, s.schedule.q_low, s.recipe.lr_rule) for s in asked] == [
-        (((5, 12),), 3, "constant"), (((9, 16),), 3, "constant")
-    ]  # fmt: skip
+    assert [
+        (s.schedule.windows, s.schedule.q_low, s.recipe.lr_rule) for s in asked
+    ] == [(((5, 12),), 3, "constant"), (((9, 16),), 3, "constant")]
 
 
 def test_savings_choose_among_the_runs_of_several_grids(command, monkeypatch):
     asked = []
-    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or [])
-    assert command("run", "figure_8", "--arms", "no deficit, 400")[0] == 0  # of one of its grids
+    monkeypatch.setattr(
+        sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
+    )
+    assert (
+        command("run", "figure_8", "--arms", "no deficit, 400")[0] == 0
+    )  # of one of its grids
     assert {(s.recipe.dataset, s.arm) for s in asked} == {("digits", "no deficit, 400")}
     asked.clear()
     command("run", "pydoc/lstm", "--savings", "small", "--seeds", "0")
@@ -196,34 +416,80 @@ def test_savings_choose_among_the_runs_of_several_grids(command, monkeypatch):
 
 
 def test_a_plan_counts_exactly_the_runs_that_were_asked_for(command):
-    words = ["digits/mlp6", "--scale", "smoke", "--schedules", "CR", "RR", "--static-bits", "8", "--q-max", "6", "8"]
+    words = [
+        "digits/mlp6",
+        "--scale",
+        "smoke",
+        "--schedules",
+        "CR",
+        "RR",
+        "--static-bits",
+        "8",
+        "--q-max",
+        "6",
+        "8",
+    ]
     _, out, _ = command("plan", *words[:3], "--arms", "CR", "static 8")
     assert "\ngrids: 1; 2 runs: 0 done" in out
     _, out, _ = command("plan", *words, "--seeds", "0", "1")
-    assert "\ngrids: 1; 10 runs: 0 done" in out  # two schedules twice and static 8 once, with two seeds
-    keep(grids.grid_specs("digits/mlp6", "smoke", [1], schedules=["CR"], q_max=[6])[0], seconds=1.0)
-    assert "10 runs: 1 done, 0 failed, 9 missing" in command("plan", *words, "--seeds", "0", "1")[1]
+    assert (
+        "\ngrids: 1; 10 runs: 0 done" in out
+    )  # two schedules twice and static 8 once, with two seeds
+    keep(
+        grids.grid_specs("digits/mlp6", "smoke", [1], schedules=["CR"], q_max=[6])[0],
+        seconds=1.0,
+    )
+    assert (
+        "10 runs: 1 done, 0 failed, 9 missing"
+        in command("plan", *words, "--seeds", "0", "1")[1]
+    )
 
 
 def test_rows_of_a_grid_are_shown_and_written(command, place):
-    words = ["rows", "digits/mlp6", "--arms", "CR", "static 8", "--seeds", "0", "1", "77"]
+    words = [
+        "rows",
+        "digits/mlp6",
+        "--arms",
+        "CR",
+        "static 8",
+        "--seeds",
+        "0",
+        "1",
+        "77",
+    ]
     status, out, _ = command(*words, "--csv", str(place / "rows.csv"))
-    assert (status, out.splitlines()[-2:]) == (0, ["4 of 6 runs stored", f"written to {place / 'rows.csv'}"])
+    assert (status, out.splitlines()[-2:]) == (
+        0,
+        ["4 of 6 runs stored", f"written to {place / 'rows.csv'}"],
+    )
     shown = {line.split("  ")[0]: line.split() for line in out.splitlines()}
-    expected = 100 * load(DIGITS).query("model == 'mlp6' and q_min == 3 and arm == 'CR' and seed < 2").accuracy.mean()
+    expected = (
+        100
+        * load(DIGITS)
+        .query("model == 'mlp6' and q_min == 3 and arm == 'CR' and seed < 2")
+        .accuracy.mean()
+    )
     assert shown["CR"][1:4] == ["2", "0.631", f"{expected:.1f}"]
     frame = pd.read_csv(place / "rows.csv")
     assert set(TYPES) <= set(frame)
-    assert (frame.arm.tolist(), frame.seed.tolist()) == (["CR", "CR", "static 8", "static 8"], [0, 1, 0, 1])
+    assert (frame.arm.tolist(), frame.seed.tolist()) == (
+        ["CR", "CR", "static 8", "static 8"],
+        [0, 1, 0, 1],
+    )
     specs = grids.grid_specs("digits/mlp6", "demo", [77])
     keep(next(s for s in specs if s.arm == "CR"), "failed")
     assert command(*words)[1].splitlines()[-1] == "5 of 6 runs stored, 1 of them failed"
 
 
 def test_rows_of_a_grid_may_be_none(command):
-    assert command("rows", "digits/mlp6", "--scale", "smoke")[:2] == (0, "0 of 12 runs stored\n")
+    assert command("rows", "digits/mlp6", "--scale", "smoke")[:2] == (
+        0,
+        "0 of 12 runs stored\n",
+    )
     keep(grids.grid_specs("digits/mlp6", "smoke")[0], seconds=1.0)
-    assert command("rows", "digits/mlp6", "--scale", "smoke")[1].endswith("\n1 of 12 runs stored\n")
+    assert command("rows", "digits/mlp6", "--scale", "smoke")[1].endswith(
+        "\n1 of 12 runs stored\n"
+    )
 
 
 def test_every_command_has_its_help(command):
@@ -236,7 +502,11 @@ def test_every_command_has_its_help(command):
 
 
 def test_a_plan_counts_what_is_done_failed_and_missing(command):
-    for spec, status in zip(grids.grid_specs("digits/mlp6", "smoke"), ["ok", "diverged", "failed"], strict=False):
+    for spec, status in zip(
+        grids.grid_specs("digits/mlp6", "smoke"),
+        ["ok", "diverged", "failed"],
+        strict=False,
+    ):
         keep(spec, status, seconds=1.0)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert status == 0
@@ -253,9 +523,13 @@ def test_runs_of_two_grids_are_named_in_a_plan_and_done_once(command):
 
 def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     known = Calibration(
-        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000,
+        seconds_per_step=0.5,
+        peak_memory=1,
+        host_memory=1,
+        checkpoint=10**6,
+        macs=1024 * 1000,
         measured=time.time() - 3 * 86400,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(outlook, "kept", lambda spec, device: known)
     (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
@@ -264,7 +538,9 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     assert line.hours == pytest.approx(12 * 190 * 0.5 / 3600)
     keep(specs[0], seconds=7.0, device="cpu")
     frame = outlook.plan("digits/mlp6", "smoke")
-    assert frame.hours[0] == pytest.approx(11 * 7.0 / 3600)  # what runs really took counts more than measured steps
+    assert frame.hours[0] == pytest.approx(
+        11 * 7.0 / 3600
+    )  # what runs really took counts more than measured steps
     said = "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago"
     assert said in outlook.text(frame)
 
@@ -278,14 +554,22 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
     monkeypatch.setattr(outlook, "measure", measured)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert (status, asked) == (0, [])
-    assert "grids never measured here: 1; plan --measure finds their bit operations, hours and disk" in out
+    assert (
+        "grids never measured here: 1; plan --measure finds their bit operations, hours and disk"
+        in out
+    )
     assert "hours (" not in out
     (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
-    assert [math.isnan(value) for value in (line.bitops, line.hours, line.disk, line.age)] == [True] * 4
+    assert [
+        math.isnan(value) for value in (line.bitops, line.hours, line.disk, line.age)
+    ] == [True] * 4
     keep(grids.grid_specs("digits/mlp6", "smoke")[0], seconds=7.0, device="cpu")
     frame = outlook.plan("digits/mlp6", "smoke")  # but stored runs tell hours
     assert frame.hours.tolist() == [pytest.approx(11 * 7.0 / 3600)]
-    assert "missing runs of 1 grids one after the other here: 0.0 hours (" in outlook.text(frame)
+    assert (
+        "missing runs of 1 grids one after the other here: 0.0 hours ("
+        in outlook.text(frame)
+    )
     assert "MB" not in outlook.text(frame)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
     assert (status, asked) == (0, ["mlp6"])
@@ -294,8 +578,17 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
 
 def test_every_figure_and_table_has_its_grids():
     artefacts = {grid.artefact for grid in GRIDS.values()}
-    assert artefacts == {"table_1", "section_4.3", "section_4.4", "section_5", *(f"figure_{i}" for i in range(3, 9))}
-    for name, grid in GRIDS.items():  # how many there are at paper scale, test_docs says
+    assert artefacts == {
+        "table_1",
+        "section_4.3",
+        "section_4.4",
+        "section_5",
+        *(f"figure_{i}" for i in range(3, 9)),
+    }
+    for (
+        name,
+        grid,
+    ) in GRIDS.items():  # how many there are at paper scale, test_docs says
         for scale in grid.scales:
             specs = grids.grid_specs(name, scale)
             assert len({s.key for s in specs}) == len(specs)
@@ -319,13 +612,26 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
     assert found.seconds_per_step > 0
     assert found.peak_memory > 10**8
-    assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
+    assert (
+        found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2
+    )  # weights and their momentum
     assert kept(spec) == found
-    bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static_bits=[], seeds=[0], q_max=[8])[
-        0
-    ]
+    bad = designs.quality_cost(
+        "paper",
+        "cifar100",
+        "resnet74",
+        schedules=["CR"],
+        static_bits=[],
+        seeds=[0],
+        q_max=[8],
+    )[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
-    refused("vgg on cifar100 does not run here: KeyError: 'vgg'", measure, bad, error=RuntimeError)
+    refused(
+        "vgg on cifar100 does not run here: KeyError: 'vgg'",
+        measure,
+        bad,
+        error=RuntimeError,
+    )
 
 
 def test_a_measurement_takes_the_steps_of_training(monkeypatch):
@@ -338,8 +644,19 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
             optimizer, _ = super().optimizer(model)
 
             def look(optimizer, *_):
-                gradients = torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
-                seen.append((gradients.norm().item(), {group["lr"] for group in optimizer.param_groups}))
+                gradients = torch.cat(
+                    [
+                        p.grad.flatten()
+                        for group in optimizer.param_groups
+                        for p in group["params"]
+                    ]
+                )
+                seen.append(
+                    (
+                        gradients.norm().item(),
+                        {group["lr"] for group in optimizer.param_groups},
+                    )
+                )
 
             optimizer.register_step_pre_hook(look)
             return optimizer, lambda step, evaluations: 0.0125
@@ -358,15 +675,22 @@ def test_a_plan_needs_no_folder_that_can_be_written(command, place):
     status, out, said = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
     first, why = said.splitlines()
     assert (status, first) == (0, "reading grids and stored rows")
-    assert why == f"warning: measurements cannot be kept in {place / 'runs'}: File exists"
+    assert (
+        why == f"warning: measurements cannot be kept in {place / 'runs'}: File exists"
+    )
     assert "missing runs of 1 grids one after the other here" in out
 
 
-def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(monkeypatch):
+def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(
+    monkeypatch,
+):
     (spec,) = specs_of("CR")
     former = calibration._key(spec, "cpu")
     assert calibration._key(replace(spec, seed=1), "cpu") == former
-    assert calibration._key(replace(spec, recipe=replace(spec.recipe, batch=32)), "cpu") != former
+    assert (
+        calibration._key(replace(spec, recipe=replace(spec.recipe, batch=32)), "cpu")
+        != former
+    )
     changes = {
         "VERSION": calibration.VERSION + 1,
         "cpu": lambda: {"cpu": "another", "instructions": []},
@@ -381,14 +705,22 @@ def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(mo
 
 def test_random_data_on_which_training_diverges_are_no_measurement():
     (spec,) = specs_of("CR", clip=None, lr=1e30)
-    refused("the loss of random data is not finite", calibration._steps, spec, "cpu", error=ArithmeticError)
+    refused(
+        "the loss of random data is not finite",
+        calibration._steps,
+        spec,
+        "cpu",
+        error=ArithmeticError,
+    )
 
 
 def test_how_many_runs_share_a_gpu():
     gigabyte = 2**30
 
     def packed(on_gpu, on_host, cores=16):
-        return runs_per_gpu(on_gpu * gigabyte, 24 * gigabyte, on_host * gigabyte, 64 * gigabyte, cores)
+        return runs_per_gpu(
+            on_gpu * gigabyte, 24 * gigabyte, on_host * gigabyte, 64 * gigabyte, cores
+        )
 
     assert packed(30, 1) == packed(1, 90) == 1  # it may not fit, but one is tried
     assert packed(1, 1, cores=4) == 4  # no more than cores
@@ -398,7 +730,17 @@ def test_how_many_runs_share_a_gpu():
 
 @pytest.mark.slow
 def test_run_then_report(command, place, monkeypatch):
-    words = ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "--seeds", "0", "1"]
+    words = [
+        "run",
+        "digits/mlp6",
+        "--scale",
+        "smoke",
+        "--arms",
+        "CR",
+        "--seeds",
+        "0",
+        "1",
+    ]
     status, out, said = command(*words, "--workers", "0")
     assert (status, said) == (0, "")
     assert "2 runs" in out
@@ -409,14 +751,20 @@ def test_run_then_report(command, place, monkeypatch):
     status, out, _ = command("report")
     page = (place / "runs" / "report.html").read_text()
     count = str(len(few.read_text().splitlines()))
-    assert re.findall(r"(\w+\.jsonl)</td><td>(\d+)</td>", page) == [(few.name, count)]  # of no smoke run
+    assert re.findall(r"(\w+\.jsonl)</td><td>(\d+)</td>", page) == [
+        (few.name, count)
+    ]  # of no smoke run
     assert "smoke scale" not in page
 
 
 def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_one_file(
     command, monkeypatch, tmp_path
 ):
-    words, files, keys = ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "static 8"], [], []
+    words, files, keys = (
+        ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "static 8"],
+        [],
+        [],
+    )
     for part in ("1/2", "2/2"):
         monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / part[0]))
         assert command(*words, "--workers", "0", "--shard", part)[0] == 0
@@ -428,19 +776,42 @@ def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_
         file.write(files[1].read_bytes())
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "1"))
     status, out, said = command(*words, "--workers", "0")
-    assert (status, said, len(stores.load_rows(files[0]))) == (0, "", 3)  # nothing is left to run
+    assert (status, said, len(stores.load_rows(files[0]))) == (
+        0,
+        "",
+        3,
+    )  # nothing is left to run
     assert "3 ok" in out
 
 
 def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
-    errors = {"CR": "Traceback\nValueError: no luck", "RR": "took longer than 5 s\nthe end of its log"}
+    errors = {
+        "CR": "Traceback\nValueError: no luck",
+        "RR": "took longer than 5 s\nthe end of its log",
+    }
 
     def fail(job, should_stop):
         yield from ()
-        return {**stores.describe(job.spec), "status": "failed", "error": errors[job.spec.arm]}
+        return {
+            **stores.describe(job.spec),
+            "status": "failed",
+            "error": errors[job.spec.arm],
+        }
 
     monkeypatch.setattr("cpt_lab.sweeps.worker._row", fail)
-    words = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0", "0", "--workers", "0"]
+    words = [
+        "digits/mlp6",
+        "--scale",
+        "smoke",
+        "--arms",
+        "CR",
+        "RR",
+        "--seeds",
+        "0",
+        "0",
+        "--workers",
+        "0",
+    ]
     status, out, said = command("run", *words)
     assert status == 1
     assert "2 failed" in out
@@ -452,24 +823,46 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
 def test_results_are_typed(tmp_path):
     assert load(tmp_path / "none.jsonl").dtypes.to_dict() == table([]).dtypes.to_dict()
     runs = load(DIGITS)
-    assert runs.dtypes.drop([c for c in runs if c not in TYPES]).to_dict().keys() == TYPES.keys()
+    assert (
+        runs.dtypes.drop([c for c in runs if c not in TYPES]).to_dict().keys()
+        == TYPES.keys()
+    )
     assert {str(runs[c].dtype) for c in ("seed", "q_max", "steps")} == {"Int64"}
     assert runs.accuracy.between(0, 1).all()
     assert len(runs) == len(set(runs.key)) == len(DIGITS.read_text().splitlines())
 
 
 def test_parameters_of_notebooks_as_words():
-    assert parse(["schedules=[]", "scale=paper", "n_cycles=4"]) == {"schedules": [], "scale": "paper", "n_cycles": 4}
+    assert parse(["schedules=[]", "scale=paper", "n_cycles=4"]) == {
+        "schedules": [],
+        "scale": "paper",
+        "n_cycles": 4,
+    }
     assert parse(["schedules=['CR', \"RR\"]"]) == {"schedules": ["CR", "RR"]}
 
 
 def test_a_range_test_says_what_it_found(command, place):
-    words = ["range-test", "digits", "--scale", "smoke", "--bits", "2", "3", "--dwell", "8", "--seeds", "0", "1"]
+    words = [
+        "range-test",
+        "digits",
+        "--scale",
+        "smoke",
+        "--bits",
+        "2",
+        "3",
+        "--dwell",
+        "8",
+        "--seeds",
+        "0",
+        "1",
+    ]
     status, said, _ = command(*words, "--figure", str(place / "f.png"))
     assert status == (0 if "q_min = " in said else 1)
     assert said.startswith("mlp6 on scikit-learn digits")
     assert "mean +- std, 2 seeds, 8 steps each" in said
-    assert [line.split()[0] for line in said.splitlines() if line[:4].strip().isdigit()] == ["2", "3", "8"]
+    assert [
+        line.split()[0] for line in said.splitlines() if line[:4].strip().isdigit()
+    ] == ["2", "3", "8"]
     assert (place / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -528,44 +921,82 @@ def test_tries_of_folders_with_names_that_are_alike_are_apart(place):
 
     for dataset in ("a-b/", "a/b/"):
         own = replace(recipe("smoke"), dataset=dataset)
-        refused("enough", trying.try_recipe, own, "smoke", run, at_once=1, error=RuntimeError)
+        refused(
+            "enough",
+            trying.try_recipe,
+            own,
+            "smoke",
+            run,
+            at_once=1,
+            error=RuntimeError,
+        )
     assert len(stores) == 2
 
 
 def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, options: [
-        {"status": "failed", "error": "Traceback\nMemoryError: none left", "spec": spec.to_dict()} for spec in specs
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.sweep.run_grid",
+        lambda specs, store, options: [
+            {
+                "status": "failed",
+                "error": "Traceback\nMemoryError: none left",
+                "spec": spec.to_dict(),
+            }
+            for spec in specs
+        ],
+    )
     status, _, said = command("try", "digits", "--scale", "smoke")
     assert status == 1
-    assert "a training failed: float32, seed 0: MemoryError: none left; rows and logs: " in said
+    assert (
+        "a training failed: float32, seed 0: MemoryError: none left; rows and logs: "
+        in said
+    )
 
 
 @pytest.mark.slow
 def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
-    entries, store, asked = judged(load(results_dir() / "language_pydoc.jsonl")), tmp_path / "own" / "mine.jsonl", []
-    monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: asked.append(runs) or entries)
+    entries, store, asked = (
+        judged(load(results_dir() / "language_pydoc.jsonl")),
+        tmp_path / "own" / "mine.jsonl",
+        [],
+    )
+    monkeypatch.setattr(
+        "cpt_lab.analysis.claims.judged", lambda runs: asked.append(runs) or entries
+    )
     monkeypatch.setattr("cpt_lab.analysis.runs.load", lambda *stores: stores)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
-    monkeypatch.setattr("cpt_lab.analysis.preregistered.all_answers", lambda runs: [Answer("H9", "Why?", word="open")])
+    monkeypatch.setattr(
+        "cpt_lab.analysis.preregistered.all_answers",
+        lambda runs: [Answer("H9", "Why?", word="open")],
+    )
     committed_words = (paper_dir() / "claims.txt").read_text().splitlines()[1:]
     assert command("claims")[1:] == ("\n".join(committed_words) + "\n", "")
     store.parent.mkdir()
     store.touch()
     shown = command("claims")[1:]  # at once, also where there are rows of one's own
     assert shown[0].splitlines() == committed_words
-    assert shown[1] == f"by the committed rows; --all judges those under {tmp_path}, too\n"
+    assert (
+        shown[1] == f"by the committed rows; --all judges those under {tmp_path}, too\n"
+    )
     assert asked == []
     said = command("claims", "--all")[1].splitlines()
     at_paper = sum(not e.verdicts()[0].startswith("open") for e in entries)
     words = rf"{len(entries)} claims, exactly or at the paper's scale: (.*); at smaller ones: .*"
     counts = re.fullmatch(words, said[0])
     assert sum(map(int, re.findall(r"\d+", counts[1]))) == at_paper
-    assert said[-3:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
+    assert said[-3:] == [
+        "our own questions (docs/preregistration.md):",
+        "H9: Why?",
+        "  open",
+    ]
     assert len(said) == 4 + 4 * len(entries)
-    assert command("claims", "--all")[2] == "judging all rows, for about half a minute\n"
+    assert (
+        command("claims", "--all")[2] == "judging all rows, for about half a minute\n"
+    )
     assert asked == [(*sorted(results_dir().glob("*.jsonl")), store)] * 2
-    monkeypatch.setattr("cpt_lab.commands.results_dir", lambda: tmp_path)  # other rows than those that were judged
+    monkeypatch.setattr(
+        "cpt_lab.commands.results_dir", lambda: tmp_path
+    )  # other rows than those that were judged
     assert command("claims")[1].splitlines() == [*said[:1], *said[-3:]]
     assert len(asked) == 3
 
@@ -595,7 +1026,18 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
 
 
 def test_try_names_its_model_and_says_every_training(command, place, monkeypatch):
-    words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "0", "--minutes", "0.01"]
+    words = [
+        "try",
+        "digits",
+        "--scale",
+        "smoke",
+        "--seeds",
+        "1",
+        "--workers",
+        "0",
+        "--minutes",
+        "0.01",
+    ]
     status, _, said = command(*words)
     assert status == 0
     assert "The model is mlp6, the first for such data; --model names another." in said
@@ -605,13 +1047,17 @@ def test_try_names_its_model_and_says_every_training(command, place, monkeypatch
     assert "The model is mlp6." in command(*words, "--model", "mlp6")[2]
 
 
-@pytest.mark.parametrize("dataset", ["./<img src=x onerror=alert(1)>/", "../../mine/", ".hidden/"])
+@pytest.mark.parametrize(
+    "dataset", ["./<img src=x onerror=alert(1)>/", "../../mine/", ".hidden/"]
+)
 def test_try_writes_into_a_folder_that_is_shown(dataset, place):
     made = replace(recipe("smoke"), dataset=dataset)
     folder = trying._folder(made, "smoke")
     assert folder.name[0].isalnum()
     assert folder.parent == place / "runs/try"
-    former = folder.with_name(re.sub(r"[^\w.-]+", "-", f"{dataset.strip('/')}-{made.model}"))
+    former = folder.with_name(
+        re.sub(r"[^\w.-]+", "-", f"{dataset.strip('/')}-{made.model}")
+    )
     assert former.name[0] == "."
 
 
@@ -621,8 +1067,13 @@ def test_notebooks_lists_parameters(command):
     assert out.startswith("03_image_classification.ipynb\nscale")
     assert re.search(r"^q_max +list +default \[8\]; .+", out, re.MULTILINE)
     assert re.search(
-        r"^total_steps +int +default 64000; .+", command("notebooks", "--parameters", "01")[1], re.MULTILINE
+        r"^total_steps +int +default 64000; .+",
+        command("notebooks", "--parameters", "01")[1],
+        re.MULTILINE,
     )
     for words in ([], ["--copy", "x", "--parameters", "03"]):
-        assert "give either --copy FOLDER or --parameters NOTEBOOK" in command("notebooks", *words)[2]
+        assert (
+            "give either --copy FOLDER or --parameters NOTEBOOK"
+            in command("notebooks", *words)[2]
+        )
     assert "no notebook '77'" in command("notebooks", "--parameters", "77")[2]

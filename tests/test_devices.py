@@ -21,7 +21,9 @@ from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=WITH_CUDA) for name in checks.TASKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=WITH_CUDA) for name in checks.TASKS]
+)
 def test_every_task_trains_stops_and_resumes(name):
     """On a CPU their own tests stop and resume them."""
     found = checks.task(name, "cuda")
@@ -30,24 +32,36 @@ def test_every_task_trains_stops_and_resumes(name):
 
 @pytest.mark.parametrize("name", ["quantisers", *checks.LAYERS])
 def test_quantisers_and_layers_give_the_numbers_of_the_cpu(name, device):
-    found = checks.quantisers(device.type) if name == "quantisers" else checks.layer(name, device.type)
+    found = (
+        checks.quantisers(device.type)
+        if name == "quantisers"
+        else checks.layer(name, device.type)
+    )
     assert "failed" not in found, found
 
 
 def test_sampled_neighbourhoods_on_a_device(device):
-    source, target = torch.unique(torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)), dim=1)
+    source, target = torch.unique(
+        torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)),
+        dim=1,
+    )
     edges = set(zip(source.tolist(), target.tolist(), strict=True))
     graph = cpt.Graph.from_edges(source, target, 60).to(device)
     x = torch.randn(60, 8, device=device)
     torch.manual_seed(0)
     layer = cpt.quantize_(cpt.SAGEConv(8, 16).to(device))
     seeds = torch.tensor([5, 0, 17], device=device)
-    nodes, (block,) = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
+    nodes, (block,) = sample_blocks(
+        graph, seeds, [4], torch.Generator(device).manual_seed(1)
+    )
     again, _ = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
     assert torch.equal(nodes, again)
     assert block.in_degrees.tolist() == graph.in_degrees[seeds].clamp_max(4).tolist()
     into = torch.repeat_interleave(seeds, block.indptr.diff())
-    assert set(zip(nodes[block.indices.long()].tolist(), into.tolist(), strict=True)) <= edges
+    assert (
+        set(zip(nodes[block.indices.long()].tolist(), into.tolist(), strict=True))
+        <= edges
+    )
     with cpt.precision(layer, 16):
         here = layer(block, x[nodes])
         there = layer.to("cpu")(block.to("cpu"), x[nodes].cpu())
@@ -57,32 +71,53 @@ def test_sampled_neighbourhoods_on_a_device(device):
 
 def demo(**changes):
     """A short run at a scale that takes a GPU."""
-    small = replace(recipe("demo", "digits", "mlp6"), steps=6, n_cycles=1, train_images=200, evaluate_every=0)
-    return run_spec(replace(small, **changes), "static 8", q_max=8, seed=0, scale="demo")
+    small = replace(
+        recipe("demo", "digits", "mlp6"),
+        steps=6,
+        n_cycles=1,
+        train_images=200,
+        evaluate_every=0,
+    )
+    return run_spec(
+        replace(small, **changes), "static 8", q_max=8, seed=0, scale="demo"
+    )
 
 
-WAYS = [(run_all, "cpu"), *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_all, supervise))]
+WAYS = [
+    (run_all, "cpu"),
+    *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_all, supervise)),
+]
 
 
 @pytest.mark.parametrize(("way", "where"), WAYS)
 def test_a_worker_runs_on_its_device(way, where, tmp_path):
     gpu = 0 if way is supervise else None
-    (outcome,) = way(Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu))
+    (outcome,) = way(
+        Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu)
+    )
     row = outcome.row
     assert (row["status"], row["device"]) == ("ok", device_name(where))
     assert ("captured" in row) == (where == "cuda")
 
 
 CAPTURED = {
-    ("digits", "mlp6"): {}, ("digits", "resnet8_w8"): {}, ("pydoc", None): {}, ("digits-graph", "gcn"): {},
+    ("digits", "mlp6"): {},
+    ("digits", "resnet8_w8"): {},
+    ("pydoc", None): {},
+    ("digits-graph", "gcn"): {},
     ("templates", None): {"padding": "max"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dataset", "model"), CAPTURED)
 def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch):
-    base = replace(recipe("smoke", dataset, model), steps=12, n_cycles=1, **CAPTURED[dataset, model])
+    base = replace(
+        recipe("smoke", dataset, model),
+        steps=12,
+        n_cycles=1,
+        **CAPTURED[dataset, model],
+    )
     spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
     losses = []
     # by default cuDNN may add up in another order, and of a last digit 12 steps at few bits make a hundredth
@@ -103,5 +138,8 @@ def test_the_row_of_a_run_on_a_gpu_says_what_was_captured(monkeypatch):
     spec = demo()
     run = train(task_of(spec), spec)
     monkeypatch.setattr(worker, "peak_memory", lambda device: 1)
-    assert worker._results(run, "cuda")["captured"] == {"steps": 0, "why_not": "the device is cpu"}
+    assert worker._results(run, "cuda")["captured"] == {
+        "steps": 0,
+        "why_not": "the device is cpu",
+    }
     assert "captured" not in worker._results(run, "cpu")

@@ -34,7 +34,9 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for p in ROOT.glob("cpt_*/**/*.py")
-    if p.name != "__main__.py" and "quantization/coverage" not in p.as_posix()  # the last one is an error, by design
+    if p.name != "__main__.py"
+    and "quantization/coverage"
+    not in p.as_posix()  # the last one is an error, by design
 )
 
 
@@ -49,16 +51,31 @@ def test_docstring_examples(name):
 @pytest.mark.slow
 def test_the_pages_of_results_are_up_to_date():
     pages = results.pages()
-    kept = {path: path.read_text() for path in (*results.PAGES.iterdir(), ROOT / "data/paper/claims.txt")}
+    kept = {
+        path: path.read_text()
+        for path in (*results.PAGES.iterdir(), ROOT / "data/paper/claims.txt")
+    }
     assert kept == pages, "run: python -m book.results"
-    rows = [line for page in pages.values() for line in page.splitlines() if line.startswith("| ")]
+    rows = [
+        line
+        for page in pages.values()
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ]
     for claim in claims.claims():
-        assert sum(row.startswith(f"| {claim.claim} ({claim.place}) | **") for row in rows) == 1, claim.id
+        assert (
+            sum(row.startswith(f"| {claim.claim} ({claim.place}) | **") for row in rows)
+            == 1
+        ), claim.id
 
 
 def test_the_grids_that_pages_run_are_there():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    named = {name for page in pages for name in re.findall(r"cpt(?:_lab)? run ([\w/-]+)", page.read_text("utf-8"))}
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"cpt(?:_lab)? run ([\w/-]+)", page.read_text("utf-8"))
+    }
     assert {"h6", "h10-rates", "cifar10/resnet74", "h1/facebook"} <= named
     for name in named:
         assert grids.find_grids(name), name
@@ -75,54 +92,84 @@ def kept(name):
 
 # task -> what pages call it, and the unit of its gains
 TASKS = {
-    "digits": ("digits", "points"), "characters": ("characters", "%"), "gcn": ("Facebook GCN", "points"),
+    "digits": ("digits", "points"),
+    "characters": ("characters", "%"),
+    "gcn": ("Facebook GCN", "points"),
     "ptb": ("Penn Treebank, small", "%"),
-}  # fmt: skip
+}
 
 
 def test_small_studies_page_states_gains_of_rising_bits():
     text = page("docs/small-studies.md")
     for task, runs in kept("adaptive")["tasks"].items():
-        gain = interval_text(*interval([run["adaptive"] - run["static"] for run in runs]))
+        gain = interval_text(
+            *interval([run["adaptive"] - run["static"] for run in runs])
+        )
         assert re.search(rf"{re.escape(gain)} (points|%) on {task}", text)
         assert all(abs(run["costs"]["static"] / run["cost"] - 1) < 1e-3 for run in runs)
 
 
 def test_the_page_of_small_studies_says_which_bits_evaluate():
-    found = {(row["task"], row["trained"], row["seed"]): row["quality"] for row in kept("evaluated_at")["rows"]}
+    found = {
+        (row["task"], row["trained"], row["seed"]): row["quality"]
+        for row in kept("evaluated_at")["rows"]
+    }
     assert len(found) == 4 * 5 * 8
 
     def minus(task, one, other):
         (trained, at), (its, its_at) = one, other
-        values = [found[task, trained, s][at] - found[task, its, s][its_at] for s in range(600, 608)]
+        values = [
+            found[task, trained, s][at] - found[task, its, s][its_at]
+            for s in range(600, 608)
+        ]
         return interval(values)
 
     for (task, (word, unit)), b in itertools.product(TASKS.items(), (3, 4, 5, 6)):
-        more, rounded = minus(task, (b, "8"), (b, str(b))), minus(task, (8, str(b)), (b, str(b)))
+        more, rounded = (
+            minus(task, (b, "8"), (b, str(b))),
+            minus(task, (8, str(b)), (b, str(b))),
+        )
         line = f"| {word} | {b} | {interval_text(*more)} {unit} | {interval_text(*rounded)} {unit} |"
         assert line in page("docs/small-studies.md")
     most = dict.fromkeys(("points", "%"), 0.0)
     for (task, (_, unit)), b in itertools.product(TASKS.items(), (3, 4, 5, 6, 8)):
         most[unit] = max(most[unit], abs(minus(task, (b, "float"), (b, "8"))[0]))
-    assert f"changes at most {most['points']:.1f} points, or {most['%']:.2f} %" in page("docs/small-studies.md")
+    assert f"changes at most {most['points']:.1f} points, or {most['%']:.2f} %" in page(
+        "docs/small-studies.md"
+    )
 
 
 def test_the_page_of_small_studies_says_which_roles_should_have_the_bits():
     found = kept("roles")
-    quality = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in found["rows"]}
+    quality = {
+        (row["task"], row["arm"], row["seed"]): row["quality"] for row in found["rows"]
+    }
     assert len(quality) == 4 * 3 * 12
     gains = {
-        (task, other): [quality[task, "allocated", s] - quality[task, other, s] for s in roles.SEEDS]
+        (task, other): [
+            quality[task, "allocated", s] - quality[task, other, s] for s in roles.SEEDS
+        ]
         for task, other in itertools.product(roles.TASKS, ("3/8", "4/5"))
     }
     assert standing(gains) == {(task, "3/8") for task in roles.TASKS}
     for task, (word, unit) in TASKS.items():
-        measured, steps = Sensitivity.from_dict(found["measured"][task]), roles.CASES[task].recipe.steps
+        measured, steps = (
+            Sensitivity.from_dict(found["measured"][task]),
+            roles.CASES[task].recipe.steps,
+        )
         spent = roles.arms(measured, steps)["allocated"][0]
-        parts = (sorted(set(s.bits().tolist())) for s in (spent.weight, spent.activation, spent.error))
+        parts = (
+            sorted(set(s.bits().tolist()))
+            for s in (spent.weight, spent.activation, spent.error)
+        )
         bits = ", ".join(" to ".join(map(str, part)) for part in parts)
-        cells = [f"{interval_text(*interval(gains[task, other]))} {unit}" for other in ("3/8", "4/5")]
-        assert f"| {word} | {bits} | **{cells[0]}** | {cells[1]} |" in page("docs/small-studies.md")
+        cells = [
+            f"{interval_text(*interval(gains[task, other]))} {unit}"
+            for other in ("3/8", "4/5")
+        ]
+        assert f"| {word} | {bits} | **{cells[0]}** | {cells[1]} |" in page(
+            "docs/small-studies.md"
+        )
 
 
 def standing(gains):
@@ -132,17 +179,37 @@ def standing(gains):
 
 
 def test_the_page_of_small_studies_says_in_which_order_bits_come():
-    found = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in kept("order_of_bits")["rows"]}
-    assert (len(found), {seed for *_, seed in found}) == (7 * 4 * 12, set(order_of_bits.SEEDS))
+    found = {
+        (row["task"], row["arm"], row["seed"]): row["quality"]
+        for row in kept("order_of_bits")["rows"]
+    }
+    assert (len(found), {seed for *_, seed in found}) == (
+        7 * 4 * 12,
+        set(order_of_bits.SEEDS),
+    )
     gains = {
-        (task, pair): [found[task, pair[0], s] - found[task, pair[1], s] for s in order_of_bits.SEEDS]
+        (task, pair): [
+            found[task, pair[0], s] - found[task, pair[1], s]
+            for s in order_of_bits.SEEDS
+        ]
         for task in order_of_bits.RECIPES
-        for pair in (("rising", "even"), ("rising", "falling"), ("rising", "static"), ("even", "static"))
+        for pair in (
+            ("rising", "even"),
+            ("rising", "falling"),
+            ("rising", "static"),
+            ("even", "static"),
+        )
     }
     bold = standing({key: x for key, x in gains.items() if key[1][1] != "static"})
     for task in order_of_bits.RECIPES:
-        cells = {key: f"{interval_text(*interval(x))} %" for key, x in gains.items() if key[0] == task}
-        line = " | ".join(f"**{cell}**" if key in bold else cell for key, cell in cells.items())
+        cells = {
+            key: f"{interval_text(*interval(x))} %"
+            for key, x in gains.items()
+            if key[0] == task
+        }
+        line = " | ".join(
+            f"**{cell}**" if key in bold else cell for key, cell in cells.items()
+        )
         assert f"| {task} | {line} |" in page("docs/small-studies.md")
 
 
@@ -155,12 +222,24 @@ def test_the_page_on_sweeps_says_what_runs_side_by_side_gain():
 
 def test_pages_say_how_long_a_step_takes_on_a_gpu():
     found = kept("gpu")
-    kinds = ("float32", "quantised", "per operation", "float32 captured", "quantised captured",
-             "quantised integer captured", "quantised integer shared steps captured")  # fmt: skip
+    kinds = (
+        "float32",
+        "quantised",
+        "per operation",
+        "float32 captured",
+        "quantised captured",
+        "quantised integer captured",
+        "quantised integer shared steps captured",
+    )
     told, ratios = page("docs/int8.md"), {"": [], " captured": []}
-    for name, word in {"PTB LSTM": "LSTM 800, Penn Treebank", "ResNet-74": "ResNet-74, CIFAR-10"}.items():
+    for name, word in {
+        "PTB LSTM": "LSTM 800, Penn Treebank",
+        "ResNet-74": "ResNet-74, CIFAR-10",
+    }.items():
         ms = {kind: found["steps"][f"{name}, {kind}"]["ms"] for kind in kinds}
-        assert f"| {word} | {' | '.join(f'{each:.1f}' for each in ms.values())} |" in told
+        assert (
+            f"| {word} | {' | '.join(f'{each:.1f}' for each in ms.values())} |" in told
+        )
         for kind, of in ratios.items():
             of.append(ms[f"quantised{kind}"] / ms[f"float32{kind}"])
     eager, captured = (sorted(f"{ratio:.1f}" for ratio in of) for of in ratios.values())
@@ -168,10 +247,21 @@ def test_pages_say_how_long_a_step_takes_on_a_gpu():
     assert f"took {eager[1]} and {eager[0]} float32" in told
     wanted = f"took {eager[0]} to {eager[1]} float32 steps; captured as a CUDA graph, {captured[0]} to {captured[1]}."
     assert wanted in page("docs/should-i-use-it.md")
-    alone, five, shared = (f"{found['packing'][n]['steps_per_second']:.0f}" for n in ("1", "5", "5, MPS"))
-    whole = [json.loads(line) for line in page("data/results/language_paper.jsonl").splitlines()]
-    minutes, took = {f"{row['seconds'] / 60:.0f}" for row in whole}, found["evaluation_seconds"]
-    now, before = (statistics.median(took[kind]) for kind in ("captured", "one operation at a time"))
+    alone, five, shared = (
+        f"{found['packing'][n]['steps_per_second']:.0f}" for n in ("1", "5", "5, MPS")
+    )
+    whole = [
+        json.loads(line)
+        for line in page("data/results/language_paper.jsonl").splitlines()
+    ]
+    minutes, took = (
+        {f"{row['seconds'] / 60:.0f}" for row in whole},
+        found["evaluation_seconds"],
+    )
+    now, before = (
+        statistics.median(took[kind])
+        for kind in ("captured", "one operation at a time")
+    )
     wanted = (
         f"{alone} steps a second, five together {five}, five with MPS {shared}. Three whole runs side by side with MPS "
         f"took {minutes.pop()} minutes. An evaluation took {now:.2f} seconds, and {before:.0f} before evaluations were"
@@ -183,23 +273,39 @@ def test_pages_say_how_long_a_step_takes_on_a_gpu():
 
 def test_the_page_on_sweeps_prices_the_whole_paper():
     told, rows = page("docs/sweeps.md"), pd.DataFrame(kept("paper_scale")["rows"])
-    of_paper = [(n, grid.make("paper")) for n, grid in grids.find_grids(None).items() if "paper" in grid.scales]
-    keys = {spec.key: name for name, made in reversed(of_paper) for spec in made}  # a run counts in its first grid
+    of_paper = [
+        (n, grid.make("paper"))
+        for n, grid in grids.find_grids(None).items()
+        if "paper" in grid.scales
+    ]
+    keys = {
+        spec.key: name for name, made in reversed(of_paper) for spec in made
+    }  # a run counts in its first grid
     assert dict(zip(rows.grid, rows.runs, strict=True)) == Counter(keys.values())
     priced = paper_scale.priced(rows, 10, 2)
     names = {
-        "CIFAR-10 and CIFAR-100": "cifar", "ImageNet": "imagenet", "Pascal VOC 2012": "voc",
-        "OGBN-Arxiv and OGBN-Products": "ogbn", "Penn Treebank": "ptb", "XNLI": "xnli", "all": "",
-    }  # fmt: skip
+        "CIFAR-10 and CIFAR-100": "cifar",
+        "ImageNet": "imagenet",
+        "Pascal VOC 2012": "voc",
+        "OGBN-Arxiv and OGBN-Products": "ogbn",
+        "Penn Treebank": "ptb",
+        "XNLI": "xnli",
+        "all": "",
+    }
     hours = {}
     for title, start in names.items():
         of = priced[priced.grid.str.startswith(start)]
-        sums, hours[title] = of[["exaops", "hours", "money", "store_mb"]].sum(), of.hours.sum()
+        sums, hours[title] = (
+            of[["exaops", "hours", "money", "store_mb"]].sum(),
+            of.hours.sum(),
+        )
         spent = f"{sums.exaops:.1f} | {sums.hours:,.0f} | {sums.money:,.0f}"
         stored = f"{sums.store_mb:,.0f} MB | {of.checkpoint_mb.max():,.0f} MB"
         assert f"| {title} | {of.runs.sum():,} | {spent} | {stored} |" in told
     assert f"ImageNet is {100 * hours['ImageNet'] / hours['all']:.0f} % of it" in told
-    assert round((hours["all"] - hours["ImageNet"] - hours["Pascal VOC 2012"]) / 24) == 24  # "24 days"
+    assert (
+        round((hours["all"] - hours["ImageNet"] - hours["Pascal VOC 2012"]) / 24) == 24
+    )  # "24 days"
 
 
 OUTCOMES = {  # the words of the rows; README and report.ANSWER rest on those of H2 and H7a
@@ -237,55 +343,90 @@ def test_questions_have_the_outcomes_readme_rests_on(question):
     outcome, *_ = re.findall(rf"^\| {question} \| [^|]* \| ([^|]*) \|", answers, re.M)
     assert re.sub("^(confirmed|contradicted): ", "", outcome) == OUTCOMES[question]
     if question == "H5":
-        assert re.search(r"^\| over both \|.*\| \+[^|]*wins[^|]*\| -[^|]*loses[^|]*\|$", answers, re.M)
+        assert re.search(
+            r"^\| over both \|.*\| \+[^|]*wins[^|]*\| -[^|]*loses[^|]*\|$",
+            answers,
+            re.M,
+        )
 
 
 def test_readme_says_what_was_learnt_in_one_sentence():
-    learnt = " ".join(page("README.md").split("## What we learnt")[1].split("## ")[0].split())
+    learnt = " ".join(
+        page("README.md").split("## What we learnt")[1].split("## ")[0].split()
+    )
     tasks = re.search(r"the pair gains in (\d of \d)", OUTCOMES["H7a"])[1]
-    comparisons = {"6": "six"}[re.search(r"static is better in \d of (\d)", OUTCOMES["H2"])[1]]
-    assert f"In {comparisons} comparisons of equal cost no cyclic schedule beat static bits by the margin" in learnt
+    comparisons = {"6": "six"}[
+        re.search(r"static is better in \d of (\d)", OUTCOMES["H2"])[1]
+    ]
+    assert (
+        f"In {comparisons} comparisons of equal cost no cyclic schedule beat static bits by the margin"
+        in learnt
+    )
     assert "inconclusive if all models are evaluated at 8 bits" in learnt
     assert f"improved {tasks} tasks at the cost of 3 static bits" in learnt
     assert learnt.count(". ") == 0
     assert "(docs/reproducing/questions.md)" in learnt
-    assert "no cyclic schedule beat static bits of its cost by the margin" in report.ANSWER
+    assert (
+        "no cyclic schedule beat static bits of its cost by the margin" in report.ANSWER
+    )
     assert not re.search(r"\bH\d", page("README.md"))
 
 
 def test_readme_first_screen_has_three_commands():
     text = page("README.md")
-    for words in ("JupyterLab", "papermill", "make image", "environment.yml", "jupyter lab notebooks"):
+    for words in (
+        "JupyterLab",
+        "papermill",
+        "make image",
+        "environment.yml",
+        "jupyter lab notebooks",
+    ):
         assert words in text
     assert re.findall(r"!\[.*\]\((.*)\)", text) == ["data/results/figure_3.png"]
     assert (ROOT / "data/results/figure_3.png").read_bytes().startswith(b"\x89PNG")
     command = re.search(r"papermill notebooks/(03_\w+\.ipynb) (.*?)```", text, re.S)
     cells = json.loads((ROOT / "notebooks" / command[1]).read_text())["cells"]
-    parameters = next("".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", ()))
+    parameters = next(
+        "".join(c["source"])
+        for c in cells
+        if "parameters" in c["metadata"].get("tags", ())
+    )
     given = re.findall(r"-p (\w+)|-y \"(\w+):", command[2])
     names = ["".join(pair) for pair in given]
     assert names == ["scale", "schedules", "static_bits", "seeds"]
-    assert [name for name in names if not re.search(rf"^{name}\b", parameters, re.M)] == []
+    assert [
+        name for name in names if not re.search(rf"^{name}\b", parameters, re.M)
+    ] == []
 
 
 def test_readme_names_the_extra_that_brings_jupyter():
     extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
     assert any(line.startswith("jupyterlab") for line in extras["notebooks"])
-    assert not any(line.startswith(("jupyter", "papermill")) for line in (*extras["lab"], *extras["vision"]))
-    assert '`pip install -e ".[notebooks,vision,text]"` | the library, `cpt`, JupyterLab and papermill' in page(
-        "README.md"
+    assert not any(
+        line.startswith(("jupyter", "papermill"))
+        for line in (*extras["lab"], *extras["vision"])
+    )
+    assert (
+        '`pip install -e ".[notebooks,vision,text]"` | the library, `cpt`, JupyterLab and papermill'
+        in page("README.md")
     )
 
 
 def test_readme_figure_states_what_the_paper_says():
     known = {claim.id: claim.claim for claim in claims.claims()}
     assert "exceed" in known[readme_figure.STATED["small"][0]]
-    assert "similar to static q_max or worse" in known[readme_figure.STATED["medium"][0]]
+    assert (
+        "similar to static q_max or worse" in known[readme_figure.STATED["medium"][0]]
+    )
     assert "nearly all" in known[readme_figure.CIFAR_STATED[0]]
     drawn = readme_figure.paper_beside_ours()
     paper, ours = drawn.axes
     words = " ".join(text.get_text() for text in paper.texts)
-    (number,) = [n for n in printed.numbers().itertuples() if n.artefact == "figure_3" and n.unit == "points"]
+    (number,) = [
+        n
+        for n in printed.numbers().itertuples()
+        if n.artefact == "figure_3" and n.unit == "points"
+    ]
     assert f"{number.value:g} to {number.to:g}" in words
     arms = readme_figure.differences(figure_data.best_rows("figure_3"))
     assert drawn.get_suptitle() == readme_figure.finding(arms)
@@ -295,9 +436,13 @@ def test_readme_figure_states_what_the_paper_says():
 
 def test_the_page_on_use_says_what_the_ten_schedules_came_to():
     schedules = "|".join(cpt_core.SUITE)
-    table = re.findall(rf"^\| (?:{schedules}) \|(.*)\|$", page("docs/reproducing/schedules.md"), re.M)
+    table = re.findall(
+        rf"^\| (?:{schedules}) \|(.*)\|$", page("docs/reproducing/schedules.md"), re.M
+    )
     cells = [cell.strip() for row in table for cell in row.split("|")]
-    worse, better = (sum(cell.startswith(sign) for cell in cells) for sign in ("**-", "**+"))
+    worse, better = (
+        sum(cell.startswith(sign) for cell in cells) for sign in ("**-", "**+")
+    )
     assert (len(cells), worse, better) == (30, 10, 0)
     said = "static was better in ten of thirty comparisons, a schedule in none"
     assert said in " ".join(page("docs/should-i-use-it.md").split())
@@ -305,7 +450,11 @@ def test_the_page_on_use_says_what_the_ten_schedules_came_to():
 
 def test_what_won_h5_can_be_written_by_hand():
     answers = " ".join(page("docs/reproducing/questions.md").split())
-    won = next(spec.schedule for spec in allocated("characters", [0]) if spec.arm.startswith("over layers"))
+    won = next(
+        spec.schedule
+        for spec in allocated("characters", [0])
+        if spec.arm.startswith("over layers")
+    )
     bits = {names: set(schedule.bits()) for names, schedule, _ in won.parts}
     assert bits == {("lstm",): {2, 3}, ("decoder",): {6}}
     assert "6 bits for the output layer, 2 and 3 bits in turn for the LSTM" in answers
@@ -322,11 +471,19 @@ def test_what_won_h5_can_be_written_by_hand():
 
 def test_lines_of_pages_fit_a_screen():
     for path in [README, *(ROOT / "docs").rglob("*.md")]:
-        table = 1500 if path.parent == results.PAGES else 300  # the cell of a claim has all of its effects
-        wide = [line for line in path.read_text().splitlines() if len(line) > (table if line[:1] == "|" else 120)]
+        table = (
+            1500 if path.parent == results.PAGES else 300
+        )  # the cell of a claim has all of its effects
+        wide = [
+            line
+            for line in path.read_text().splitlines()
+            if len(line) > (table if line[:1] == "|" else 120)
+        ]
         if path.name != "preregistration.md":  # its words stay as they were written
             assert wide == [], path.name
-        assert not re.search(r"^ *%", path.read_text(), re.M), f"{path.name}: the site takes that line for a comment"
+        assert not re.search(r"^ *%", path.read_text(), re.M), (
+            f"{path.name}: the site takes that line for a comment"
+        )
 
 
 README, *MORE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -359,14 +516,22 @@ def test_the_three_lines_of_the_first_screen_run():
 
 def test_links_of_the_pages_lead_somewhere():
     seen = 0
-    folders = ("*.md", "docs/**/*.md", "data/**/*.md", "notebooks/*.md", "notebooks/*.ipynb")
+    folders = (
+        "*.md",
+        "docs/**/*.md",
+        "data/**/*.md",
+        "notebooks/*.md",
+        "notebooks/*.ipynb",
+    )
     for path in [path for folder in folders for path in ROOT.glob(folder)]:
         text = re.sub(r"^```.*?^```|`[^`\n]+`", "", markdown(path), flags=re.M | re.S)
         for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
             if not link.startswith(("http", "mailto")):
                 target = path.parent / link if link else path
                 assert target.exists(), f"{path.name}: {link}"
-                assert not anchor or anchor in anchors(target), f"{path.name}: {link}#{anchor}"
+                assert not anchor or anchor in anchors(target), (
+                    f"{path.name}: {link}#{anchor}"
+                )
                 seen += 1
     assert seen > 300
 
@@ -374,20 +539,36 @@ def test_links_of_the_pages_lead_somewhere():
 def markdown(path):
     """The text of a page, or that of a notebook without its code."""
     cells = json.loads(path.read_text())["cells"] if path.suffix == ".ipynb" else []
-    parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    parts = [
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    ]
     return "\n\n".join(parts) if cells else path.read_text()
 
 
 def anchors(page):
     """The anchors of a page's headings, as Markdown's readers make them."""
     headings = re.findall(r"^#+ (.*)$", markdown(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def test_the_page_for_teachers_has_the_study_time_of_every_notebook():
     """Notebooks 03 to 08, which follow the paper, state none."""
-    texts = {path.name[:2]: markdown(path) for path in ROOT.glob("notebooks/*.ipynb") if path.name[:2] not in PAPER}
-    stated = {n: int(re.search(r"\*\*Study time\*\* (\d+) minutes", text)[1]) for n, text in texts.items()}
+    texts = {
+        path.name[:2]: markdown(path)
+        for path in ROOT.glob("notebooks/*.ipynb")
+        if path.name[:2] not in PAPER
+    }
+    stated = {
+        n: int(re.search(r"\*\*Study time\*\* (\d+) minutes", text)[1])
+        for n, text in texts.items()
+    }
     rows = re.findall(r"^\| ([\d, ]+) \| ([\d, ]+) \|", page("docs/teaching.md"), re.M)
-    told = {number: int(m) for n, t in rows for number, m in zip(n.split(", "), t.split(", "), strict=True)}
+    told = {
+        number: int(m)
+        for n, t in rows
+        for number, m in zip(n.split(", "), t.split(", "), strict=True)
+    }
     assert told == stated

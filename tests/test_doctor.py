@@ -20,7 +20,9 @@ from cpt_lab.doctor import Check, MachineError, MachineWarning
 from cpt_lab.provenance import Commit
 from cpt_lab.sweeps.sweep import run_grid
 
-NAMES = "kernels git locks disk /dev/shm temporary processes cores memory GPU user".split()
+NAMES = (
+    "kernels git locks disk /dev/shm temporary processes cores memory GPU user".split()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,10 @@ def test_examine_makes_every_check_once_and_leaves_nothing(tmp_path):
     assert all(check.remedy for check in checks if check.state != "fine")
     assert list(tmp_path.iterdir()) == []
     lines = [str(check) for check in checks]
-    assert all(line.split()[:2] == [check.name, check.state] for line, check in zip(lines, checks, strict=True))
+    assert all(
+        line.split()[:2] == [check.name, check.state]
+        for line, check in zip(lines, checks, strict=True)
+    )
 
 
 def test_a_check_that_fails_is_one_line(monkeypatch, tmp_path):
@@ -48,7 +53,10 @@ def test_a_check_that_fails_is_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(doctor, "find_commit", fail)
     found = {check.name: check for check in doctor.examine(tmp_path)}["git"]
-    assert (found.state, "this check failed: KeyError: 'odd machine'" in found.text) == ("degraded", True)
+    assert (
+        found.state,
+        "this check failed: KeyError: 'odd machine'" in found.text,
+    ) == ("degraded", True)
 
 
 # --- locks and disk ------------------------------------------------------------------------------
@@ -56,7 +64,9 @@ def test_a_check_that_fails_is_one_line(monkeypatch, tmp_path):
 
 def test_check_locks_asks_another_process(tmp_path, monkeypatch):
     assert doctor.check_locks(tmp_path).state == "fine"
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # this process believes that it has the lock
+    monkeypatch.setattr(
+        "fcntl.flock", lambda *_: None
+    )  # this process believes that it has the lock
     found = doctor.check_locks(tmp_path)
     assert found.state == "refused"
     assert "excludes nobody" in found.text
@@ -65,7 +75,9 @@ def test_check_locks_asks_another_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("excludes", [True, False])
-def test_check_locks_forks_where_no_python_can_be_started(excludes, tmp_path, monkeypatch):
+def test_check_locks_forks_where_no_python_can_be_started(
+    excludes, tmp_path, monkeypatch
+):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -83,7 +95,9 @@ def test_check_locks_forks_where_no_python_can_be_started(excludes, tmp_path, mo
         (errno.ENOSYS, "degraded", "files stand for them"),
     ],
 )
-def test_check_locks_names_what_the_system_refuses(number, state, words, tmp_path, monkeypatch):
+def test_check_locks_names_what_the_system_refuses(
+    number, state, words, tmp_path, monkeypatch
+):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -104,16 +118,24 @@ def test_check_locks_names_what_the_system_refuses(number, state, words, tmp_pat
         ("{folder}/deeper rw - fuse.sshfs me@there:/ rw", "fine"),
     ],
 )
-def test_check_locks_knows_locks_that_other_machines_do_not_see(mount, state, tmp_path, monkeypatch):
+def test_check_locks_knows_locks_that_other_machines_do_not_see(
+    mount, state, tmp_path, monkeypatch
+):
     folder = tmp_path / "a folder"
     folder.mkdir()
     place = str(folder).replace(" ", "\\040")
-    lines = ["20 1 8:1 / / rw - ext4 /dev/sda rw", f"21 20 0:5 / {mount.format(folder=place)}"]
+    lines = [
+        "20 1 8:1 / / rw - ext4 /dev/sda rw",
+        f"21 20 0:5 / {mount.format(folder=place)}",
+    ]
     monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "mountinfo")
     doctor.MOUNTS.write_text("\n".join(lines))
     found = doctor.check_locks(folder)
     assert found.state == state
-    assert state == "fine" or "give every machine a CPT_RUNS_DIR of its own" in found.remedy
+    assert (
+        state == "fine"
+        or "give every machine a CPT_RUNS_DIR of its own" in found.remedy
+    )
 
 
 def test_check_disk_says_what_there_is_room_for(tmp_path, monkeypatch):
@@ -146,10 +168,17 @@ def test_check_kernels_says_where_they_are_and_what_that_costs(tmp_path, monkeyp
     monkeypatch.setattr(build, "compiler", lambda: "/usr/bin/g++")
     assert "/usr/bin/g++ builds them on first use" in doctor.check_kernels().text
     (tmp_path / "cache" / build.library_name()).touch()
-    assert doctor.check_kernels()[:3] == ("kernels", "fine", f"built, in {tmp_path / 'cache'}")
+    assert doctor.check_kernels()[:3] == (
+        "kernels",
+        "fine",
+        f"built, in {tmp_path / 'cache'}",
+    )
     monkeypatch.setenv("CPT_KERNELS_DIR", "/proc/nope/kernels")
     found = doctor.check_kernels()
-    assert (found.state, "lost when it is emptied: /proc/nope/kernels cannot" in found.text) == ("degraded", True)
+    assert (
+        found.state,
+        "lost when it is emptied: /proc/nope/kernels cannot" in found.text,
+    ) == ("degraded", True)
     monkeypatch.setattr(build, "compiler", lambda: None)
     assert "there is no C++ compiler" in doctor.check_kernels().text
     tmp_path.chmod(0o777)  # now nothing there is safe
@@ -159,7 +188,9 @@ def test_check_kernels_says_where_they_are_and_what_that_costs(tmp_path, monkeyp
     assert doctor.check_kernels().state == "fine"
 
 
-def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(tmp_path, monkeypatch):
+def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     monkeypatch.setattr(build, "compiler", lambda: "/usr/bin/g++")
     (tmp_path / "temporary").mkdir(mode=0o777)
@@ -169,8 +200,13 @@ def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(t
     monkeypatch.setenv("CPT_KERNELS_DIR", "/proc/nope/kernels")
     assert doctor.check_kernels(tmp_path / "temporary" / "unsafe").state == "degraded"
     assert os.environ["CPT_KERNELS_DIR"] == "/proc/nope/kernels"
-    assert str(tmp_path / "runs") in doctor.check_kernels(tmp_path / "runs" / "kernels").text
-    assert os.environ["CPT_KERNELS_DIR"] == str(tmp_path / "runs" / "kernels")  # which the runs' processes get
+    assert (
+        str(tmp_path / "runs")
+        in doctor.check_kernels(tmp_path / "runs" / "kernels").text
+    )
+    assert os.environ["CPT_KERNELS_DIR"] == str(
+        tmp_path / "runs" / "kernels"
+    )  # which the runs' processes get
 
 
 @pytest.mark.parametrize(
@@ -179,7 +215,11 @@ def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(t
         (Commit("0123456789abcdef", False), "fine", "at commit 0123456789"),
         (Commit("0123456789abcdef", True), "fine", "tracked files differ"),
         (Commit(None, None, "git is not installed"), "degraded", "install git"),
-        (Commit(None, None, "detected dubious ownership in x"), "degraded", "config --global --add safe.directory"),
+        (
+            Commit(None, None, "detected dubious ownership in x"),
+            "degraded",
+            "config --global --add safe.directory",
+        ),
         (Commit(None, None, "/x is no repository: no .git"), "degraded", "use a clone"),
         (Commit(None, None, "something else"), "degraded", "something else"),
     ],
@@ -225,13 +265,35 @@ NVRM = "NVRM version: NVIDIA UNIX {}Kernel Module{}  {}  Release Build\nGCC vers
             "degraded",
             "too old for torch's CUDA 13.2, which needs 580",
         ),
-        (NVRM.format("Open ", " for x86_64", "580.65.06"), "13.2", "fine", "driver 580.65.06"),
-        (NVRM.format("x86_64 ", "", "535.104.05"), "12.6", "fine", "torch for CUDA 12.6"),
-        (NVRM.format("x86_64 ", "", "470.82.01"), "12.6", "degraded", "which needs 525"),
-        (NVRM.format("x86_64 ", "", "580.65.06"), None, "degraded", "built for the CPU"),
+        (
+            NVRM.format("Open ", " for x86_64", "580.65.06"),
+            "13.2",
+            "fine",
+            "driver 580.65.06",
+        ),
+        (
+            NVRM.format("x86_64 ", "", "535.104.05"),
+            "12.6",
+            "fine",
+            "torch for CUDA 12.6",
+        ),
+        (
+            NVRM.format("x86_64 ", "", "470.82.01"),
+            "12.6",
+            "degraded",
+            "which needs 525",
+        ),
+        (
+            NVRM.format("x86_64 ", "", "580.65.06"),
+            None,
+            "degraded",
+            "built for the CPU",
+        ),
     ],
 )
-def test_check_gpu_compares_driver_and_torch(text, cuda, state, words, tmp_path, monkeypatch):
+def test_check_gpu_compares_driver_and_torch(
+    text, cuda, state, words, tmp_path, monkeypatch
+):
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
     if text is not None:
         doctor.DRIVER.write_text(text)
@@ -247,7 +309,10 @@ def test_check_user_names_a_user_without_a_home_or_a_name(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 987654)
     monkeypatch.setenv("HOME", "/proc/nope")
     found = doctor.check_user()
-    assert (found.state, "number 987654 has no home" in found.text) == ("degraded", True)
+    assert (found.state, "number 987654 has no home" in found.text) == (
+        "degraded",
+        True,
+    )
 
 
 def test_checks_of_cores_and_memories_say_what_is_granted(monkeypatch):
@@ -275,7 +340,11 @@ def test_check_processes_asks_whether_python_can_be_started(tmp_path, monkeypatc
 
 
 def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "check_git", lambda: Check("git", "degraded", "no commit", "install git"))
+    monkeypatch.setattr(
+        doctor,
+        "check_git",
+        lambda: Check("git", "degraded", "no commit", "install git"),
+    )
     monkeypatch.setattr(provenance, "_told", False)
     with pytest.warns(MachineWarning, match="git: no commit; install git") as said:
         doctor.check_sweep(tmp_path / "a")
@@ -284,38 +353,76 @@ def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
     with warnings.catch_warnings(action="error"):
         doctor.check_sweep(tmp_path / "a")
         doctor.check_sweep(tmp_path / "b")
-    monkeypatch.setattr(doctor, "check_locks", lambda folder: Check("locks", "fine", "of no interest"))
+    monkeypatch.setattr(
+        doctor, "check_locks", lambda folder: Check("locks", "fine", "of no interest")
+    )
     for _ in range(2):
-        refused("disk: .*cannot be written to", doctor.check_sweep, Path("/proc/nope"), error=MachineError)
+        refused(
+            "disk: .*cannot be written to",
+            doctor.check_sweep,
+            Path("/proc/nope"),
+            error=MachineError,
+        )
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nope")
     doctor.check_sweep(tmp_path / "d", starts=False)
-    refused("temporary: there is no folder", doctor.check_sweep, tmp_path / "d", error=MachineError)
+    refused(
+        "temporary: there is no folder",
+        doctor.check_sweep,
+        tmp_path / "d",
+        error=MachineError,
+    )
 
 
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 def test_run_grid_checks_the_machine_before_anything_runs(tmp_path, monkeypatch):
     (spec,), store = specs_of("CR"), tmp_path / "rows.jsonl"
-    monkeypatch.setattr(doctor, "check_locks", lambda folder: Check("locks", "refused", f"none in {folder}"))
-    refused(f"locks: none in {tmp_path}; `cpt doctor`", run_grid, [spec], store, workers=0, error=MachineError)
+    monkeypatch.setattr(
+        doctor,
+        "check_locks",
+        lambda folder: Check("locks", "refused", f"none in {folder}"),
+    )
+    refused(
+        f"locks: none in {tmp_path}; `cpt doctor`",
+        run_grid,
+        [spec],
+        store,
+        workers=0,
+        error=MachineError,
+    )
     assert not store.exists()
     monkeypatch.undo()
     (row,) = run_grid([spec], store, workers=0)
     assert row["status"] == "ok"
-    monkeypatch.setattr(doctor, "check_locks", lambda folder: pytest.fail("there is nothing to be run"))
+    monkeypatch.setattr(
+        doctor, "check_locks", lambda folder: pytest.fail("there is nothing to be run")
+    )
     monkeypatch.setattr(doctor, "_checked", set())
     run_grid([spec], store, workers=0)
 
 
-def test_cpt_doctor_ends_with_1_when_something_is_refused(command, tmp_path, monkeypatch):
+def test_cpt_doctor_ends_with_1_when_something_is_refused(
+    command, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     found = [Check("git", "degraded", "no commit"), Check("x", "fine", "y")]
     monkeypatch.setattr(doctor, "examine", lambda least: found)
-    assert command("doctor") == (0, "git          degraded  no commit\nx            fine      y\n", "")
+    assert command("doctor") == (
+        0,
+        "git          degraded  no commit\nx            fine      y\n",
+        "",
+    )
     found[:] = [Check("disk", "refused", "full", "make room")]
     assert command("doctor") == (1, "disk         refused   full; make room\n", "")
 
 
-NOBODY = [shutil.which("setpriv"), "--reuid", "12345", "--regid", "12345", "--clear-groups"]
+NOBODY = [
+    shutil.which("setpriv"),
+    "--reuid",
+    "12345",
+    "--regid",
+    "12345",
+    "--clear-groups",
+]
 USERS = {
     "a home that is nowhere": ({"HOME": "/proc/nope", "TMPDIR": "/nowhere"}, []),
     "a number without a name": (
@@ -337,11 +444,26 @@ def test_cpt_doctor_works_for_users_without_much(name, tmp_path):
         pytest.skip("only root becomes another user")
     folder = Path(tempfile.mkdtemp(prefix="cpt-"))  # which others may enter
     folder.chmod(0o777)
-    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "TMPDIR")}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "CPT_RUNS_DIR": str(folder / "runs"), **changes}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HOME", "XDG_CACHE_HOME", "TMPDIR")
+    }
+    environment |= {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "CPT_RUNS_DIR": str(folder / "runs"),
+        **changes,
+    }
     words = [*before, sys.executable, "-m", "cpt_lab", "doctor"]
     try:
-        done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            words,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     finally:
         shutil.rmtree(folder)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout

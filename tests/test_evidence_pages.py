@@ -19,7 +19,9 @@ def section_of(name, heading):
     """The text below a heading of a page, up to the next of its rank."""
     mark = heading.split()[0]
     parts = re.split(rf"^{mark} ", page(f"{PAGES}/{name}.md"), flags=re.M)
-    (found,) = (part for part in parts if part.startswith(heading.removeprefix(f"{mark} ")))
+    (found,) = (
+        part for part in parts if part.startswith(heading.removeprefix(f"{mark} "))
+    )
     return found
 
 
@@ -36,23 +38,32 @@ def test_page_of_critical_periods_shows_the_decays():
 
 def test_page_of_critical_periods_judges_footnote_5():
     told = section_of("critical-periods", "## Claims and measurements")
-    (claim,) = re.findall(r"^\| The decay of the learning rate does not matter.*$", told, re.M)
+    (claim,) = re.findall(
+        r"^\| The decay of the learning rate does not matter.*$", told, re.M
+    )
     assert "**not equal in 1 of 2 experiments**" in claim
     assert "step minus constant learning rate +0.63" in claim
     assert "`h3`" in told
 
 
-@pytest.mark.parametrize("name", ["critical-periods", "images", "graphs", "language", "detection", "schedules"])
+@pytest.mark.parametrize(
+    "name",
+    ["critical-periods", "images", "graphs", "language", "detection", "schedules"],
+)
 def test_page_says_the_level_of_every_measured_effect(name):
     """Each effect of a claim, or the experiment that it names, says what full bits reach."""
     told = section_of(name, "## Claims and measurements")
     level = r"(?:static \d+|no deficit) reaches "
-    experiments = dict(re.findall(rf"^\| ([^|]+) \| [^|]+ \| ({level}|see the effects)", told, re.M))
+    experiments = dict(
+        re.findall(rf"^\| ([^|]+) \| [^|]+ \| ({level}|see the effects)", told, re.M)
+    )
     effects = re.findall(r"<br>([^<|]*: [^<|]*\(\d+[^()]*\))", told)
     without = []
     for effect in effects:
         experiment = effect.partition(": ")[0]
-        if experiments.get(experiment, "see the effects") == "see the effects" and not re.search(level, effect):
+        if experiments.get(
+            experiment, "see the effects"
+        ) == "see the effects" and not re.search(level, effect):
             without.append(effect)
     assert len(effects) >= 4
     assert without == []
@@ -69,14 +80,19 @@ def test_page_of_a_study_says_level_prices_and_rates(name):
 
 
 @pytest.mark.parametrize(
-    ("study", "name"), [(h7.STUDY, "where-to-spend-bits"), (h10.STUDY, "when-to-switch")], ids=["h7", "h10"]
+    ("study", "name"),
+    [(h7.STUDY, "where-to-spend-bits"), (h10.STUDY, "when-to-switch")],
+    ids=["h7", "h10"],
 )
 def test_page_of_a_study_counts_rates_at_ends(study, name):
-    chosen = [rate for case in study.cases for rate, _ in tuned.settings(study, case).values()]
+    chosen = [
+        rate for case in study.cases for rate, _ in tuned.settings(study, case).values()
+    ]
     counts = Counter(chosen)
     ends = counts[0.5] + counts[2.0]
-    assert f"{ends} of the {len(chosen)} choices lie at an end of this grid" in " ".join(
-        page(f"{PAGES}/{name}.md").split()
+    assert (
+        f"{ends} of the {len(chosen)} choices lie at an end of this grid"
+        in " ".join(page(f"{PAGES}/{name}.md").split())
     )
 
 
@@ -84,41 +100,87 @@ def test_level_of_cifar_copies_is_that_of_the_rows():
     found = []
     for line in (results_dir() / "h7.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["spec"]["recipe"]["dataset"].startswith("cifar10") and row["spec"]["arm"].startswith("8/8"):
-            metrics = {(m["name"], m["precision"], m["split"], m["when"]): m["value"] for m in row["metrics"]}
+        if row["spec"]["recipe"]["dataset"].startswith("cifar10") and row["spec"][
+            "arm"
+        ].startswith("8/8"):
+            metrics = {
+                (m["name"], m["precision"], m["split"], m["when"]): m["value"]
+                for m in row["metrics"]
+            }
             found.append(100 * metrics["accuracy", "q_max", "test", "final"])
-    (line,) = re.findall(r"^\| CIFAR-10 copies .*epochs of 10,000.*$", page(f"{PAGES}/where-to-spend-bits.md"), re.M)
+    (line,) = re.findall(
+        r"^\| CIFAR-10 copies .*epochs of 10,000.*$",
+        page(f"{PAGES}/where-to-spend-bits.md"),
+        re.M,
+    )
     assert f"| {sum(found) / len(found):.1f} % |" in line
 
 
 def test_pages_print_both_rules_of_evaluation():
     questions = page(f"{PAGES}/questions.md")
     (header,) = re.findall(r"^\|  \| question \|.*$", questions, re.M)
-    assert [cell.partition(",")[0] for cell in header.split(" | ")[-2:]] == ["both at 8 bits", "both at their own bits"]
-    for question in ("H2", "H5", "H7a", "H7b", "H7c", "H8a", "H8b", "H10a", "H10b", "H10c"):
-        row, *_ = re.findall(rf"^\| {question} \|.*$", questions, re.M)  # the first table has the outcomes
+    assert [cell.partition(",")[0] for cell in header.split(" | ")[-2:]] == [
+        "both at 8 bits",
+        "both at their own bits",
+    ]
+    for question in (
+        "H2",
+        "H5",
+        "H7a",
+        "H7b",
+        "H7c",
+        "H8a",
+        "H8b",
+        "H10a",
+        "H10b",
+        "H10c",
+    ):
+        row, *_ = re.findall(
+            rf"^\| {question} \|.*$", questions, re.M
+        )  # the first table has the outcomes
         assert "–" not in row.split(" | ")[-2:], question
-    assert re.search(r"^\| H2 \|.* \| open; .*; p 0\.13 \| the same; p 0\.00012 \|$", questions, re.M)
-    assert re.search(r"^\| H7a \|.* \| open; the pair gains in 3 of 6; p 0\.35 \| confirmed; ", questions, re.M)
+    assert re.search(
+        r"^\| H2 \|.* \| open; .*; p 0\.13 \| the same; p 0\.00012 \|$", questions, re.M
+    )
+    assert re.search(
+        r"^\| H7a \|.* \| open; the pair gains in 3 of 6; p 0\.35 \| confirmed; ",
+        questions,
+        re.M,
+    )
     told = page(f"{PAGES}/where-to-spend-bits.md")
     assert "The pair gains in 4 of 6, p 0.0039" in told
-    assert re.search(r"\| tasks that gain, p of at least 4 \| 3 of 6, p 0\.11 \| 5 of 6, ", told)
+    assert re.search(
+        r"\| tasks that gain, p of at least 4 \| 3 of 6, p 0\.11 \| 5 of 6, ", told
+    )
 
 
 def test_questions_and_repeated_effects_have_levels():
     levels = section_of("questions", "# Questions asked before their runs")
     for name in ("H1", "H2", "H3", "H4", "H5", "H6"):
-        assert re.search(rf"^\| (?:.*, )?{name}(?:, .*)? \| .* reaches .* \|$", levels, re.M), name
+        assert re.search(
+            rf"^\| (?:.*, )?{name}(?:, .*)? \| .* reaches .* \|$", levels, re.M
+        ), name
     repeated = section_of("repeating", "## Repeat an effect")
-    rows = [line for line in repeated.splitlines() if re.search(r"\[.*\].*\[.*\]", line) and line.startswith("|")]
+    rows = [
+        line
+        for line in repeated.splitlines()
+        if re.search(r"\[.*\].*\[.*\]", line) and line.startswith("|")
+    ]
     assert rows
     assert all(" reaches " in row for row in rows)
-    assert "static 8 reaches 52.9 %" in section_of("schedules", "## Schedules within the range test")
+    assert "static 8 reaches 52.9 %" in section_of(
+        "schedules", "## Schedules within the range test"
+    )
 
 
 def test_index_counts_claims_without_evidence():
     told = page(f"{PAGES}/index.md")
-    there, of = map(int, re.search(r"(\d+) of the (\d+) claims have a measured or computed effect", told).groups())
+    there, of = map(
+        int,
+        re.search(
+            r"(\d+) of the (\d+) claims have a measured or computed effect", told
+        ).groups(),
+    )
     missing = [
         name.name
         for name in (results_dir().parents[1] / PAGES).glob("*.md")

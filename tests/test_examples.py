@@ -34,10 +34,17 @@ def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
     assert (ast.get_docstring(ast.parse(text)) or "").count(".") >= 1
     assert path.stem in Path(__file__).read_text()
     brings = {"sklearn": "lab", "lightning": "lightning", "transformers": "text"}
-    needed = {brings[name] for name in re.findall(r"^(?:from|import) (\w+)", text, re.M) if name in brings}
+    needed = {
+        brings[name]
+        for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)
+        if name in brings
+    }
     assert re.findall(r"extras? `([\w,]+)`", text) == [",".join(sorted(needed))]
     page = (FOLDER.parent / "docs" / "integrations.md").read_text()
-    assert f"[`{path.name}`](../examples/{path.name}) | `{','.join(sorted(needed))}` |" in page
+    assert (
+        f"[`{path.name}`](../examples/{path.name}) | `{','.join(sorted(needed))}` |"
+        in page
+    )
 
 
 def test_a_schedule_drives_the_kernels_of_others():
@@ -50,17 +57,25 @@ def test_a_schedule_drives_the_kernels_of_others():
 
 
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
-def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path, monkeypatch, command, capsys):
+def test_a_study_of_ones_own_goes_on_where_it_was_stopped(
+    tmp_path, monkeypatch, command, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert command("study", "new", "mine")[0] == 0
     status, _, wrong = command("study", "new", "mine")
     assert status == 2
-    assert "study.py is there already; name another folder, nothing was written" in wrong
+    assert (
+        "study.py is there already; name another folder, nothing was written" in wrong
+    )
     folder = tmp_path / "mine"
     monkeypatch.chdir(folder)
     script, store = folder / "study.py", folder / "study.jsonl"
     assert len(script.read_text().splitlines()) <= 120
-    script.write_text(script.read_text().replace("STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40"))
+    script.write_text(
+        script.read_text().replace(
+            "STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40"
+        )
+    )
 
     def study(seeds):
         monkeypatch.setattr(sys, "argv", ["study.py", str(seeds)])
@@ -69,7 +84,9 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path, monkeypatch,
 
     said = study(3)
     kept = store.read_text().splitlines()
-    arms = [line.rsplit(None, 4)[0] for line in said[2:-1] if not line.startswith("static")]
+    arms = [
+        line.rsplit(None, 4)[0] for line in said[2:-1] if not line.startswith("static")
+    ]
     static = [line.split()[1:] for line in said[2:-1] if line.startswith("static")]
     assert {*arms} == {*cpt.SUITE, "allocated"}
     assert len(kept) == 1 + 3 * (len(arms) + len(static))
@@ -81,22 +98,47 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path, monkeypatch,
     assert store.read_text().splitlines() == kept
     refused("give 3 or more, got 2", study, 2)
     book = papermill.execute_notebook(
-        folder / "study.ipynb", None, {"seeds": 3}, cwd=folder, progress_bar=False, kernel_name="python3"
+        folder / "study.ipynb",
+        None,
+        {"seeds": 3},
+        cwd=folder,
+        progress_bar=False,
+        kernel_name="python3",
     )
-    shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = [
+        output
+        for cell in book.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
     assert shown[-2]["text"].strip() == said[-1]
     assert "image/png" in shown[-1]["data"]
     assert store.read_text().splitlines() == kept
 
 
 def test_two_processes_train_one_model(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    surroundings = os.environ | {
+        "PYTHONPATH": str(FOLDER.parent),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     script = [*command, str(FOLDER / "processes.py")]
-    first, *report = said_by(*script, cwd=tmp_path, env=surroundings, timeout=300).splitlines()
+    first, *report = said_by(
+        *script, cwd=tmp_path, env=surroundings, timeout=300
+    ).splitlines()
     assert first.startswith("2 processes, accuracy ")
     assert float(first.split()[-2]) > 80
-    assert report[1].split()[:2] == ["0", "204,800"]  # 64 x 32 products for each of 2 x 50 pictures
+    assert report[1].split()[:2] == [
+        "0",
+        "204,800",
+    ]  # 64 x 32 products for each of 2 x 50 pictures
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["precision"]["last_step"] == 200
 
@@ -107,17 +149,39 @@ GRID = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0"]
 
 def on_a_cluster(script, tmp_path, **programs):
     """Run a script of a cluster with small data; ``programs`` stand for those that only a cluster has."""
-    for name, text in {"cpt": f'exec {sys.executable} -m cpt_lab "$@"', **programs}.items():
+    for name, text in {
+        "cpt": f'exec {sys.executable} -m cpt_lab "$@"',
+        **programs,
+    }.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         if not path.exists():  # of a job that is running it cannot be written
             path.write_text(f"#!/bin/bash\n{text}\n")
             path.chmod(0o755)
-    found = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CPT_RUNS_DIR": str(tmp_path / "runs")}
-    found |= {"CPT_DATA_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(FOLDER.parent)}
-    found |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "GPUS": "2"}
+    found = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "CPT_RUNS_DIR": str(tmp_path / "runs"),
+    }
+    found |= {
+        "CPT_DATA_DIR": str(tmp_path),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(FOLDER.parent),
+    }
+    found |= {
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "7",
+        "GPUS": "2",
+    }
     words = ["bash", str(CLUSTER / script), *GRID]
-    return subprocess.Popen(words, cwd=tmp_path, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=found,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_jobs_of_an_array_share_a_grid(tmp_path):
@@ -127,7 +191,9 @@ def test_jobs_of_an_array_share_a_grid(tmp_path):
         said, wrong = job.communicate(timeout=300)
         assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
     store = tmp_path / "runs/smoke/image.jsonl"
-    assert len(store.read_text().splitlines()) == len(load_rows(store)) == 2  # none was done twice
+    assert (
+        len(store.read_text().splitlines()) == len(load_rows(store)) == 2
+    )  # none was done twice
 
 
 QUEUE = """
@@ -144,21 +210,33 @@ class SLURMCluster(LocalCluster):
 def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
     """A cluster of this machine stands for that of dask-jobqueue."""
     (tmp_path / "dask_jobqueue.py").write_text(QUEUE)
-    found = os.environ | {"CPT_RUNS_DIR": str(tmp_path / "runs"), "CPT_DATA_DIR": str(tmp_path)}
+    found = os.environ | {
+        "CPT_RUNS_DIR": str(tmp_path / "runs"),
+        "CPT_DATA_DIR": str(tmp_path),
+    }
     found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
     words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
-    assert said_by(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1] == "2 ok"
+    assert (
+        said_by(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1] == "2 ok"
+    )
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
 
 def test_a_job_of_torchrun_trains_on_all_processes(tmp_path):
     """Programs of two lines stand for SLURM's ``srun`` and ``scontrol``."""
     torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
-    stand_ins = {"srun": 'exec "$@"', "scontrol": "echo localhost", "torchrun": torchrun}
+    stand_ins = {
+        "srun": 'exec "$@"',
+        "scontrol": "echo localhost",
+        "torchrun": torchrun,
+    }
     job = on_a_cluster("slurm_torchrun.sh", tmp_path, **stand_ins)
     said, wrong = job.communicate(timeout=300)
     assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
-    assert [row["provenance"]["processes"] for row in load_rows(tmp_path / "runs/smoke/image.jsonl")] == [2, 2]
+    assert [
+        row["provenance"]["processes"]
+        for row in load_rows(tmp_path / "runs/smoke/image.jsonl")
+    ] == [2, 2]
 
 
 def test_a_job_of_kubernetes_runs_a_grid_that_is_there():
@@ -169,7 +247,9 @@ def test_a_job_of_kubernetes_runs_a_grid_that_is_there():
     assert container["command"][:2] == ["cpt", "run"]
     assert find_grids(container["command"][2])
     assert {e["name"] for e in container["env"]} == {"CPT_DATA_DIR", "CPT_RUNS_DIR"}
-    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} == {
+        v["name"] for v in pod["volumes"]
+    }
     assert all(isinstance(word, str) for word in container["command"])
 
 
@@ -197,20 +277,34 @@ def hunks(path):
     """Return the script and (the line of it after which, lines added there): a patch quotes no line of others."""
     head, diff = path.read_text().split("\ndiff --git ")
     assert all(
-        word in head for word in ("git apply --3way --unidiff-zero", "patch -p1", "sha256sum -c", "is quoted here")
+        word in head
+        for word in (
+            "git apply --3way --unidiff-zero",
+            "patch -p1",
+            "sha256sum -c",
+            "is quoted here",
+        )
     )
     hunk = re.compile(r"^@@ -(\d+),0 \+\d+(?:,\d+)? @@\n((?:\+.*\n)+)", re.M)
     _, index, old, new = hunk.sub("", diff).splitlines()
     assert (old[:6], new) == ("--- a/", f"+++ b/{old[6:]}")
-    assert f"git cat-file -e {index.split()[1][:12]} " in head  # else git takes the numbers of lines for another file
-    found = [(int(after), re.findall(r"^\+(.*)", added, re.M)) for after, added in hunk.findall(diff)]
+    assert (
+        f"git cat-file -e {index.split()[1][:12]} " in head
+    )  # else git takes the numbers of lines for another file
+    found = [
+        (int(after), re.findall(r"^\+(.*)", added, re.M))
+        for after, added in hunk.findall(diff)
+    ]
     assert sum(len(added) for _, added in found) == 3
     return old[6:], found
 
 
 THREE = ("make_schedule", "quantize_", "PrecisionScheduler")
 IMPORTS = ["import torch"]
-BEGINNING = ["def main(args, model, optimizer, data_loader, seen):", "    loader_train = data_loader"]
+BEGINNING = [
+    "def main(args, model, optimizer, data_loader, seen):",
+    "    loader_train = data_loader",
+]
 LOOP = """
     if args.resume:
         optimizer.load_state_dict(args.resume)
@@ -227,14 +321,23 @@ AROUND = {"import": (IMPORTS, []), "    schedule": (BEGINNING, LOOP.splitlines()
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
-def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(path, tmp_path):
+def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(
+    path, tmp_path
+):
     """Of a stand-in that has, at the same lines, what the added lines need; the scripts themselves were run by hand."""
     name, places = hunks(path)
-    used = re.findall(r"\bcpt\.(\w+)", "\n".join(line for _, added in places for line in added))
-    assert (sorted(used), len(path.read_text().splitlines()) < 60) == (sorted(THREE), True)
+    used = re.findall(
+        r"\bcpt\.(\w+)", "\n".join(line for _, added in places for line in added)
+    )
+    assert (sorted(used), len(path.read_text().splitlines()) < 60) == (
+        sorted(THREE),
+        True,
+    )
     lines = [""] * (places[-1][0] + 40)
     for after, (first, *_) in places:
-        above, below = next(around for start, around in AROUND.items() if first.startswith(start))
+        above, below = next(
+            around for start, around in AROUND.items() if first.startswith(start)
+        )
         lines[after - len(above) : after + len(below)] = above + below
     script = tmp_path / name
     script.parent.mkdir(parents=True, exist_ok=True)
@@ -247,11 +350,23 @@ def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_e
 
     def trained(start, stop, resume=None):
         model, seen = torch.nn.Linear(3, 2), []
-        args = SimpleNamespace(epochs=4, grad_accum_steps=accumulated, start=start, stop=stop, resume=resume)
+        args = SimpleNamespace(
+            epochs=4,
+            grad_accum_steps=accumulated,
+            start=start,
+            stop=stop,
+            resume=resume,
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        return seen, main(args, model, optimizer, [torch.randn(4, 3) for _ in range(50)], seen)
+        return seen, main(
+            args, model, optimizer, [torch.randn(4, 3) for _ in range(50)], seen
+        )
 
-    expected = [q for e in range(4) for q in (*map(schedule, range(e * epoch, (e + 1) * epoch)), 8)]
+    expected = [
+        q
+        for e in range(4)
+        for q in (*map(schedule, range(e * epoch, (e + 1) * epoch)), 8)
+    ]
     whole, state = trained(0, 4)
     assert (whole, state["precision"]["last_step"]) == (expected, 4 * epoch)
     half, state = trained(0, 2)

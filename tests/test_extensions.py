@@ -11,10 +11,15 @@ def core_alone(monkeypatch):
 
 
 def test_services_that_are_not_installed_are_named(core_alone):
-    with pytest.warns(UserWarning, match=r"cpt_extras\.integrations\.processes is not installed"):
+    with pytest.warns(
+        UserWarning, match=r"cpt_extras\.integrations\.processes is not installed"
+    ):
         assert extensions.services("processes").key_offset() is None
 
 
 def test_load_names_the_missing_package(core_alone):
-    with pytest.raises(RuntimeError, match="'int8' needs the package cpt_extras, which is not installed"):
+    with pytest.raises(
+        RuntimeError,
+        match="'int8' needs the package cpt_extras, which is not installed",
+    ):
         extensions.load("int8")

@@ -25,13 +25,17 @@ from cpt_lab.training import session
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(stages, "commit", dict)  # asking git takes its time
-    monkeypatch.setattr(stages.gc, "collect", lambda: 0)  # so does this, in a process of many tests
+    monkeypatch.setattr(
+        stages.gc, "collect", lambda: 0
+    )  # so does this, in a process of many tests
     monkeypatch.setattr(parts, "WARM_UP", 1)
     return tmp_path / "gpu-dry"
 
 
 def read(folder, part):
-    return json.loads((folder / f"{part}.json").read_text()), stages.read(folder / f"{part}.jsonl")
+    return json.loads((folder / f"{part}.json").read_text()), stages.read(
+        folder / f"{part}.jsonl"
+    )
 
 
 @pytest.mark.slow
@@ -46,8 +50,15 @@ def read(folder, part):
 def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, folder):
     assert hour.main([part, "--dry", "--only", only]) == 0
     told, rows = read(folder, part)
-    assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (ok, left_out, {}, [])
-    assert set(told["left out"].values()) <= {"steps are not captured: the device is cpu"}
+    assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (
+        ok,
+        left_out,
+        {},
+        [],
+    )
+    assert set(told["left out"].values()) <= {
+        "steps are not captured: the device is cpu"
+    }
     assert hour.main([part, "--dry", "--only", only]) == 0
     assert read(folder, part) == (told, rows)
     if part == "speed":
@@ -55,7 +66,10 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
         assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
 
 
-@pytest.mark.parametrize(("kind", "family"), [("plain torch captured", "reference"), ("quantised captured", "active")])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("plain torch captured", "reference"), ("quantised captured", "active")],
+)
 def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
     """On the CPU a tape stands in for the CUDA graph; the first steps show the backend that is recorded."""
     monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "")
@@ -70,7 +84,9 @@ def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
         return step(self, *args)
 
     monkeypatch.setattr(session.Session, "step", watched_step)
-    values = parts.speed("PTB LSTM", kind, stages.Options("speed", "cpu", True, 60.0, None, Path()))
+    values = parts.speed(
+        "PTB LSTM", kind, stages.Options("speed", "cpu", True, 60.0, None, Path())
+    )
     assert values["ms"] > 0
     assert not values["failed"]  # such as "no step was captured"
     assert families == {torch.ops.cpt_reference if family == "reference" else before}
@@ -83,15 +99,22 @@ def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd)
     exec(parts.PACKED)  # what each of them does
     ready, rate = capfd.readouterr().out.split()
     assert (ready, float(rate) > 0) == ("ready", True)
-    monkeypatch.setattr(parts, "PACKED", "print('ready', flush=True); input(); print(2.5)")
+    monkeypatch.setattr(
+        parts, "PACKED", "print('ready', flush=True); input(); print(2.5)"
+    )
     assert hour.main(["packing", "--dry"]) == 0
     found = read(folder, "packing")[0]["values"]
-    assert {stage: (v["steps_per_second"], v["slowest"]) for stage, v in found.items()} == {
-        "1 at a time, quantised": (2.5, 2.5), "2 at a time, quantised": (5.0, 2.5),
-    }  # fmt: skip
+    assert {
+        stage: (v["steps_per_second"], v["slowest"]) for stage, v in found.items()
+    } == {
+        "1 at a time, quantised": (2.5, 2.5),
+        "2 at a time, quantised": (5.0, 2.5),
+    }
 
 
-def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(folder, monkeypatch):
+def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(
+    folder, monkeypatch
+):
     specs = parts.treebank(dry=True)
     store = stores.store_path("smoke", "language_model")
 
@@ -105,10 +128,14 @@ def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(fol
     (found,) = read(folder, "evidence")[0]["values"].values()
     assert (found["ok"], found["left"]) == (1, 1)
     monkeypatch.setattr(parts, "run_grid", run_grid)
-    monkeypatch.setattr(parts, "evidence_of", lambda options: {"runs": partial(parts.evidence, options)})
+    monkeypatch.setattr(
+        parts, "evidence_of", lambda options: {"runs": partial(parts.evidence, options)}
+    )
     monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_of)
     assert hour.main(["evidence", "--dry"]) == 0
-    assert [row["key"] for row in stores.load_rows(store)] == [spec.key for spec in specs]
+    assert [row["key"] for row in stores.load_rows(store)] == [
+        spec.key for spec in specs
+    ]
 
 
 def test_what_says_most_is_run_first():
@@ -124,7 +151,9 @@ def fake(monkeypatch, **given):
     monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
 
 
-def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(folder, monkeypatch):
+def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(
+    folder, monkeypatch
+):
     calls = []
 
     def breaks():
@@ -136,12 +165,20 @@ def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_aske
     def missing():
         raise ImportError("ogb cannot be imported")
 
-    fake(monkeypatch, first=lambda: {"ms": 1.0}, breaks=breaks, missing=missing, wrong=lambda: {"failed": "NaN"})
+    fake(
+        monkeypatch,
+        first=lambda: {"ms": 1.0},
+        breaks=breaks,
+        missing=missing,
+        wrong=lambda: {"failed": "NaN"},
+    )
     assert hour.main(["speed", "--dry"]) == 1
     told, rows = read(folder, "speed")
     assert told["failed"] == {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
     assert told["left out"] == {"missing": "ogb cannot be imported"}
-    assert "in breaks" in next(r["traceback"] for r in rows if r["stage"] == "breaks" and "traceback" in r)
+    assert "in breaks" in next(
+        r["traceback"] for r in rows if r["stage"] == "breaks" and "traceback" in r
+    )
     assert hour.main(["speed", "--dry"]) == 1
     assert calls == ["breaks"]
     for status in (1, 1):
@@ -175,10 +212,15 @@ def test_without_cuda_it_says_so(capsys):
         pytest.skip("there is a CUDA device")
     with pytest.raises(SystemExit):
         hour.main(["speed"])
-    assert "torch sees no CUDA device; --dry rehearses on the CPU" in capsys.readouterr().err
+    assert (
+        "torch sees no CUDA device; --dry rehearses on the CPU"
+        in capsys.readouterr().err
+    )
 
 
-GRAPH = cpt.Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30)
+GRAPH = cpt.Graph.from_edges(
+    *torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30
+)
 SAME_WORK = {
     "convolution": (lambda: nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
     "linear": (lambda: nn.Linear(6, 4), (torch.randn(5, 7, 6),)),
@@ -201,12 +243,22 @@ def test_one_operation_after_the_other_computes_the_same(name):
     cpt.quantize_(fused)
     assert models.take_apart(plain) == 1
     results = []
-    for model, at in ((fused, cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)), (plain, nullcontext())):
+    for model, at in (
+        (fused, cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)),
+        (plain, nullcontext()),
+    ):
         with at:
             y = model[0](*inputs)
             y = y[0] if isinstance(y, tuple) else y
             y.square().sum().backward()
-        results.append((y.detach(), model[0].get_parameter("weight_ih_l0" if name == "LSTM" else "weight").grad))
+        results.append(
+            (
+                y.detach(),
+                model[0]
+                .get_parameter("weight_ih_l0" if name == "LSTM" else "weight")
+                .grad,
+            )
+        )
     torch.testing.assert_close(*(y for y, _ in results), atol=1e-5, rtol=1e-5)
     (a, b) = (grad for _, grad in results)
     assert float((a - b).norm() / a.norm()) < 0.05

@@ -48,7 +48,13 @@ def pretend(tmp_path, monkeypatch):
         log, docker = tmp_path / "log", tmp_path / "docker"
         server = SERVER.format(token=image.TOKEN, names=names)
         docker.write_text(
-            PRETENDS.format(python=sys.executable, log=str(log), server=server, status=status, fails=fails)
+            PRETENDS.format(
+                python=sys.executable,
+                log=str(log),
+                server=server,
+                status=status,
+                fails=fails,
+            )
         )
         docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -77,10 +83,14 @@ def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend)
     refused("does not list 00_start_here", image.main, error=SystemExit)
     log = pretend(NOTEBOOKS, status=1)
     refused("notebook 00 does not run inside", image.main, error=SystemExit)
-    assert log.read_text().splitlines()[-1].startswith("rm -f"), "the container is removed all the same"
+    assert log.read_text().splitlines()[-1].startswith("rm -f"), (
+        "the container is removed all the same"
+    )
 
 
-@pytest.mark.parametrize(("fails", "what"), [("Python.h", "what a GPU needs"), ("doctor", "cpt doctor")])
+@pytest.mark.parametrize(
+    ("fails", "what"), [("Python.h", "what a GPU needs"), ("doctor", "cpt doctor")]
+)
 def test_refuses_an_image_in_which_a_check_fails(fails, what, pretend):
     pretend(NOTEBOOKS, status=1, fails=fails)
     refused(f"image: {what} fails inside", image.main, error=SystemExit)
@@ -88,15 +98,25 @@ def test_refuses_an_image_in_which_a_check_fails(fails, what, pretend):
 
 def test_what_a_gpu_needs_is_looked_for(capfd):
     """Here, as in the image: a header, a torch for CUDA, and for what DGL is built."""
-    done = subprocess.run([sys.executable, "-c", image.INSIDE], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", image.INSIDE], capture_output=True, text=True
+    )
     expected = 0 if torch.version.cuda else 1
     assert done.returncode == expected, done.stderr
     if not expected:
         assert f"torch is for CUDA {torch.version.cuda}" in done.stdout
-        assert "DGL is for the CPU alone: cpt_core.graphs is what runs on CUDA" in done.stdout
+        assert (
+            "DGL is for the CPU alone: cpt_core.graphs is what runs on CUDA"
+            in done.stdout
+        )
     changed = image.INSIDE.replace('"Python.h")', '"None.h")')
-    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True)
-    assert (done.returncode, "so Triton has no kernels on a GPU" in done.stderr) == (1, True)
+    done = subprocess.run(
+        [sys.executable, "-c", changed], capture_output=True, text=True
+    )
+    assert (done.returncode, "so Triton has no kernels on a GPU" in done.stderr) == (
+        1,
+        True,
+    )
 
 
 def test_says_what_is_missing(tmp_path, monkeypatch):

@@ -34,7 +34,9 @@ def test_every_mutant_fits_the_package_and_its_tests_are_there():
 
 
 def test_every_room_has_mutants():
-    rooms = {p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("cpt_*/*/__init__.py")}
+    rooms = {
+        p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("cpt_*/*/__init__.py")
+    }
     assert rooms <= {"/".join(m.file.split("/")[:2]) for m in table()}
 
 
@@ -46,8 +48,14 @@ def test_every_room_has_mutants():
         (("x / 2", "x / 2"), "it must be there once and change"),
         (("x / 2", "x /"), "'x /' makes no Python of it"),
         (("x / 2", "x", "test_whole.py"), "there is no test test_whole.py"),
-        (("x / 2", "x", "test_half.py::test_hal"), "there is no test test_half.py::test_hal"),
-        (("x / 2", "x", "test_half.py::TestHalf::test_half"), "there is no test test_half.py::TestHalf::test_half"),
+        (
+            ("x / 2", "x", "test_half.py::test_hal"),
+            "there is no test test_half.py::test_hal",
+        ),
+        (
+            ("x / 2", "x", "test_half.py::TestHalf::test_half"),
+            "there is no test test_half.py::TestHalf::test_half",
+        ),
     ],
 )
 def test_a_mutant_that_fits_no_more_is_an_error_of_its_own(change, why, project):
@@ -56,13 +64,25 @@ def test_a_mutant_that_fits_no_more_is_an_error_of_its_own(change, why, project)
 
 
 def test_whatever_is_not_killed_fails_the_canary(project, capsys):
-    killed, alive, broken = mutant("x / 2", "x / 4"), mutant("x / 2", "x * 0.5"), mutant("half(x)", "halve(x)")
+    killed, alive, broken = (
+        mutant("x / 2", "x / 4"),
+        mutant("x / 2", "x * 0.5"),
+        mutant("half(x)", "halve(x)"),
+    )
     assert canary([killed], 1, project)
     assert not canary([killed, alive, broken], 2, project)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cpt_core/half.py: ")]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("cpt_core/half.py: ")
+    ]
     name = "cpt_core/half.py: made up"
-    assert said[:3] == [f"{name}: killed by test_half.py::test_half"] * 2 + [f"{name}: SURVIVED"]
-    assert said[3].startswith(f"{name}: NOT TRIED")  # a test that cannot be imported notices everything
+    assert said[:3] == [f"{name}: killed by test_half.py::test_half"] * 2 + [
+        f"{name}: SURVIVED"
+    ]
+    assert said[3].startswith(
+        f"{name}: NOT TRIED"
+    )  # a test that cannot be imported notices everything
     assert (project / "cpt_core" / "half.py").read_text() == PROJECT["cpt_core/half.py"]
 
 
@@ -89,10 +109,17 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("x = not a", {"x = a"}),
         (
             "x = 0.5 ** -(a if b() else c)",
-            {"x = 0.5 ** (a if b() else c)", "x = 1.5 ** -(a if b() else c)", "x = 0.5 ** -(a if (not b()) else c)"},
+            {
+                "x = 0.5 ** (a if b() else c)",
+                "x = 1.5 ** -(a if b() else c)",
+                "x = 0.5 ** -(a if (not b()) else c)",
+            },
         ),
         ("x = [a[-1]]", {"x = [a[1]]", "x = [a[-2]]"}),
-        ("x = 0, 0.5, True", {"x = 1, 0.5, True", "x = 0, 1.5, True", "x = 0, 0.5, False"}),
+        (
+            "x = 0, 0.5, True",
+            {"x = 1, 0.5, True", "x = 0, 1.5, True", "x = 0, 0.5, False"},
+        ),
         ("x = 'é', 1", {"x = 'é', 2"}),  # columns are bytes
         ("x = max(a, y.min())", {"x = min(a, y.min())", "x = max(a, y.max())"}),
         ("x = f(a, b=c, **d)", {"x = f(a, **d)"}),
@@ -101,7 +128,10 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("x = [a for a in b if a]", {"x = [a for a in b if (not a)]"}),
         ("def f(): return a", {"def f(): return"}),
         ("def f(): return None", set()),
-        ("def f(a: 'list[1]' = (1)) -> g(b=2): ...", {"def f(a: 'list[1]' = (2)) -> g(b=2): ..."}),
+        (
+            "def f(a: 'list[1]' = (1)) -> g(b=2): ...",
+            {"def f(a: 'list[1]' = (2)) -> g(b=2): ..."},
+        ),
         ("raise ValueError(1 + 1)", set()),
         ("match a:\n    case [-1]: pass", set()),
         ("x = f'{1 + 1}'", set()),
@@ -114,7 +144,9 @@ def test_every_way_to_change_a_line(line, wrong):
     assert len(found) == len(wrong)
 
 
-@pytest.mark.parametrize("file", ["cpt_extras/search/solver.py", "cpt_extras/diagnostics/recording.py"])
+@pytest.mark.parametrize(
+    "file", ["cpt_extras/search/solver.py", "cpt_extras/diagnostics/recording.py"]
+)
 def test_a_change_is_of_its_lines_alone_and_makes_python(file):
     source = (ROOT / file).read_text(encoding="utf-8")
     lines = source.splitlines()
@@ -126,15 +158,27 @@ def test_a_change_is_of_its_lines_alone_and_makes_python(file):
         other = source.replace(change.before, change.after)
         assert ast.dump(ast.parse(other)) != ast.dump(ast.parse(source))
         first = int(change.what.removeprefix("line ").partition(":")[0])
-        same = next(i for i, (a, b) in enumerate(zip(lines, other.splitlines(), strict=False), 1) if a != b)
+        same = next(
+            i
+            for i, (a, b) in enumerate(zip(lines, other.splitlines(), strict=False), 1)
+            if a != b
+        )
         assert first == same
     assert not changes(source, set())
 
 
 def test_a_line_that_stands_twice_is_told_from_the_other():
     source = "x = 1\nx = 1\nx = 1\n"
-    results = [source.replace(c.before, c.after) for n in (1, 2, 3) for c in changes(source, {n})]
-    assert results == ["x = 2\nx = 1\nx = 1\n", "x = 1\nx = 2\nx = 1\n", "x = 1\nx = 1\nx = 2\n"]
+    results = [
+        source.replace(c.before, c.after)
+        for n in (1, 2, 3)
+        for c in changes(source, {n})
+    ]
+    assert results == [
+        "x = 2\nx = 1\nx = 1\n",
+        "x = 1\nx = 2\nx = 1\n",
+        "x = 1\nx = 1\nx = 2\n",
+    ]
 
 
 @pytest.fixture
@@ -142,7 +186,14 @@ def repository(project):
     """The project with what was changed since: a line, a new file, one that is gone, one that is no Python."""
 
     def git(*words):
-        who = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        who = [
+            "-c",
+            "user.name=A",
+            "-c",
+            "user.email=a@b.c",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         said_by("git", *who, *words, cwd=project)
 
     (project / "cpt_core" / "gone.py").write_text("x = 1\n")
@@ -165,7 +216,10 @@ def repository(project):
 
 def test_lines_that_a_commit_does_not_have(repository):
     assert changed_lines("HEAD", repository) == {"cpt_core/room/new.py": {1, 2, 3}}
-    assert changed_lines("HEAD~1", repository) == {"cpt_core/half.py": {3, 4, 5, 6}, "cpt_core/room/new.py": {1, 2, 3}}
+    assert changed_lines("HEAD~1", repository) == {
+        "cpt_core/half.py": {3, 4, 5, 6},
+        "cpt_core/room/new.py": {1, 2, 3},
+    }
     refused(r"git diff .* nowhere", changed_lines, "nowhere", repository)
 
 
@@ -180,7 +234,14 @@ def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, c
         "+     return (x + 0)",
         "cpt_core/half.py: line 6: `0` becomes `1`: killed by test_half.py::test_less",
     ]
-    stops = Mutant("cpt_core/half.py", "made", "def less", "1 / 0\n\n\ndef less", ("test_half.py",), made=True)
+    stops = Mutant(
+        "cpt_core/half.py",
+        "made",
+        "def less",
+        "1 / 0\n\n\ndef less",
+        ("test_half.py",),
+        made=True,
+    )
     assert tried(stops, repository) == "killed, its tests do not run"
 
 
@@ -192,10 +253,16 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
         chosen.append([m.what for m in drawn])
         return not alive
 
-    monkeypatch.setattr(mutants, "made", lambda ref: [Mutant(f"{ref}.py", str(i), "", "", ()) for i in range(30)])
+    monkeypatch.setattr(
+        mutants,
+        "made",
+        lambda ref: [Mutant(f"{ref}.py", str(i), "", "", ()) for i in range(30)],
+    )
     monkeypatch.setattr(mutants, "canary", tried)
     for words in ("", "", "--seed 1", "--most 50", "--only 2"):
-        monkeypatch.setattr("sys.argv", ["mutants", "--changed", "main", "--most", "9", *words.split()])
+        monkeypatch.setattr(
+            "sys.argv", ["mutants", "--changed", "main", "--most", "9", *words.split()]
+        )
         with pytest.raises(SystemExit) as ended:
             mutants.main()
         assert ended.value.code == alive
@@ -205,8 +272,14 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
     assert len(set(first)) == len(set(other)) == 9
     assert everything == [str(i) for i in range(30)]
     assert all("2" in what for what in only)
-    monkeypatch.setattr("sys.argv", ["mutants", "--changed", "--only", "nothing like it"])
-    refused("nothing to change in the lines that HEAD does not have", mutants.main, error=SystemExit)
+    monkeypatch.setattr(
+        "sys.argv", ["mutants", "--changed", "--only", "nothing like it"]
+    )
+    refused(
+        "nothing to change in the lines that HEAD does not have",
+        mutants.main,
+        error=SystemExit,
+    )
 
 
 def test_what_is_no_commit_is_said_without_a_traceback(monkeypatch):
@@ -222,5 +295,12 @@ def test_the_nearest_tests_come_first():
         "test_b.py": "from cpt_lab.room import old, new\n",
         "test_c.py": "from cpt_lab.room.newer import x",
     }
-    assert nearest("cpt_lab/room/new.py", texts) == ("room/test_the_new_one.py", "test_a.py", "test_b.py")
-    assert nearest("cpt_lab/room/else.py", texts) == ("room/test_other.py", "room/test_the_new_one.py")
+    assert nearest("cpt_lab/room/new.py", texts) == (
+        "room/test_the_new_one.py",
+        "test_a.py",
+        "test_b.py",
+    )
+    assert nearest("cpt_lab/room/else.py", texts) == (
+        "room/test_other.py",
+        "room/test_the_new_one.py",
+    )

@@ -47,10 +47,19 @@ def pins(name: str) -> dict[str, Version]:
 def ranges(requirements: Iterable[str]) -> dict[str, SpecifierSet]:
     """What requirements name, with its range; an extra may have another of the project in it."""
     found = {canonical(r.name): r.specifier for r in map(Requirement, requirements)}
-    return {name: allowed for name, allowed in found.items() if name != canonical(PROJECT["name"])}
+    return {
+        name: allowed
+        for name, allowed in found.items()
+        if name != canonical(PROJECT["name"])
+    }
 
 
-DIRECT = ranges([*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())])
+DIRECT = ranges(
+    [
+        *PROJECT["dependencies"],
+        *chain.from_iterable(PROJECT["optional-dependencies"].values()),
+    ]
+)
 BROWSER = ranges(PYPROJECT["dependency-groups"]["browser"])
 TRACKERS = ranges(PYPROJECT["dependency-groups"]["trackers"])
 
@@ -69,18 +78,35 @@ def listed_by_git(*words: str) -> list[str]:
 
 def test_locks_pin_what_is_needed_within_its_range_and_agree():
     locked, browser = pins("requirements.lock"), pins("browser/requirements.lock")
-    for name, allowed in {**DIRECT, **ranges(PYPROJECT["build-system"]["requires"])}.items():
+    for name, allowed in {
+        **DIRECT,
+        **ranges(PYPROJECT["build-system"]["requires"]),
+    }.items():
         assert name in locked, f"{name} is not in requirements.lock: make lock"
-        assert locked[name] in allowed, f"{name}{allowed} in pyproject.toml, {locked[name]} in requirements.lock"
+        assert locked[name] in allowed, (
+            f"{name}{allowed} in pyproject.toml, {locked[name]} in requirements.lock"
+        )
     assert pins("constraints.txt") == {name: locked[name] for name in DIRECT}
     assert all(browser[name] in allowed for name, allowed in BROWSER.items())
-    assert all(locked.get(name, version) == version for name, version in browser.items())
+    assert all(
+        locked.get(name, version) == version for name, version in browser.items()
+    )
     trackers = pins("tests/trackers/requirements.lock")
     assert all(trackers[name] in allowed for name, allowed in TRACKERS.items())
-    assert all(trackers.get(name, locked[name]) == locked[name] for name in ("numpy", "pandas", "torch"))
+    assert all(
+        trackers.get(name, locked[name]) == locked[name]
+        for name in ("numpy", "pandas", "torch")
+    )
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "browser/requirements.lock", "tests/trackers/requirements.lock"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "requirements.lock",
+        "browser/requirements.lock",
+        "tests/trackers/requirements.lock",
+    ],
+)
 def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(name):
     text = (ROOT / name).read_text()
     pinned = r"[\w.\[\]-]+==[^\s]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
@@ -92,19 +118,42 @@ def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(
 def test_every_import_is_declared():
     declared = {**DIRECT, **BROWSER, **TRACKERS}.keys()
     providers = packages_distributions()
-    folders = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
-    for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
-        for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
-            if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:
+    folders = (
+        "cpt_core",
+        "cpt_extras",
+        "cpt_lab",
+        "cpt_lessons",
+        "bench",
+        "book",
+        "browser",
+        "tests",
+    )
+    for path in chain.from_iterable(
+        ROOT.glob(f"{folder}/**/*.py") for folder in folders
+    ):
+        for module in re.findall(
+            r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE
+        ):
+            if (
+                module in sys.stdlib_module_names
+                or (ROOT / module).is_dir()
+                or module not in providers
+            ):
                 continue
             names = {canonical(name) for name in providers[module]}
-            assert names & declared, f"{path.relative_to(ROOT)} imports {module}; pyproject.toml declares no {names}"
+            assert names & declared, (
+                f"{path.relative_to(ROOT)} imports {module}; pyproject.toml declares no {names}"
+            )
 
 
 def test_the_command_without_its_extra_names_it():
-    run = f"EntryPoint('cpt', {PROJECT['scripts']['cpt']!r}, 'console_scripts').load()()"
+    run = (
+        f"EntryPoint('cpt', {PROJECT['scripts']['cpt']!r}, 'console_scripts').load()()"
+    )
     code = f"import sys; sys.modules['typer'] = None; from importlib.metadata import EntryPoint; {run}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
     said = f"error: typer cannot be imported; {install_hint('lab')}\n"
     assert (done.returncode, done.stderr) == (1, said)
 
@@ -115,20 +164,32 @@ def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows()
     python = conda[0].removeprefix("python=")
     assert python in SpecifierSet(PROJECT["requires-python"])
     assert PYPROJECT["tool"]["mypy"]["python_version"] == python
-    assert pip == {"pip": ["-r requirements.lock"]}  # with hashes in it, pip refuses a folder beside it
+    assert pip == {
+        "pip": ["-r requirements.lock"]
+    }  # with hashes in it, pip refuses a folder beside it
 
 
 def test_the_version_is_said_once_and_cited():
     assert PROJECT["dynamic"] == ["version"]
-    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "cpt_core.__version__"}
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == cpt_core.__version__
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "cpt_core.__version__"
+    }
+    assert (
+        yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+        == cpt_core.__version__
+    )
     assert f"\n## {cpt_core.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_room_is_packaged():
-    rooms = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("cpt_*/**/__init__.py")}
+    rooms = {
+        ".".join(p.parent.relative_to(ROOT).parts)
+        for p in ROOT.glob("cpt_*/**/__init__.py")
+    }
     shipped = PYPROJECT["tool"]["setuptools"]["package-dir"]
-    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(rooms | set(shipped))
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(
+        rooms | set(shipped)
+    )
     assert all((ROOT / folder).is_dir() for folder in shipped.values())
 
 
@@ -152,8 +213,20 @@ def test_the_page_of_the_index_has_no_links_that_end_there():
 def test_makefile_dockerfile_and_conda_set_the_same_variables():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["variables"]
     assert "DGLBACKEND" in conda
-    exported = dict(re.findall(r"^export (\w+) := (\S+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    in_image = dict(re.findall(r"^(?:ENV)?\s+(\w+)=(\S+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
+    exported = dict(
+        re.findall(
+            r"^export (\w+) := (\S+)$",
+            (ROOT / "Makefile").read_text(),
+            flags=re.MULTILINE,
+        )
+    )
+    in_image = dict(
+        re.findall(
+            r"^(?:ENV)?\s+(\w+)=(\S+)",
+            (ROOT / "Dockerfile").read_text(),
+            flags=re.MULTILINE,
+        )
+    )
     for name, value in conda.items():
         assert exported.get(name) == value, f"{name} differs in the Makefile"
         assert in_image.get(name) == value, f"{name} differs in the Dockerfile"
@@ -166,29 +239,56 @@ def make(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\nfor word in "$@"; do printf \'%s\\n\' "$word"; done\n')
+    python.write_text(
+        '#!/bin/sh\nfor word in "$@"; do printf \'%s\\n\' "$word"; done\n'
+    )
     python.chmod(0o755)
     for made in (".packages", ".installed"):
         (tmp_path / ".venv" / made).touch()
 
     def call(*words, **environment):
         given = {"PATH": os.environ["PATH"], **environment}
-        done = subprocess.run(["make", "-C", tmp_path, "-s", *words], capture_output=True, text=True, env=given)
-        return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("make")], done.stderr
+        done = subprocess.run(
+            ["make", "-C", tmp_path, "-s", *words],
+            capture_output=True,
+            text=True,
+            env=given,
+        )
+        return (
+            done.returncode,
+            [line for line in done.stdout.splitlines() if not line.startswith("make")],
+            done.stderr,
+        )
 
     return call
 
 
-ODD = ["my pictures/", "a$b/", "a$$b/", 'it\'s "mine"/', "a;b/", "$(HOME)/", "`id`/", "*", "\\a\\"]
+ODD = [
+    "my pictures/",
+    "a$b/",
+    "a$$b/",
+    'it\'s "mine"/',
+    "a;b/",
+    "$(HOME)/",
+    "`id`/",
+    "*",
+    "\\a\\",
+]
 
 
 @pytest.mark.parametrize("odd", ODD)
 def test_make_hands_over_what_it_is_given(odd, make):
     called = ["-m", "cpt_lab", "reproduce", "--dataset", odd]
-    assert make("reproduce", f"DATASET={odd}") == make("reproduce", DATASET=odd) == (0, called, "")
+    assert (
+        make("reproduce", f"DATASET={odd}")
+        == make("reproduce", DATASET=odd)
+        == (0, called, "")
+    )
     words = "-m cpt_lab reproduce --scale paper --notebook 03 --parameter"
     wanted = [*words.split(), f"dataset={odd} q=[1, 2]"]
-    assert make("reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
+    assert make(
+        "reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]"
+    ) == (0, wanted, "")
 
 
 def setup_with(make, folder, pip):
@@ -205,10 +305,26 @@ def setup_with(make, folder, pip):
 def test_make_runs_nothing_of_what_tools_are_given(odd, make):
     """Values of several words are split at blanks, and nothing else is done with them."""
     mutants = ["-m", "bench.mutants", "--only", odd, "b", "-j", odd, "--changed", odd]
-    assert make("mutants", f"ONLY={odd} b", f"JOBS={odd}", f"CHANGED={odd}") == (0, mutants, "")
-    assert make("demo-check", f"ONLY={odd}") == (0, ["-m", "bench.demo_check", "--only", odd], "")
-    assert make("third-party", f"ONLY={odd}", "UPDATE=1")[1][-3:] == ["--only", odd, "--update"]
-    assert make("compat", f"COMPAT=--torch {odd}") == (0, ["-m", "bench.compat", "--torch", odd], "")
+    assert make("mutants", f"ONLY={odd} b", f"JOBS={odd}", f"CHANGED={odd}") == (
+        0,
+        mutants,
+        "",
+    )
+    assert make("demo-check", f"ONLY={odd}") == (
+        0,
+        ["-m", "bench.demo_check", "--only", odd],
+        "",
+    )
+    assert make("third-party", f"ONLY={odd}", "UPDATE=1")[1][-3:] == [
+        "--only",
+        odd,
+        "--update",
+    ]
+    assert make("compat", f"COMPAT=--torch {odd}") == (
+        0,
+        ["-m", "bench.compat", "--torch", odd],
+        "",
+    )
 
 
 def test_make_setup_names_network_when_install_fails(make, tmp_path):
@@ -228,22 +344,42 @@ def test_make_setup_names_network_when_install_fails(make, tmp_path):
     ],
 )
 def test_make_setup_without_a_network_is_one_line(reason, make, tmp_path):
-    retries = f'for i in 1 2 3 4 5; do echo "WARNING: Retrying: {reason}" >&2; done; exit 1'
+    retries = (
+        f'for i in 1 2 3 4 5; do echo "WARNING: Retrying: {reason}" >&2; done; exit 1'
+    )
     status, said = setup_with(make, tmp_path, retries)
     assert (status, len(said)) == (2, 1)
     assert said[0].startswith("setup: no network: ")
 
 
 def test_make_setup_shows_what_pip_says_of_another_failure(make, tmp_path):
-    status, said = setup_with(make, tmp_path, 'echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES" >&2; exit 1')
+    status, said = setup_with(
+        make,
+        tmp_path,
+        'echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES" >&2; exit 1',
+    )
     assert (status, said[0]) == (2, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES")
     assert "no network" not in "".join(said)
 
 
 def test_no_text_advises_to_install_the_package_from_an_index():
     """It is on none, so anybody could register its name there."""
-    kinds = (".py", ".md", ".ipynb", ".toml", ".yml", ".yaml", ".sh", ".in", ".txt", "Makefile", "Dockerfile")
-    paths = [ROOT / name for name in said_by("git", "-C", ROOT, "ls-files").splitlines()]
+    kinds = (
+        ".py",
+        ".md",
+        ".ipynb",
+        ".toml",
+        ".yml",
+        ".yaml",
+        ".sh",
+        ".in",
+        ".txt",
+        "Makefile",
+        "Dockerfile",
+    )
+    paths = [
+        ROOT / name for name in said_by("git", "-C", ROOT, "ls-files").splitlines()
+    ]
     advice = re.compile(
         r"(pip|uv|uvx|pipx|conda)\b[^\n`]{0,60}\b(install|add|run)\b[^\n`]*?\bcpt[-_](core|lab)\b(?!-\*)"
     )
@@ -259,20 +395,42 @@ def test_no_text_advises_to_install_the_package_from_an_index():
     assert not advice.search(install_hint("lab"))
 
 
-def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(make, tmp_path):
-    stores = [tmp_path / "data" / "results" / name for name in ("a.jsonl", "b.jsonl", "no_rows.json")]
+def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(
+    make, tmp_path
+):
+    stores = [
+        tmp_path / "data" / "results" / name
+        for name in ("a.jsonl", "b.jsonl", "no_rows.json")
+    ]
     stores[0].parent.mkdir(parents=True)
     for path in stores:
         path.touch()
-    verified = ["verify", "--rows", "1", "--cheapest", "--skip-missing", *(f"data/results/{s}.jsonl" for s in "ab")]
+    verified = [
+        "verify",
+        "--rows",
+        "1",
+        "--cheapest",
+        "--skip-missing",
+        *(f"data/results/{s}.jsonl" for s in "ab"),
+    ]
     called = ["-m", "cpt_lab", "claims", "--evidence", "-m", "cpt_lab", *verified]
     assert make("evidence") == (0, called, "")
-    assert make("reproduce") == (0, ["-m", "cpt_lab", "reproduce"], "")  # nothing that is not given
+    assert make("reproduce") == (
+        0,
+        ["-m", "cpt_lab", "reproduce"],
+        "",
+    )  # nothing that is not given
 
 
 def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
-    rows, checkpoint = tmp_path / "runs/paper/image.jsonl", tmp_path / "runs/paper/image.checkpoints/0.pt"
-    page, cache, mine = (tmp_path / p for p in ("runs/reproduce/demo/index.html", ".ruff_cache/0/x", "data/a/b"))
+    rows, checkpoint = (
+        tmp_path / "runs/paper/image.jsonl",
+        tmp_path / "runs/paper/image.checkpoints/0.pt",
+    )
+    page, cache, mine = (
+        tmp_path / p
+        for p in ("runs/reproduce/demo/index.html", ".ruff_cache/0/x", "data/a/b")
+    )
     for path in (rows, checkpoint, page, cache, mine):
         path.parent.mkdir(parents=True)
         path.write_text("1\n2\n")
@@ -280,9 +438,19 @@ def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
     assert status == 0
     assert said == ["kept: runs/paper/image.jsonl (2 rows)", said[1]]
     assert "make clean RUNS=delete" in said[1]
-    assert [p.exists() for p in (rows, checkpoint, page, cache, mine)] == [True, True, False, False, True]
+    assert [p.exists() for p in (rows, checkpoint, page, cache, mine)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert make("distclean")[0] == 0
-    assert [p.exists() for p in (rows, checkpoint, tmp_path / ".venv")] == [True, True, False]
+    assert [p.exists() for p in (rows, checkpoint, tmp_path / ".venv")] == [
+        True,
+        True,
+        False,
+    ]
     assert make("clean", "RUNS=delete") == (0, [], "")
     assert [p.exists() for p in (tmp_path / "runs", mine)] == [False, True]
 
@@ -301,34 +469,58 @@ def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():
 
 
 def test_the_image_leaves_out_nothing_that_is_tracked():
-    left_out = listed_by_git("--cached", "--ignored", "--exclude-from", str(ROOT / ".dockerignore"))
-    assert left_out == [], "results made in the image would count as made with local changes"
+    left_out = listed_by_git(
+        "--cached", "--ignored", "--exclude-from", str(ROOT / ".dockerignore")
+    )
+    assert left_out == [], (
+        "results made in the image would count as made with local changes"
+    )
 
 
 def test_continuous_integration_calls_make_test_and_nothing_else():
-    assert lines(".ci/run") == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+    assert lines(".ci/run") == [
+        "set -euo pipefail",
+        'cd "$(dirname "$0")/.."',
+        "make test",
+    ]
     assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
 
 
-@pytest.mark.parametrize("name", ["book", "browser", "image", "test", "trackers", "wheel"])
+@pytest.mark.parametrize(
+    "name", ["book", "browser", "image", "test", "trackers", "wheel"]
+)
 def test_workflows_call_the_makefile_and_nothing_else(name):
     workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(
+        r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+    )
     for job in workflow["jobs"].values():
         if "needs" in job:  # hands over what another job made
-            assert [step["uses"].split("@")[0] for step in job["steps"]] == ["actions/deploy-pages"]
+            assert [step["uses"].split("@")[0] for step in job["steps"]] == [
+                "actions/deploy-pages"
+            ]
             continue
         commands = [step["run"] for step in job["steps"] if "run" in step]
         assert commands
-        assert all(command.removeprefix("make ") in targets for command in commands), commands
-        (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+        assert all(command.removeprefix("make ") in targets for command in commands), (
+            commands
+        )
+        (python,) = [
+            step["with"]["python-version"]
+            for step in job["steps"]
+            if "setup-python" in step.get("uses", "")
+        ]
         assert python == PYPROJECT["tool"]["mypy"]["python_version"]
 
 
 def test_hooks_call_the_ruff_of_the_lock():
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())[
+        "repos"
+    ]
     assert repository["repo"] == "local"
-    assert {hook["entry"].split()[0] for hook in repository["hooks"]} == {".venv/bin/ruff"}
+    assert {hook["entry"].split()[0] for hook in repository["hooks"]} == {
+        ".venv/bin/ruff"
+    }
 
 
 def test_forms_for_issues_are_whole():
@@ -346,7 +538,9 @@ def test_forms_for_issues_are_whole():
 # --- nothing of one machine -----------------------------------------------------------------------
 
 # The brackets keep these patterns from matching themselves.
-MACHINE_PATHS = r"(?<![\w.])(?:/[r]oot\b|/[h]ome/(?!cpt\b)\w|/[U]sers/\w|/[w]ork/\w|[C]:\\Users)"
+MACHINE_PATHS = (
+    r"(?<![\w.])(?:/[r]oot\b|/[h]ome/(?!cpt\b)\w|/[U]sers/\w|/[w]ork/\w|[C]:\\Users)"
+)
 REGISTRY_HOSTS = r"\b(?:pypi|pythonhosted|npmjs|anaconda|debian|ubuntu)[.](?:org|com)\b"
 
 
@@ -357,5 +551,8 @@ def test_no_file_names_a_machine():
             text = (ROOT / name).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # not text, or not there any more
-        found += [f"{name}: {match[0]}" for match in re.finditer(f"{MACHINE_PATHS}|{REGISTRY_HOSTS}", text)]
+        found += [
+            f"{name}: {match[0]}"
+            for match in re.finditer(f"{MACHINE_PATHS}|{REGISTRY_HOSTS}", text)
+        ]
     assert not found, "\n".join(found)

@@ -7,7 +7,9 @@ from cpt_lessons.notebooks import notebooks, parameters_of
 
 
 def test_parameters_page_is_up_to_date():
-    assert parameters.PAGE.read_text() == parameters.page(notebooks()), "run: python -m book.parameters"
+    assert parameters.PAGE.read_text() == parameters.page(notebooks()), (
+        "run: python -m book.parameters"
+    )
 
 
 def test_parameters_page_has_every_parameter_of_every_notebook():
@@ -32,14 +34,25 @@ def test_declared_reads_types_defaults_and_comments():
 def test_page_lists_notebooks_with_a_scale_alone_apart(tmp_path):
     def write(name, source):
         cells = [
-            {"cell_type": "markdown", "metadata": {}, "source": [f"# {name}\n", "text"]},
-            {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": [source]},
+            {
+                "cell_type": "markdown",
+                "metadata": {},
+                "source": [f"# {name}\n", "text"],
+            },
+            {
+                "cell_type": "code",
+                "metadata": {"tags": ["parameters"]},
+                "source": [source],
+            },
         ]
         path = tmp_path / f"{name}.ipynb"
         path.write_text(json.dumps({"cells": cells}))
         return path
 
-    paths = [write("first", 'scale = "smoke"'), write("second", "q_max: list = [8]  # a | b")]
+    paths = [
+        write("first", 'scale = "smoke"'),
+        write("second", "q_max: list = [8]  # a | b"),
+    ]
     page = parameters.page(paths).removeprefix(parameters.HEAD)
     assert "## [second](../notebooks/second.ipynb)" in page
     assert "| `q_max` | list | `[8]` | a \\| b |" in page

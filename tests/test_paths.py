@@ -21,23 +21,37 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "CHECKOUT", None)
     for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(paths, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    monkeypatch.setattr(
+        paths, "user_cache_path", lambda name, **_: tmp_path / "cache" / name
+    )
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
 
 
-def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(tmp_path, monkeypatch):
+def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     assert paths.CHECKOUT == ROOT
-    assert (paths.runs_dir(), paths.data_dir()) == (ROOT / "runs", ROOT / "data" / "cache")
-    for folder in (paths.results_dir(), paths.paper_dir(), paths.cards_dir(), paths.notebooks_dir()):
+    assert (paths.runs_dir(), paths.data_dir()) == (
+        ROOT / "runs",
+        ROOT / "data" / "cache",
+    )
+    for folder in (
+        paths.results_dir(),
+        paths.paper_dir(),
+        paths.cards_dir(),
+        paths.notebooks_dir(),
+    ):
         assert folder.is_dir()
         assert folder.is_relative_to(ROOT)
-    assert own_path("my-images/") == tmp_path / "my-images"  # there is none: it is missed where one looks
+    assert (
+        own_path("my-images/") == tmp_path / "my-images"
+    )  # there is none: it is missed where one looks
 
 
 def test_an_installation_writes_to_the_users_folders(installed):
@@ -47,7 +61,9 @@ def test_an_installation_writes_to_the_users_folders(installed):
     assert paths.results_dir() == ROOT / "cpt_lab" / "shipped" / "results"
 
 
-def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working_directory(installed):
+def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working_directory(
+    installed,
+):
     assert own_path("my-images/") == installed / "my-images"
     there = paths.data_dir() / "my-images"
     there.mkdir(parents=True)
@@ -85,9 +101,14 @@ def test_a_user_without_a_home_has_folders(installed, homeless, monkeypatch):
     for cache in (user_cache_path, lambda name, **_: Path("~/.cache") / name):
         monkeypatch.setattr(paths, "user_cache_path", cache)
         assert paths.data_dir() == installed / "data" / "cache"
-    assert str(kernels_dir()).startswith("~"), "which is no folder; another takes its place"
+    assert str(kernels_dir()).startswith("~"), (
+        "which is no folder; another takes its place"
+    )
     monkeypatch.setenv("CPT_DATA_DIR", "~/data")
-    with pytest.raises(ValueError, match="CPT_DATA_DIR=~/data: this user has no home folder; give the whole path"):
+    with pytest.raises(
+        ValueError,
+        match="CPT_DATA_DIR=~/data: this user has no home folder; give the whole path",
+    ):
         paths.data_dir()
 
 
@@ -100,7 +121,16 @@ def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):
     for folder in (tmp_path, Path(sys.executable).parents[2]):
         monkeypatch.chdir(folder)
         surroundings = {"PATH": "", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(paths.command("--help"), shell=True, capture_output=True, text=True, env=surroundings)
+        done = subprocess.run(
+            paths.command("--help"),
+            shell=True,
+            capture_output=True,
+            text=True,
+            env=surroundings,
+        )
         assert done.returncode == 0, done.stderr
         assert "download" in done.stdout
-    assert paths.command("plan") == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_lab plan"
+    assert (
+        paths.command("plan")
+        == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_lab plan"
+    )

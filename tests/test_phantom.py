@@ -21,15 +21,31 @@ DONE = {
     "cpu": (lambda x: x.cpu(), 0, 1),
     "nonzero": (lambda x: x.nonzero(), 1, 1),
     "mask": (lambda x: x[x > 1], 2, 1),
-    "numbers of rows": (lambda x: x[torch.zeros(2, dtype=torch.int64, device=CUDA)], 2, 0),
+    "numbers of rows": (
+        lambda x: x[torch.zeros(2, dtype=torch.int64, device=CUDA)],
+        2,
+        0,
+    ),
     "rows on the CPU": (lambda x: x[torch.zeros(2, dtype=torch.int64)], 1, 1),
     "repeated": (lambda x: x.repeat_interleave(x.long()), 3, 1),
-    "repeated, size known": (lambda x: x.repeat_interleave(x.long(), output_size=6), 3, 0),
+    "repeated, size known": (
+        lambda x: x.repeat_interleave(x.long(), output_size=6),
+        3,
+        0,
+    ),
     "list to device": (lambda x: torch.tensor([1.0, 2.0], device=CUDA), 1, 1),
     "copy": (lambda x: torch.ones(3).to(CUDA), 1, 1),
-    "copy of what is not pinned": (lambda x: torch.ones(3).to(CUDA, non_blocking=True), 1, 1),
+    "copy of what is not pinned": (
+        lambda x: torch.ones(3).to(CUDA, non_blocking=True),
+        1,
+        1,
+    ),
     "pinned copy": (lambda x: torch.ones(3).pin_memory().to(CUDA), 1, 1),
-    "pinned copy that nobody waits for": (lambda x: torch.ones(3).pin_memory().to(CUDA, non_blocking=True), 1, 0),
+    "pinned copy that nobody waits for": (
+        lambda x: torch.ones(3).pin_memory().to(CUDA, non_blocking=True),
+        1,
+        0,
+    ),
     "0-d of the CPU": (lambda x: x + torch.tensor(1.0), 1, 0),
 }
 
@@ -41,7 +57,10 @@ def test_launches_and_waits_are_those_of_a_gpu(what):
         x = torch.tensor([1.0, 2.0, 3.0]).to(CUDA)
         gpu.clear()
         do(x)
-    assert (gpu.launches.total(), gpu.waits.total()) == (launches, waits), (gpu.launches, gpu.waits)
+    assert (gpu.launches.total(), gpu.waits.total()) == (launches, waits), (
+        gpu.launches,
+        gpu.waits,
+    )
 
 
 def test_devices_do_not_mix_and_numbers_are_those_of_the_cpu():
@@ -81,7 +100,12 @@ BUDGET = {
     "LSTM of 35 steps": (lambda: nn.LSTM(8, 8), (35, 2, 8), {}, (449, 309, 0)),
     "GraphConv": (lambda: GraphConv(8, 8), (50, 8), {}, (14, 11, 0)),
     "GraphConv that narrows": (lambda: GraphConv(8, 4), (50, 8), {}, (14, 11, 0)),
-    "GraphConv, Q-Agg": (lambda: GraphConv(8, 8), (50, 8), {"aggregation": "quantized"}, (15, 13, 0)),
+    "GraphConv, Q-Agg": (
+        lambda: GraphConv(8, 8),
+        (50, 8),
+        {"aggregation": "quantized"},
+        (15, 13, 0),
+    ),
     "SAGEConv": (lambda: SAGEConv(8, 8), (50, 8), {}, (14, 15, 0)),
 }
 

@@ -54,7 +54,10 @@ def test_the_machine_names_what_computes_and_what_was_switched(monkeypatch):
 
 def test_versions_are_those_of_what_was_imported(monkeypatch):
     found = provenance.versions()
-    assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
+    assert (
+        found["torch"] == torch.__version__.partition("+")[0]
+        or found["torch"] == torch.__version__
+    )
     monkeypatch.setitem(provenance.LIBRARIES, "pretended", "torch")
     monkeypatch.setitem(provenance.LIBRARIES, "absent", "no_such_module")
     found = provenance.versions()
@@ -64,9 +67,20 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
 
 def git(folder, *words):
     """Run git in a folder, without what the environment of this test says of repositories."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    identity = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "protocol.file.allow=always")
-    return said_by("git", "-c", "safe.directory=*", *identity, "-C", folder, *words, env=given).strip()
+    given = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    }
+    identity = (
+        "-c",
+        "user.name=x",
+        "-c",
+        "user.email=x@x",
+        "-c",
+        "protocol.file.allow=always",
+    )
+    return said_by(
+        "git", "-c", "safe.directory=*", *identity, "-C", folder, *words, env=given
+    ).strip()
 
 
 def repository(folder, text="one"):
@@ -105,7 +119,11 @@ def as_somebody_else(folder, monkeypatch):
 def in_a_hook(folder, monkeypatch):
     """Git gives its hooks and aliases variables that name their repository."""
     repository(folder.parent / "another", "another")
-    for name, value in {"GIT_DIR": ".git", "GIT_WORK_TREE": "", "GIT_INDEX_FILE": ".git/index"}.items():
+    for name, value in {
+        "GIT_DIR": ".git",
+        "GIT_WORK_TREE": "",
+        "GIT_INDEX_FILE": ".git/index",
+    }.items():
         monkeypatch.setenv(name, str(folder.parent / "another" / value))
     return folder
 
@@ -126,7 +144,15 @@ def with_ceiling(folder, monkeypatch):
     return folder
 
 
-KINDS = [as_repository, as_worktree, as_submodule, as_somebody_else, in_a_hook, with_settings, with_ceiling]
+KINDS = [
+    as_repository,
+    as_worktree,
+    as_submodule,
+    as_somebody_else,
+    in_a_hook,
+    with_settings,
+    with_ceiling,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,18 +209,26 @@ def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch)
     assert found[:2] == (None, None)
     assert re.search(reason, found.reason), found.reason
     monkeypatch.setattr(provenance, "_told", False)
-    with pytest.warns(MachineWarning, match=r"rows name no commit \(null\): .*cpt doctor"):
+    with pytest.warns(
+        MachineWarning, match=r"rows name no commit \(null\): .*cpt doctor"
+    ):
         assert provenance.commit() == {"commit": None, "dirty": None}
     with warnings.catch_warnings(action="error"):
         provenance.commit()
 
 
-def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(tmp_path, monkeypatch):
+def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(
+    tmp_path, monkeypatch
+):
     rows, file = tmp_path / "data" / "results" / "x.jsonl", tmp_path / "data" / "card"
     rows.parent.mkdir(parents=True)
     rows.write_text("one\n")
     file.write_text("one")
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"],
+    ):
         said_by("git", "-C", tmp_path, *words)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     clean = provenance.commit()

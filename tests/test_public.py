@@ -13,7 +13,9 @@ from book.public_names import reference
 from cpt_core.lazy_imports import FORMER_NAMES, homes, is_top_level
 
 ROOT = Path(__file__).parents[1]
-HOMES = {name: home for name, home in homes("cpt_core").items() if is_top_level(home)}  # of subpackages
+HOMES = {
+    name: home for name, home in homes("cpt_core").items() if is_top_level(home)
+}  # of subpackages
 ROOMS = sorted(HOMES)
 PACKAGES = ["cpt_core", *(f"{HOMES[room]}.{room}" for room in ROOMS)]
 # what a training needs; the rest is in rooms
@@ -27,7 +29,15 @@ solve_schedule summary
 
 def test_what_stands_at_the_top():
     assert set(cpt.__all__) - set(ROOMS) == set(TOP.split())
-    assert ROOMS == ["bitops", "diagnostics", "formats", "kernels", "quantization", "schedules", "search"]
+    assert ROOMS == [
+        "bitops",
+        "diagnostics",
+        "formats",
+        "kernels",
+        "quantization",
+        "schedules",
+        "search",
+    ]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -37,21 +47,33 @@ def test_public_names_resolve(package):
     assert set(module.__all__) <= set(dir(module))
     for name, home in homes(package).items():
         value = getattr(module, name)
-        assert value is (sys.modules[f"{home}.{name}"] if is_top_level(home) else getattr(import_module(home), name))
-    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonsense'"):
+        assert value is (
+            sys.modules[f"{home}.{name}"]
+            if is_top_level(home)
+            else getattr(import_module(home), name)
+        )
+    with pytest.raises(
+        AttributeError, match=f"module '{package}' has no attribute 'nonsense'"
+    ):
         _ = module.nonsense
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_hides_a_public_name(package):
     """Python sets a module in its package when it is first imported, over what stands there."""
-    modules = {path.stem for path in Path(import_module(package).__file__).parent.iterdir()}
-    assert modules & set(homes(package)) == ({name for name, home in HOMES.items() if home == package})
+    modules = {
+        path.stem for path in Path(import_module(package).__file__).parent.iterdir()
+    }
+    assert modules & set(homes(package)) == (
+        {name for name, home in HOMES.items() if home == package}
+    )
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
 def test_former_names_of_subpackages_warn(former, name):
-    with pytest.warns(DeprecationWarning, match=f"cpt_core.{former} is now cpt_core.{name}"):
+    with pytest.warns(
+        DeprecationWarning, match=f"cpt_core.{former} is now cpt_core.{name}"
+    ):
         assert getattr(cpt, former) is getattr(cpt, name)
     assert former not in dir(cpt)
 
@@ -78,12 +100,29 @@ def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_n
 
 def test_type_checkers_know_every_name_and_report_others(tmp_path):
     pytest.importorskip("mypy", reason="the extra dev")
-    lines = ["import cpt_core as cpt", "cpt.no_such_name", "cpt.search.no_such_name", "cpt.sensitivity"]
+    lines = [
+        "import cpt_core as cpt",
+        "cpt.no_such_name",
+        "cpt.search.no_such_name",
+        "cpt.sensitivity",
+    ]
     lines += [f"reveal_type(cpt.{path})" for path in reference("cpt_core")]
     file = tmp_path / "uses.py"
     file.write_text("\n".join(lines))
-    alone = ["--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir=/dev/null"]
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", *alone, file]  # torch's types would take a minute
+    alone = [
+        "--no-site-packages",
+        "--ignore-missing-imports",
+        "--follow-imports=silent",
+        "--cache-dir=/dev/null",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--no-error-summary",
+        *alone,
+        file,
+    ]  # torch's types would take a minute
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = [line.split("uses.py:")[-1] for line in done.stdout.splitlines()]
     errors = [line for line in said if line.split()[1] == "error:"]
@@ -92,7 +131,15 @@ def test_type_checkers_know_every_name_and_report_others(tmp_path):
         '3: error: Module has no attribute "no_such_name"',
         '4: error: Module has no attribute "sensitivity"',
     ], done.stdout + done.stderr
-    revealed = [line.split("Revealed type is ", 1)[1] for line in said if "Revealed type is" in line]
+    revealed = [
+        line.split("Revealed type is ", 1)[1]
+        for line in said
+        if "Revealed type is" in line
+    ]
     assert len(revealed) == len(reference("cpt_core"))
-    unknown = [path for path, kind in zip(reference("cpt_core"), revealed, strict=True) if kind.strip('"') == "Any"]
+    unknown = [
+        path
+        for path, kind in zip(reference("cpt_core"), revealed, strict=True)
+        if kind.strip('"') == "Any"
+    ]
     assert unknown == []

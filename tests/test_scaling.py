@@ -19,7 +19,9 @@ def test_work_grows_with_the_input(name, tmp_path):
         made(case, case.n, tmp_path / "first")()  # imports, caches, kernels
         work = [count_work(made(case, n, tmp_path)) for n in (case.n, 4 * case.n)]
     found = ratios(*work)
-    assert {kind: ratio for kind, ratio in found.items() if ratio > MAX_RATIO} == {}, work
+    assert {kind: ratio for kind, ratio in found.items() if ratio > MAX_RATIO} == {}, (
+        work
+    )
 
 
 def test_every_public_name_is_measured_or_has_a_reason():
@@ -40,7 +42,9 @@ def test_count_work_finds_loops_memory_and_files(tmp_path):
     quadratic = {
         "lines": squares,
         "memory": lambda n: bytearray(n * n * 40),
-        "bytes_read": lambda n: [path.read_bytes()[: n * n] for _ in range(n * n // 1000)],
+        "bytes_read": lambda n: [
+            path.read_bytes()[: n * n] for _ in range(n * n // 1000)
+        ],
     }
     for kind, call in quadratic.items():
         small, large = (count_work(lambda n=n, call=call: call(n)) for n in (100, 400))

@@ -22,9 +22,23 @@ from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
 
 WRITTEN = (
-    "None", "True", "-1", "0", "2.5", "1e300", "10**30", "''", "'abc'", "b'x'", "[]", "[1, 'a']", "()", "(1,)", "{}",
+    "None",
+    "True",
+    "-1",
+    "0",
+    "2.5",
+    "1e300",
+    "10**30",
+    "''",
+    "'abc'",
+    "b'x'",
+    "[]",
+    "[1, 'a']",
+    "()",
+    "(1,)",
+    "{}",
     "{'abc': 1}",
-)  # fmt: skip
+)
 ODD = {text: partial(eval, text) for text in WRITTEN} | {
     "inf": lambda: float("inf"),
     "nan": lambda: float("nan"),
@@ -85,9 +99,18 @@ def delayed():
 
 def sensitivity():
     return cpt.search.Sensitivity(
-        "a model", "loss", 4, 16, ((0, 8), (8, 16)), (("0",), ("2",)), (12, 6), (0, 1), (1.0, 1.1),
-        ((0.1, 0.2), (0.1, 0.3)), ((0.2, 0.1), (0.3, 0.1)),
-    )  # fmt: skip
+        "a model",
+        "loss",
+        4,
+        16,
+        ((0, 8), (8, 16)),
+        (("0",), ("2",)),
+        (12, 6),
+        (0, 1),
+        (1.0, 1.1),
+        ((0.1, 0.2), (0.1, 0.3)),
+        ((0.2, 0.1), (0.3, 0.1)),
+    )
 
 
 def graph():
@@ -100,32 +123,107 @@ def scheduler():
 
 def recording():
     found = trained(converted())
-    with cpt.precision(found["model"], 8), cpt.diagnostics.record(found["model"], every=1) as recorded:
+    with (
+        cpt.precision(found["model"], 8),
+        cpt.diagnostics.record(found["model"], every=1) as recorded,
+    ):
         found["train_step"](0)
     return recorded
 
 
 # argument -> a legal value, whatever takes it
 VALUES = {
-    "aggregation": "fp", "allow_zero_in_degree": True, "base": 4, "bias": True, "bits": 4,
-    "block": 16, "budget": 0.7, "config": None, "convention": "paper", "cost": None,
-    "cycle_rule": "exact", "cycles": 1, "d": 0.9, "delay": 0.25, "details": True, "device": "cpu",
-    "dwell": 4, "dynamic_shapes": None, "element": "e2m1", "error": "float32", "estimate": False,
-    "eval_bits": "q_max", "every": 2, "execution": "simulated", "exponent": 4, "family": "rex", "float32": ("fc",),
-    "floor": 0.1, "format": None, "formats": {3: "mxfp4", 8: "e4m3"}, "gradient": None, "gradients": 8,
-    "granularity": "per_tensor", "hadamard": 16, "hold": 4, "in_feats": 2, "invariances": True, "kind": "minifloat",
+    "aggregation": "fp",
+    "allow_zero_in_degree": True,
+    "base": 4,
+    "bias": True,
+    "bits": 4,
+    "block": 16,
+    "budget": 0.7,
+    "config": None,
+    "convention": "paper",
+    "cost": None,
+    "cycle_rule": "exact",
+    "cycles": 1,
+    "d": 0.9,
+    "delay": 0.25,
+    "details": True,
+    "device": "cpu",
+    "dwell": 4,
+    "dynamic_shapes": None,
+    "element": "e2m1",
+    "error": "float32",
+    "estimate": False,
+    "eval_bits": "q_max",
+    "every": 2,
+    "execution": "simulated",
+    "exponent": 4,
+    "family": "rex",
+    "float32": ("fc",),
+    "floor": 0.1,
+    "format": None,
+    "formats": {3: "mxfp4", 8: "e4m3"},
+    "gradient": None,
+    "gradients": 8,
+    "granularity": "per_tensor",
+    "hadamard": 16,
+    "hold": 4,
+    "in_feats": 2,
+    "invariances": True,
+    "kind": "minifloat",
     "ladder": None,
-    "layers": 1, "level": 3, "levels": (3, 8), "mantissa": 3, "margin": 1.0, "minutes": 1.0, "mirror": "vertical",
-    "mode": "reset", "n_cycles": 2, "name": "traffic", "norm": "left", "num_nodes": 3, "num_src": 2, "out_feats": 3,
-    "over": "time", "partial": True, "power": 2.0, "profile": cpt.schedules.Rex(0.5),
-    "progress": False, "q_grad": 8, "q_high": 8, "q_low": 3, "q_max": 8, "q_min": 3,
-    "quantizer": "conv_input", "quantizers": cpt.quantization.QUANTIZERS, "rate": 4.0, "reduce": "mean",
-    "roles": False, "rounding": "nearest", "running": True, "running_start": "corrected", "runs": ((3, 8), (8, 8)),
-    "saturate": True, "scale": "e8m0", "seed": 0, "seeds": (0,), "specials": "nan", "stateful": (),
-    "step": 3, "steps": 8, "store": None, "threshold": 0.5, "total_steps": 128, "triangular": False,
-    "value": "e4m3", "weight_gradient": 8, "windows": ((2, 4),), "argument": "progress", "attention": "paper",
+    "layers": 1,
+    "level": 3,
+    "levels": (3, 8),
+    "mantissa": 3,
+    "margin": 1.0,
+    "minutes": 1.0,
+    "mirror": "vertical",
+    "mode": "reset",
+    "n_cycles": 2,
+    "name": "traffic",
+    "norm": "left",
+    "num_nodes": 3,
+    "num_src": 2,
+    "out_feats": 3,
+    "over": "time",
+    "partial": True,
+    "power": 2.0,
+    "profile": cpt.schedules.Rex(0.5),
+    "progress": False,
+    "q_grad": 8,
+    "q_high": 8,
+    "q_low": 3,
+    "q_max": 8,
+    "q_min": 3,
+    "quantizer": "conv_input",
+    "quantizers": cpt.quantization.QUANTIZERS,
+    "rate": 4.0,
+    "reduce": "mean",
+    "roles": False,
+    "rounding": "nearest",
+    "running": True,
+    "running_start": "corrected",
+    "runs": ((3, 8), (8, 8)),
+    "saturate": True,
+    "scale": "e8m0",
+    "seed": 0,
+    "seeds": (0,),
+    "specials": "nan",
+    "stateful": (),
+    "step": 3,
+    "steps": 8,
+    "store": None,
+    "threshold": 0.5,
+    "total_steps": 128,
+    "triangular": False,
+    "value": "e4m3",
+    "weight_gradient": 8,
+    "windows": ((2, 4),),
+    "argument": "progress",
+    "attention": "paper",
     "zero_point": True,
-}  # fmt: skip
+}
 # the same of what is made anew for every call
 MADE = {
     "activation": cyclic,
@@ -157,7 +255,10 @@ SCHEDULES = {
 }
 # class -> one of it, and the methods that are called
 METHODS = {
-    "BitOpsLedger": (lambda: cpt.BitOpsLedger(converted()), "bitops by_layer by_pass costs table total"),
+    "BitOpsLedger": (
+        lambda: cpt.BitOpsLedger(converted()),
+        "bitops by_layer by_pass costs table total",
+    ),
     "Format": (None, "affine symmetric log2 minifloat mx nvfp4 of"),
     "FormatLadder": (cpt.FormatLadder.affine, "from_dict bits priced check cost"),
     "Graph": (graph, "from_edges aggregate set_constant to"),
@@ -167,13 +268,17 @@ METHODS = {
     "Recording": (recording, "scalars"),
     "SAGEConv": (lambda: cpt.SAGEConv(2, 3), "forward"),
     "Sensitivity": (
-        sensitivity, "from_dict response estimates even agreement places weights product promised",
+        sensitivity,
+        "from_dict response estimates even agreement places weights product promised",
     ),
     **{
-        of: (make, f"__call__ levels levels_at relative_cost noise_exposure share_at {more}")
+        of: (
+            make,
+            f"__call__ levels levels_at relative_cost noise_exposure share_at {more}",
+        )
         for of, (make, more) in SCHEDULES.items()
     },
-}  # fmt: skip
+}
 # callable -> what is legal there alone; with a comma, another way to call it
 OWN = {
     "copy_ranges": lambda: {"source": converted(), "target": converted()},
@@ -186,8 +291,14 @@ OWN = {
     "PrecisionScheduler.load_state_dict": lambda: {"state": scheduler().state_dict()},
     "QuantConfig": lambda: {"ladder": {3: "mxfp4"}},
     "Recording.scalars": lambda: {"step": 0},
-    "RoleSchedules, one gradient": lambda: {"gradient": 8, "error": None, "weight_gradient": None},
-    **dict.fromkeys(("RoleSchedules.levels", "RoleSchedules.levels_at"), lambda: {"q_grad": None}),
+    "RoleSchedules, one gradient": lambda: {
+        "gradient": 8,
+        "error": None,
+        "weight_gradient": None,
+    },
+    **dict.fromkeys(
+        ("RoleSchedules.levels", "RoleSchedules.levels_at"), lambda: {"q_grad": None}
+    ),
     "Sensitivity": lambda: vars(sensitivity()),
     "Sensitivity.from_dict": lambda: {"d": sensitivity().to_dict()},
     "allocate": lambda: {"budget": 0.6, "over": "both"},
@@ -195,26 +306,55 @@ OWN = {
     "make_schedule": lambda: {"name": "RR"},
     "precision_range_test": lambda: {**trained(), "bits": (4,)},
     "quantize, a format": lambda: {
-        "bits": None, "quantizer": None, "format": "e4m3:rounding=stochastic"
+        "bits": None,
+        "quantizer": None,
+        "format": "e4m3:rounding=stochastic",
     },
     "quantize": lambda: {"seed": None},
     "quantize_": lambda: {"model": network(), "config": "all"},
     **{
-        f"{of}.relative_cost, on a ladder": lambda: {"cost": "traffic", "ladder": cpt.FormatLadder.affine()}
+        f"{of}.relative_cost, on a ladder": lambda: {
+            "cost": "traffic",
+            "ladder": cpt.FormatLadder.affine(),
+        }
         for of in SCHEDULES
     },
     "schedule_from_dict": lambda: {"description": cyclic().to_dict()},
     "sensitivity": lambda: {**trained(), "windows": 1, "steps": 2},
-    "try_precision": lambda: {**trained(), "train_step": lambda step: torch.ones(()), "seeds": 1},
+    "try_precision": lambda: {
+        **trained(),
+        "train_step": lambda step: torch.ones(()),
+        "seeds": 1,
+    },
     "Warped": lambda: {"base": "rex"},
-}  # fmt: skip
-RESULTS = {"Backend", "BitOpsPlan", "Check", "Cost", "Operands", "PrecisionRange", "Tried"}  # made by the library
+}
+RESULTS = {
+    "Backend",
+    "BitOpsPlan",
+    "Check",
+    "Cost",
+    "Operands",
+    "PrecisionRange",
+    "Tried",
+}  # made by the library
 PUBLIC = {path.split(".")[-1]: attrgetter(path)(cpt) for path in reference("cpt_core")}
 CALLABLE = [
-    name for name, value in PUBLIC.items()
-    if callable(value) and not name.endswith("Warning") and name not in RESULTS and inspect.signature(value).parameters
-]  # fmt: skip
-CALLS = [*dict.fromkeys([*CALLABLE, *(f"{of}.{m}" for of, (_, names) in METHODS.items() for m in names.split()), *OWN])]
+    name
+    for name, value in PUBLIC.items()
+    if callable(value)
+    and not name.endswith("Warning")
+    and name not in RESULTS
+    and inspect.signature(value).parameters
+]
+CALLS = [
+    *dict.fromkeys(
+        [
+            *CALLABLE,
+            *(f"{of}.{m}" for of, (_, names) in METHODS.items() for m in names.split()),
+            *OWN,
+        ]
+    )
+]
 
 
 def prepared(name):
@@ -225,7 +365,9 @@ def prepared(name):
         bound = inspect.ismethod(getattr(function, method))  # a class method
         function = getattr(function if bound else METHODS[of][0](), method)
     parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [
+        p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     own = OWN.get(name, dict)()
     made = {n: MADE[n]() for n in names if n in MADE and n not in own}
     assert own.keys() <= set(names)
@@ -254,7 +396,12 @@ TAKEN = {
     "a tensor": "features x",
 }
 THEIRS = {"dynamic_shapes"}  # handed on as it is: torch judges it
-CALLED = {"inputs", "filter_fn", "quality", "evaluate"}  # what calls the model or the value itself may fail there
+CALLED = {
+    "inputs",
+    "filter_fn",
+    "quality",
+    "evaluate",
+}  # what calls the model or the value itself may fail there
 
 
 class HangError(BaseException):
@@ -288,9 +435,15 @@ def verdict(name, argument, odd):
         return "hangs"
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__, limit=-1)[0]
-        ours = re.search("cpt_(core|extras)", frame.filename) and frame.line.startswith("raise")
-        named = re.search(rf"\b{argument}\b", str(error)) or any(w in str(error) for w in (repr(value), kind(value)))
-        if (isinstance(error, (ValueError, TypeError)) and ours and named) or argument in CALLED:
+        ours = re.search("cpt_(core|extras)", frame.filename) and frame.line.startswith(
+            "raise"
+        )
+        named = re.search(rf"\b{argument}\b", str(error)) or any(
+            w in str(error) for w in (repr(value), kind(value))
+        )
+        if (
+            isinstance(error, (ValueError, TypeError)) and ours and named
+        ) or argument in CALLED:
             return "refused"
         return f"{type(error).__name__}: {error}"
     finally:
@@ -300,24 +453,43 @@ def verdict(name, argument, odd):
 
 def kind(value):
     """What is said of a value that takes too long to write."""
-    return type(value).__name__ if isinstance(value, (np.ndarray, torch.Tensor, nn.Module)) else repr(value)
+    return (
+        type(value).__name__
+        if isinstance(value, (np.ndarray, torch.Tensor, nn.Module))
+        else repr(value)
+    )
 
 
 def legal(name, argument, odd):
     default = inspect.signature(prepared(name)[0]).parameters[argument].default
     taken = TAKEN.get(odd, "").split()
-    return argument in taken or f"{name}.{argument}" in taken or (odd == "None" and default is None)
+    return (
+        argument in taken
+        or f"{name}.{argument}" in taken
+        or (odd == "None" and default is None)
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:one seed")
-def test_legal_values_are_taken_and_odd_ones_refused_by_name(name, tmp_path, monkeypatch):
+def test_legal_values_are_taken_and_odd_ones_refused_by_name(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     signal.signal(signal.SIGALRM, hangs)
     function, arguments = prepared(name)
     call(function, arguments)
-    found = {(a, odd): verdict(name, a, odd) for a in arguments if a not in THEIRS for odd in ODD}
-    wrong = {at: said for at, said in found.items() if said != "refused" and not (said == "taken" and legal(name, *at))}
+    found = {
+        (a, odd): verdict(name, a, odd)
+        for a in arguments
+        if a not in THEIRS
+        for odd in ODD
+    }
+    wrong = {
+        at: said
+        for at, said in found.items()
+        if said != "refused" and not (said == "taken" and legal(name, *at))
+    }
     assert wrong == {}
 
 
@@ -325,18 +497,47 @@ def test_legal_values_are_taken_and_odd_ones_refused_by_name(name, tmp_path, mon
     ("refused", "message"),
     [
         (
-            lambda: cpt.count_bitops(converted(), (torch.ones(2, 4),), cyclic(), q_grad=33),
+            lambda: cpt.count_bitops(
+                converted(), (torch.ones(2, 4),), cyclic(), q_grad=33
+            ),
             "q_grad must be an integer from 1 to 32",
         ),
-        (lambda: cyclic().relative_cost(q_max=33), "q_max must be an integer from 1 to 32"),
-        (lambda: cpt.StaticSchedule(8, 10**8 + 1), "total_steps must be .* at most 100000000"),
-        (lambda: cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=10**9), "total_steps must be .* at most"),
-        (lambda: cpt.Format("affine", 4, saturate="no"), "saturate must be True or False, got 'no'"),
-        (lambda: cpt.QuantConfig(float32="fc"), r"float32 must be tuple\[str, ...\], got 'fc'"),
-        (lambda: cpt.QuantConfig(float32=("fc", 1)), r"float32 must be tuple\[str, ...\], got \('fc', 1\)"),
-        (lambda: relative_cost([3, 40], 8), r"bits must lie between 1 and 32, got \[3, 40\]"),
-        (lambda: relative_cost([3, 8], 8, cost=lambda bits: None), "cost must return what a step costs, one number"),
-        (lambda: cpt.schedules.TableSchedule(((3, 5), (8, 10**9))), "total_steps must be .* at most"),
+        (
+            lambda: cyclic().relative_cost(q_max=33),
+            "q_max must be an integer from 1 to 32",
+        ),
+        (
+            lambda: cpt.StaticSchedule(8, 10**8 + 1),
+            "total_steps must be .* at most 100000000",
+        ),
+        (
+            lambda: cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=10**9),
+            "total_steps must be .* at most",
+        ),
+        (
+            lambda: cpt.Format("affine", 4, saturate="no"),
+            "saturate must be True or False, got 'no'",
+        ),
+        (
+            lambda: cpt.QuantConfig(float32="fc"),
+            r"float32 must be tuple\[str, ...\], got 'fc'",
+        ),
+        (
+            lambda: cpt.QuantConfig(float32=("fc", 1)),
+            r"float32 must be tuple\[str, ...\], got \('fc', 1\)",
+        ),
+        (
+            lambda: relative_cost([3, 40], 8),
+            r"bits must lie between 1 and 32, got \[3, 40\]",
+        ),
+        (
+            lambda: relative_cost([3, 8], 8, cost=lambda bits: None),
+            "cost must return what a step costs, one number",
+        ),
+        (
+            lambda: cpt.schedules.TableSchedule(((3, 5), (8, 10**9))),
+            "total_steps must be .* at most",
+        ),
     ],
 )
 def test_beyond_the_ends_of_a_range(refused, message):
@@ -352,7 +553,10 @@ def test_beyond_the_ends_of_a_range(refused, message):
         ("windows", {"windows": ((0, 16), (16, 16))}),
         ("windows", {"steps": 20}),
         ("reference", {"seeds": (0,)}),
-        ("reference", {"seeds": (), "reference": (), "in_windows": (), "in_groups": ()}),
+        (
+            "reference",
+            {"seeds": (), "reference": (), "in_windows": (), "in_groups": ()},
+        ),
         ("reference", {"reference": (1.0,)}),
         ("in_windows", {"in_windows": ((0.1, 0.2),)}),
         ("in_groups", {"in_groups": ((0.2, 0.1, 0.3), (0.3, 0.1, 0.3))}),

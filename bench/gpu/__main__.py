@@ -30,23 +30,43 @@ SPARE = 60.0  # seconds after the limit at which a stage that hangs is ended, an
 
 def main(words: list[str] | None = None) -> int:
     """Run a part from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU, small")
-    parser.add_argument("--seconds", type=float, default=500.0, help="no stage is started after so many")
-    parser.add_argument("--only", default="", help="stages with one of these in their name, separated by commas")
-    parser.add_argument("--again", action="store_true", help="try stages again that failed")
-    parser.add_argument("--workers", type=int, help="runs at a time of the part evidence")
+    parser.add_argument(
+        "--dry", action="store_true", help="a rehearsal on the CPU, small"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=500.0, help="no stage is started after so many"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="stages with one of these in their name, separated by commas",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="try stages again that failed"
+    )
+    parser.add_argument(
+        "--workers", type=int, help="runs at a time of the part evidence"
+    )
     given = parser.parse_args(words)
     device = "cpu" if given.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --dry rehearses on the CPU")
     folder = runs_dir() / ("gpu-dry" if given.dry else "gpu")
-    options = Options(given.part, device, given.dry, given.seconds, given.workers, folder)
+    options = Options(
+        given.part, device, given.dry, given.seconds, given.workers, folder
+    )
     if given.again:
         forget_failures(options.rows)
     asked = given.only.split(",")
-    stages = {n: s for n, s in PARTS[given.part](options).items() if any(word in n for word in asked)}
+    stages = {
+        n: s
+        for n, s in PARTS[given.part](options).items()
+        if any(word in n for word in asked)
+    }
     if not stages:
         parser.error(f"no stage of {given.part} has one of {given.only!r} in its name")
     here = where(device)

@@ -35,12 +35,24 @@ STEPS, STOP = 8, 3
 
 def versions(device: str) -> dict[str, Any]:
     """What the numbers depend on."""
-    found: dict[str, Any] = {"tf32": [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]}
+    found: dict[str, Any] = {
+        "tf32": [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
+    }
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found |= {"total_gb": total / 2**30, "free_gb": free / 2**30, "capability": torch.cuda.get_device_capability()}
-        query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        found |= {
+            "total_gb": total / 2**30,
+            "free_gb": free / 2**30,
+            "capability": torch.cuda.get_device_capability(),
+        }
+        query = [
+            "nvidia-smi",
+            "--query-gpu=driver_version,compute_mode,mig.mode.current",
+            "--format=csv,noheader",
+        ]
+        found["driver"] = subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.strip()
     return found | {"kernels": str(backend())}
 
 
@@ -50,18 +62,25 @@ def quantisers(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in GRANULARITIES:
         for q in BITS:
-            here, there = quantize(x, q, Quantizer(name)), quantize(x.to(device), q, Quantizer(name)).cpu()
+            here, there = (
+                quantize(x, q, Quantizer(name)),
+                quantize(x.to(device), q, Quantizer(name)).cpu(),
+            )
             found[f"{name} q={q}"] = int((here != there).sum())
         key, levels = torch.tensor(7), torch.tensor(255.0)
         here = fake_quantize(x, levels, name, key)[0]
-        there = fake_quantize(*(t.to(device) for t in (x, levels)), name, key.to(device))[0].cpu()
+        there = fake_quantize(
+            *(t.to(device) for t in (x, levels)), name, key.to(device)
+        )[0].cpu()
         found[f"{name}, stochastic"] = int((here != there).sum())
     wrong = [name for name, count in found.items() if count and "mean" not in name]
     return found | ({"failed": f"not bit for bit: {', '.join(wrong)}"} if wrong else {})
 
 
 def _graph() -> Graph:
-    source, target = torch.randint(0, 200, (2, 2000), generator=torch.Generator().manual_seed(0))
+    source, target = torch.randint(
+        0, 200, (2, 2000), generator=torch.Generator().manual_seed(0)
+    )
     return Graph.from_edges(source, target, 200)
 
 
@@ -88,7 +107,10 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "convolution": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)), (16, 8, 16, 16)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)),
+        (16, 8, 16, 16),
+    ),
     "linear": (lambda: nn.Sequential(nn.Linear(64, 64)), (16, 32, 64)),
     "LSTM": (lambda: _First(nn.LSTM(32, 32)), (20, 8, 32)),
     "GraphConv": (lambda: _OnGraph(GraphConv(32, 64)), (200, 32)),
@@ -107,7 +129,11 @@ def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     x = torch.randn(shape)
-    config = QuantConfig(execution="integer").with_shared_steps() if on_codes else QuantConfig()
+    config = (
+        QuantConfig(execution="integer").with_shared_steps()
+        if on_codes
+        else QuantConfig()
+    )
     model = quantize_(make(), config.with_gradient_rounding("nearest"))
     results = []
     for where in ("cpu", device):
@@ -116,10 +142,19 @@ def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
         with precision(there, 8):
             y = there(given)
             y.square().sum().backward()
-        results.append([y, given.grad, *(p.grad for p in there.parameters() if p.grad is not None)])
-    far = [_apart(a.detach().cpu(), b.detach().cpu()) for a, b in zip(*results, strict=True)]
+        results.append(
+            [y, given.grad, *(p.grad for p in there.parameters() if p.grad is not None)]
+        )
+    far = [
+        _apart(a.detach().cpu(), b.detach().cpu())
+        for a, b in zip(*results, strict=True)
+    ]
     found: dict[str, Any] = {"output": far[0], "gradients": max(far[1:])}
-    return found | ({"failed": f"{max(far):.2g} of the largest number apart"} if max(far) > 0.02 else {})
+    return found | (
+        {"failed": f"{max(far):.2g} of the largest number apart"}
+        if max(far) > 0.02
+        else {}
+    )
 
 
 TASKS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
@@ -142,7 +177,13 @@ def task(name: str, device: str) -> dict[str, Any]:
     And the first loss that of the CPU, at 16 bits: at few bits a last digit that differs may move a loss by a third.
     """
     dataset, model, changes = TASKS[name]
-    base = replace(recipe("smoke", dataset, model), steps=STEPS, n_cycles=1, evaluate_every=4, **changes)
+    base = replace(
+        recipe("smoke", dataset, model),
+        steps=STEPS,
+        n_cycles=1,
+        evaluate_every=4,
+        **changes,
+    )
     spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
     kind = task_of(spec)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
@@ -151,7 +192,13 @@ def task(name: str, device: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             file, asked = Path(folder) / "run.pt", iter(range(STEPS))
             try:
-                train(kind, spec, device=device, checkpoint=file, should_stop=lambda: next(asked) == STOP)
+                train(
+                    kind,
+                    spec,
+                    device=device,
+                    checkpoint=file,
+                    should_stop=lambda: next(asked) == STOP,
+                )
             except Stopped:
                 pass
             resumed = train(kind, spec, device=device, checkpoint=file)
@@ -160,21 +207,33 @@ def task(name: str, device: str) -> dict[str, Any]:
         return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
     losses = whole.history["loss"]
-    repeat, far = apart(losses, again.history["loss"]), apart(losses, resumed.history["loss"])
+    repeat, far = (
+        apart(losses, again.history["loss"]),
+        apart(losses, resumed.history["loss"]),
+    )
     found: dict[str, Any] = {
-        "first_to_cpu": near, "repeat": repeat, "resumed": far, "captured": whole.captured,
+        "first_to_cpu": near,
+        "repeat": repeat,
+        "resumed": far,
+        "captured": whole.captured,
         "why_not_captured": whole.why_not_captured,
-    }  # fmt: skip
+    }
     wrong = [
         f"the first loss is {near:.2g} from the CPU's" if near > 1e-3 else "",
-        f"the resumed run is {far:.2g} from the whole one" if far > 1e-5 + 3 * repeat else "",
+        f"the resumed run is {far:.2g} from the whole one"
+        if far > 1e-5 + 3 * repeat
+        else "",
     ]
     return found | ({"failed": "; ".join(filter(None, wrong))} if any(wrong) else {})
 
 
 def _first_loss(base: Recipe, device: str) -> float:
     """Return the loss of a first batch at 16 bits, without what every device draws for itself: dropout, neighbours."""
-    off = {name: value for name, value in {"dropout": 0.0, "fanout": 10_000}.items() if hasattr(base, name)}
+    off = {
+        name: value
+        for name, value in {"dropout": 0.0, "fanout": 10_000}.items()
+        if hasattr(base, name)
+    }
     still = replace(base, **off)
     spec = run_spec(still, "static 16", q_max=16, seed=0, scale="smoke")
     session = Session(task_of(spec), spec, device)

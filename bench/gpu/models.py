@@ -27,10 +27,18 @@ from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
 
 KINDS = (
-    "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",
-    "quantised captured TF32", "quantised integer captured", "quantised integer shared steps captured",
-    "plain torch captured", "per operation",
-)  # fmt: skip
+    "float32",
+    "float32 captured",
+    "float32 TF32",
+    "quantised",
+    "quantised captured",
+    "quantised TF32",
+    "quantised captured TF32",
+    "quantised integer captured",
+    "quantised integer shared steps captured",
+    "plain torch captured",
+    "per operation",
+)
 DRY_BERT = {"padding": "max", "hidden": 16, "layers": 1, "batch": 4, "train_pairs": 200}
 
 
@@ -42,10 +50,12 @@ def _paper(dataset: str, model: str, **changes: Any) -> Recipe:
 # name -> recipe at full size, recipe of the rehearsal; all with random data of these shapes
 MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
     "ResNet-20": (
-        lambda: _paper("cifar10", "resnet20", like="resnet74"), lambda: recipe("smoke", "digits", "resnet8_w8"),
+        lambda: _paper("cifar10", "resnet20", like="resnet74"),
+        lambda: recipe("smoke", "digits", "resnet8_w8"),
     ),
     "ResNet-74": (
-        lambda: _paper("cifar10", "resnet74"), lambda: replace(recipe("smoke", "digits", "resnet8_w8"), batch=8),
+        lambda: _paper("cifar10", "resnet74"),
+        lambda: replace(recipe("smoke", "digits", "resnet8_w8"), batch=8),
     ),
     "ResNet-18, ImageNet size": (
         lambda: _paper("imagenet", "resnet18"),
@@ -56,18 +66,25 @@ MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
         lambda: replace(recipe("smoke", "templates"), **DRY_BERT),
     ),
     "PTB LSTM": (
-        lambda: _paper("ptb", "lstm"), lambda: replace(recipe("smoke", "pydoc"), length=8, hidden=8, embedding=8),
+        lambda: _paper("ptb", "lstm"),
+        lambda: replace(recipe("smoke", "pydoc"), length=8, hidden=8, embedding=8),
     ),
     "Arxiv GCN": (
-        lambda: _paper("ogbn-arxiv", "gcn"), lambda: replace(recipe("smoke", "digits-graph", "gcn"), hidden=8),
+        lambda: _paper("ogbn-arxiv", "gcn"),
+        lambda: replace(recipe("smoke", "digits-graph", "gcn"), hidden=8),
     ),
-}  # fmt: skip
+}
 
 
 def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     """Return a model's session, its steps of one kind; LeftOutError where there is no such kind."""
     execution = "integer" if "integer" in kind else "simulated"
-    r = replace(MODELS[name][dry](), tf32="TF32" in kind, execution=execution, shared_steps="shared steps" in kind)
+    r = replace(
+        MODELS[name][dry](),
+        tf32="TF32" in kind,
+        execution=execution,
+        shared_steps="shared steps" in kind,
+    )
     spec = run_spec(r, "CR", q_max=8, seed=0, scale="smoke" if dry else "paper")
     with environment(CPT_CAPTURE="1" if "captured" in kind else "0"):
         session = Session(task_of(spec), spec, device, stand_in=not dry)
@@ -107,7 +124,9 @@ def environment(**values: str) -> Any:
 BITS, Q_GRAD = 5, 8
 
 
-def round_plainly(x: Tensor, dims: tuple[int, ...], bits: int, noise: bool = False) -> Tensor:
+def round_plainly(
+    x: Tensor, dims: tuple[int, ...], bits: int, noise: bool = False
+) -> Tensor:
     """Round to 2**bits levels between the extremes over ``dims``."""
     n = 2.0**bits - 1
     low = x.amin(dims, keepdim=True)
@@ -164,7 +183,9 @@ class PlainConv2d(nn.Conv2d):
     """A quantised convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._conv_forward(_tracked(self, x), _operand(self.weight, (1, 2, 3)), _biased(self))
+        y = self._conv_forward(
+            _tracked(self, x), _operand(self.weight, (1, 2, 3)), _biased(self)
+        )
         return _Behind.apply(y, _all(y))
 
 
@@ -172,7 +193,9 @@ class PlainLinear(nn.Linear):
     """A quantised linear layer; one range of the gradient per position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(_tracked(self, x), _operand(self.weight, (-1,)), _biased(self))
+        y = nn.functional.linear(
+            _tracked(self, x), _operand(self.weight, (-1,)), _biased(self)
+        )
         return _Behind.apply(y, (0, -1))
 
 
@@ -180,11 +203,20 @@ class PlainLSTM(nn.LSTM):
     """A quantised LSTM of one layer, a time step after the other."""
 
     def forward(self, x: Tensor, state: Any = None) -> Any:
-        h, c = (s[0] for s in state) if state else (x.new_zeros(x.shape[1], self.hidden_size) for _ in range(2))
+        h, c = (
+            (s[0] for s in state)
+            if state
+            else (x.new_zeros(x.shape[1], self.hidden_size) for _ in range(2))
+        )
         out = []
         for step in x.unbind(0):
-            w, u = _operand(self.weight_ih_l0, (-1,)), _operand(self.weight_hh_l0, (-1,))
-            a = nn.functional.linear(_tracked(self, step), w, _operand(self.bias_ih_l0, (-1,)))
+            w, u = (
+                _operand(self.weight_ih_l0, (-1,)),
+                _operand(self.weight_hh_l0, (-1,)),
+            )
+            a = nn.functional.linear(
+                _tracked(self, step), w, _operand(self.bias_ih_l0, (-1,))
+            )
             b = nn.functional.linear(_tracked(self, h), u)
             i, f, g, o = (_Behind.apply(a, (-1,)) + _Behind.apply(b, (-1,))).chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -197,7 +229,10 @@ class PlainGraphConv(GraphConv):
     """A quantised graph convolution that sums in float32; the degrees of both sides as in the fused layer."""
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        out, into = (d.clamp_min(1).rsqrt().unsqueeze(1) for d in (graph.out_degrees, graph.in_degrees))
+        out, into = (
+            d.clamp_min(1).rsqrt().unsqueeze(1)
+            for d in (graph.out_degrees, graph.in_degrees)
+        )
         h = x * out
         if self._in_feats <= self._out_feats:
             h = graph.aggregate(h)
@@ -209,7 +244,12 @@ class PlainGraphConv(GraphConv):
         return _Behind.apply(h, _all(h))
 
 
-PLAIN = {nn.Conv2d: PlainConv2d, nn.Linear: PlainLinear, nn.LSTM: PlainLSTM, GraphConv: PlainGraphConv}
+PLAIN = {
+    nn.Conv2d: PlainConv2d,
+    nn.Linear: PlainLinear,
+    nn.LSTM: PlainLSTM,
+    GraphConv: PlainGraphConv,
+}
 
 
 def take_apart(model: nn.Module) -> int:

@@ -38,9 +38,18 @@ def checks_of(options: Options) -> dict[str, Stage]:
         "versions": partial(checks.versions, options.device),
         "tests": partial(_tests, options),
         "quantisers": partial(checks.quantisers, options.device),
-        **{f"layer {name}": partial(checks.layer, name, options.device) for name in checks.LAYERS},
-        **{f"layer {name} on codes": partial(checks.layer, name, options.device, True) for name in checks.LAYERS},
-        **{f"task {name}": partial(checks.task, name, options.device) for name in checks.TASKS},
+        **{
+            f"layer {name}": partial(checks.layer, name, options.device)
+            for name in checks.LAYERS
+        },
+        **{
+            f"layer {name} on codes": partial(checks.layer, name, options.device, True)
+            for name in checks.LAYERS
+        },
+        **{
+            f"task {name}": partial(checks.task, name, options.device)
+            for name in checks.TASKS
+        },
     }
 
 
@@ -49,21 +58,58 @@ def _tests(options: Options) -> dict[str, Any]:
     assert CHECKOUT is not None
     which = ["-m", "gpu", "tests"]
     if options.dry:
-        which = ["-m", "not gpu", "tests/graphs/test_graph.py", "-k", "as_a_dense_product_does"]
+        which = [
+            "-m",
+            "not gpu",
+            "tests/graphs/test_graph.py",
+            "-k",
+            "as_a_dense_product_does",
+        ]
     elif importlib.util.find_spec("xdist"):
         which += ["-n", "4"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-rfE",
-               "-W", "ignore::DeprecationWarning", "--continue-on-collection-errors", *which]  # fmt: skip
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=min(300.0, options.seconds))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-rfE",
+        "-W",
+        "ignore::DeprecationWarning",
+        "--continue-on-collection-errors",
+        *which,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=min(300.0, options.seconds),
+    )
     lines = done.stdout.strip().splitlines()
     bad = [found for found in lines if found.startswith(("FAILED", "ERROR"))]
     # files of tests for libraries that are not here: pytest's list of errors does not say why
     parts = re.split(r"^_+ ERROR collecting (\S+) _+$", done.stdout, flags=re.MULTILINE)
-    without = {name for name, why in zip(parts[1::2], parts[2::2], strict=True) if "ModuleNotFoundError" in why}
+    without = {
+        name
+        for name, why in zip(parts[1::2], parts[2::2], strict=True)
+        if "ModuleNotFoundError" in why
+    }
     lacking = [found for found in bad if found.split()[1] in without]
     failed = [found for found in bad if found not in lacking]
-    found = {"summary": lines[-1] if lines else done.stderr[-500:], "failures": failed, "left_out": lacking}
-    wrong = bool(failed) or done.returncode not in (0, 1, 2) or (done.returncode > 0 and not lacking)
+    found = {
+        "summary": lines[-1] if lines else done.stderr[-500:],
+        "failures": failed,
+        "left_out": lacking,
+    }
+    wrong = (
+        bool(failed)
+        or done.returncode not in (0, 1, 2)
+        or (done.returncode > 0 and not lacking)
+    )
     return found | {"failed": f"pytest ended with {done.returncode}" if wrong else ""}
 
 
@@ -71,10 +117,16 @@ def steps_of(options: Options) -> dict[str, Stage]:
     """Every model in every kind, the kinds of a model one after the other."""
     kinds = [kind for kind in KINDS if not (options.dry and "TF32" in kind)]
     make = speed if options.part == "speed" else memory
-    return {f"{name}, {kind}": partial(make, name, kind, options) for name in MODELS for kind in kinds}
+    return {
+        f"{name}, {kind}": partial(make, name, kind, options)
+        for name in MODELS
+        for kind in kinds
+    }
 
 
-def _step(name: str, kind: str, options: Options) -> tuple[Session, Callable[[], torch.Tensor]]:
+def _step(
+    name: str, kind: str, options: Options
+) -> tuple[Session, Callable[[], torch.Tensor]]:
     session = session_of(name, kind, options.device, options.dry)
     batches, lr = session.task.batches(0), session.lr_at(0, [])
 
@@ -103,7 +155,11 @@ def _wrong(session: Session, kind: str, loss: torch.Tensor) -> str:
     """What makes a measurement worthless, or ""."""
     if not bool(loss.isfinite()):
         return f"the loss is {float(loss)}"
-    return f"no step was captured: {session.why_not_captured}" if "captured" in kind and not session.captured else ""
+    return (
+        f"no step was captured: {session.why_not_captured}"
+        if "captured" in kind and not session.captured
+        else ""
+    )
 
 
 def timed(step: Callable[[], Any], repeats: int, device: str) -> dict[str, float]:
@@ -129,7 +185,11 @@ def timed(step: Callable[[], Any], repeats: int, device: str) -> dict[str, float
         torch.cuda.synchronize()
     together = 1e3 * (time.perf_counter() - began) / repeats
     middle = repeats // 2
-    return {"ms": together, "device_ms": sorted(devices or hosts)[middle], "host_ms": sorted(hosts)[middle]}
+    return {
+        "ms": together,
+        "device_ms": sorted(devices or hosts)[middle],
+        "host_ms": sorted(hosts)[middle],
+    }
 
 
 def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
@@ -139,7 +199,10 @@ def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
     session, step = _step(name, kind, options)
     for _ in range(WARM_UP):
         loss = step()
-    found: dict[str, Any] = {"process_mb": peak_memory(options.device) / 2**20, "failed": _wrong(session, kind, loss)}
+    found: dict[str, Any] = {
+        "process_mb": peak_memory(options.device) / 2**20,
+        "failed": _wrong(session, kind, loss),
+    }
     if options.device == "cuda":
         found["tensors_mb"] = torch.cuda.max_memory_allocated() / 2**20
     return found
@@ -153,9 +216,17 @@ COUNTS = (1, 2, 4, 8, 16)
 
 def packing_of(options: Options) -> dict[str, Stage]:
     """1 to 16 processes that train the Penn Treebank LSTM at once, captured and not."""
-    kinds = ("quantised",) if options.device == "cpu" else ("quantised captured", "quantised")
+    kinds = (
+        ("quantised",)
+        if options.device == "cpu"
+        else ("quantised captured", "quantised")
+    )
     counts = COUNTS[:2] if options.dry else COUNTS
-    return {f"{n} at a time, {kind}": partial(packing, n, kind, options) for kind in kinds for n in counts}
+    return {
+        f"{n} at a time, {kind}": partial(packing, n, kind, options)
+        for kind in kinds
+        for n in counts
+    }
 
 
 def packed(kind: str, device: str, seconds: float) -> None:
@@ -178,16 +249,28 @@ def packed(kind: str, device: str, seconds: float) -> None:
 
 def packing(count: int, kind: str, options: Options) -> dict[str, Any]:
     """Steps per second of all processes together."""
-    command = [sys.executable, "-c", PACKED, kind, options.device, "0.3" if options.dry else "10"]
+    command = [
+        sys.executable,
+        "-c",
+        PACKED,
+        kind,
+        options.device,
+        "0.3" if options.dry else "10",
+    ]
     pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen(command, cwd=CHECKOUT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
+        subprocess.Popen(
+            command, cwd=CHECKOUT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        for _ in range(count)
     ]
     try:
         for process in processes:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
-                raise RuntimeError(f"a process of {count} ended: {process.communicate()[1][-800:]}")
+                raise RuntimeError(
+                    f"a process of {count} ended: {process.communicate()[1][-800:]}"
+                )
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -197,7 +280,11 @@ def packing(count: int, kind: str, options: Options) -> dict[str, Any]:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    return {"steps_per_second": sum(rates), "slowest": min(rates), "fastest": max(rates)}
+    return {
+        "steps_per_second": sum(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+    }
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -210,15 +297,27 @@ def treebank(dry: bool) -> list[RunSpec]:
     """The left side of figure 7, what says most first: five arms of seed 0, its others, then the other seeds."""
     if dry:
         small = {"steps": 8, "n_cycles": 1, "valid_tokens": 200, "test_tokens": 200}
-        found = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0], **small)
+        found = designs.quality_cost(
+            "smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0], **small
+        )
     else:
-        found = designs.quality_cost("paper", "ptb", "lstm", static_bits=STATIC, q_max=[8])
-    return sorted(found, key=lambda spec: (spec.seed, FIRST.index(spec.arm) if spec.arm in FIRST else len(FIRST)))
+        found = designs.quality_cost(
+            "paper", "ptb", "lstm", static_bits=STATIC, q_max=[8]
+        )
+    return sorted(
+        found,
+        key=lambda spec: (
+            spec.seed,
+            FIRST.index(spec.arm) if spec.arm in FIRST else len(FIRST),
+        ),
+    )
 
 
 def evidence_of(options: Options) -> dict[str, Stage]:
     """One stage, which is never done for good: the store knows what is."""
-    return {f"runs until {time.strftime('%Y-%m-%d %H:%M:%S')}": partial(evidence, options)}
+    return {
+        f"runs until {time.strftime('%Y-%m-%d %H:%M:%S')}": partial(evidence, options)
+    }
 
 
 def evidence(options: Options) -> dict[str, Any]:
@@ -231,7 +330,14 @@ def evidence(options: Options) -> dict[str, Any]:
     bell.daemon = True
     bell.start()
     try:
-        run_grid(specs, store, workers=workers, device=options.device, checkpoint_seconds=30.0, retry_failed=True)
+        run_grid(
+            specs,
+            store,
+            workers=workers,
+            device=options.device,
+            checkpoint_seconds=30.0,
+            retry_failed=True,
+        )
     except KeyboardInterrupt:
         pass  # what is left is said below
     finally:
@@ -239,15 +345,36 @@ def evidence(options: Options) -> dict[str, Any]:
     held = {row["key"]: row for row in stores.load_rows(store)}
     rows = [held[spec.key] for spec in specs if spec.key in held]
     status = {s: sum(row["status"] == s for row in rows) for s in stores.STATUSES}
-    broken = {"failed": f"{status['failed']} runs failed; see the rows of {store}"} if status["failed"] else {}
-    arms = {f"{row['spec']['arm']} seed {row['spec']['seed']}": _quality(row) for row in rows if row["status"] == "ok"}
-    found = {"store": str(store), "runs": len(specs), "left": len(specs) - len(rows), "workers": workers, **status}
+    broken = (
+        {"failed": f"{status['failed']} runs failed; see the rows of {store}"}
+        if status["failed"]
+        else {}
+    )
+    arms = {
+        f"{row['spec']['arm']} seed {row['spec']['seed']}": _quality(row)
+        for row in rows
+        if row["status"] == "ok"
+    }
+    found = {
+        "store": str(store),
+        "runs": len(specs),
+        "left": len(specs) - len(rows),
+        "workers": workers,
+        **status,
+    }
     return {**found, "perplexity": arms, **broken}
 
 
 def _quality(row: dict[str, Any]) -> float:
-    wanted = {"name": "perplexity", "split": "test", "when": "final", "precision": "q_max"}
-    return next(m["value"] for m in row["metrics"] if all(m[k] == v for k, v in wanted.items()))
+    wanted = {
+        "name": "perplexity",
+        "split": "test",
+        "when": "final",
+        "precision": "q_max",
+    }
+    return next(
+        m["value"] for m in row["metrics"] if all(m[k] == v for k, v in wanted.items())
+    )
 
 
 def best_packing(options: Options) -> int:
@@ -255,11 +382,16 @@ def best_packing(options: Options) -> int:
     rows = ended(read(replace(options, part="packing").rows))
     rates = {
         int(stage.split()[0]): row["values"]["steps_per_second"]
-        for stage, row in rows.items() if row["status"] == "ok" and stage.endswith("captured")
-    }  # fmt: skip
+        for stage, row in rows.items()
+        if row["status"] == "ok" and stage.endswith("captured")
+    }
     return max(rates, key=rates.__getitem__) if rates else 4
 
 
 PARTS: dict[str, Callable[[Options], dict[str, Stage]]] = {
-    "checks": checks_of, "speed": steps_of, "memory": steps_of, "packing": packing_of, "evidence": evidence_of,
-}  # fmt: skip
+    "checks": checks_of,
+    "speed": steps_of,
+    "memory": steps_of,
+    "packing": packing_of,
+    "evidence": evidence_of,
+}

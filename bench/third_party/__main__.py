@@ -60,14 +60,29 @@ def in_processes(function: Any, units: Iterable[Any], jobs: int) -> list[Any]:
 
 def examined(rows: list[examination.Row], database: str, size: int) -> dict[str, Any]:
     """Return the counts of a database and its faults."""
-    faults = [f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults]
-    return {"database": database, "entries": size, "counts": examination.count(rows), "faults": faults}
+    faults = [
+        f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults
+    ]
+    return {
+        "database": database,
+        "entries": size,
+        "counts": examination.count(rows),
+        "faults": faults,
+    }
 
 
 def answered(answers: list[invariances.Answer]) -> dict[str, Any]:
     """Return the counts of the invariances, the largest differences of those that hold, and those that do not."""
-    wrong = [{**asdict(a), "reason": reason_of(a)} for a in answers if a.outcome in ("broken", "crashed")]
-    held = [max(v for k, v in a.moved.items() if k != "float32") for a in answers if a.outcome == "holds"]
+    wrong = [
+        {**asdict(a), "reason": reason_of(a)}
+        for a in answers
+        if a.outcome in ("broken", "crashed")
+    ]
+    held = [
+        max(v for k, v in a.moved.items() if k != "float32")
+        for a in answers
+        if a.outcome == "holds"
+    ]
     models = {(a.family, a.model) for a in answers}
     return {
         "bits": list(invariances.BITS),
@@ -90,7 +105,11 @@ def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
         rows = in_processes(functions, range(size), jobs)
         return examined(rows, "op_db", size), unexpected_rows(rows)
     if part == "invariances":
-        units = [(name, number) for name, cases in FAMILIES.items() for number in range(len(list(cases())))]
+        units = [
+            (name, number)
+            for name, cases in FAMILIES.items()
+            for number in range(len(list(cases())))
+        ]
         answers = in_processes(family, units, jobs)
         return answered(answers), unexpected_answers(answers)
     return suites.run()
@@ -99,8 +118,12 @@ def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
 def main() -> None:
     """Run the parts, print their counts and store them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
-    parser.add_argument("--update", action="store_true", help=f"store the counts in data/results/{FILE}")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run"
+    )
+    parser.add_argument(
+        "--update", action="store_true", help=f"store the counts in data/results/{FILE}"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=2, help="number of processes")
     options = parser.parse_args()
     path = results_dir() / FILE
@@ -111,9 +134,18 @@ def main() -> None:
         found, unexpected = run_part(part, options.jobs)
         surprises += unexpected
         stored[part] = {**source(), "torch": torch.__version__, **found}
-        print(f"\n{part}, {time.monotonic() - start:.0f} s\n{json.dumps(found, indent=1)}", flush=True)
+        print(
+            f"\n{part}, {time.monotonic() - start:.0f} s\n{json.dumps(found, indent=1)}",
+            flush=True,
+        )
     if options.update:
-        write_text(path, json.dumps({"command": "python -m bench.third_party --update", **stored}, indent=1) + "\n")
+        write_text(
+            path,
+            json.dumps(
+                {"command": "python -m bench.third_party --update", **stored}, indent=1
+            )
+            + "\n",
+        )
     if surprises:
         raise SystemExit("\n".join(["third-party: not expected:", *surprises]))
     print("third-party: every promise was kept")

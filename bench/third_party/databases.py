@@ -23,7 +23,14 @@ from bench.third_party.examination import Row, Subject, examine, examine_pickle
 
 MOST_INPUTS = 8  # of a layer
 MOST_SAMPLES = 3  # of a function
-UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+UNINITIALISED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 SEED = 0
 
 
@@ -58,7 +65,12 @@ def function_database() -> list[Any]:
     """Return torch's list of functions."""
     with importing_internals():
         from torch.testing._internal.common_methods_invocations import op_db
-    return [info for info in op_db if torch.float32 in info.supported_dtypes("cpu") and info.name not in UNINITIALISED]
+    return [
+        info
+        for info in op_db
+        if torch.float32 in info.supported_dtypes("cpu")
+        and info.name not in UNINITIALISED
+    ]
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -72,11 +84,17 @@ def module_rows(info: Any) -> Iterator[Row]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inputs = info.module_inputs_func(
-                info, device="cpu", dtype=torch.float32, requires_grad=False, training=is_training
+                info,
+                device="cpu",
+                dtype=torch.float32,
+                requires_grad=False,
+                training=is_training,
             )
         for number, given in enumerate(inputs[:MOST_INPUTS]):
             if given.forward_input is not None:
-                yield module_row(Row(info.name, f"{mode}, input {number}"), info, given, is_training)
+                yield module_row(
+                    Row(info.name, f"{mode}, input {number}"), info, given, is_training
+                )
 
 
 def module_row(row: Row, info: Any, given: Any, is_training: bool) -> Row:
@@ -86,7 +104,9 @@ def module_row(row: Row, info: Any, given: Any, is_training: bool) -> Row:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            layer = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+            layer = info.module_cls(
+                *given.constructor_input.args, **given.constructor_input.kwargs
+            )
             if info.is_lazy:  # it has no parameters before it ran
                 layer(*args, **kwargs)
     except Exception:
@@ -101,17 +121,31 @@ def module_row(row: Row, info: Any, given: Any, is_training: bool) -> Row:
 
 # --- functions --------------------------------------------------------------------------------------------------------
 
-FORMS = ("function", "second operand a weight", "first operand a weight", "method", "in place")
+FORMS = (
+    "function",
+    "second operand a weight",
+    "first operand a weight",
+    "method",
+    "in place",
+)
 
 
 class Call(nn.Module):
     """A call of a function of torch, perhaps with a weight; ``leaves``: all arguments, of which tensors are inputs."""
 
-    def __init__(self, function: Callable[..., Any], leaves: list[Any], structure: Any, weight: int | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        structure: Any,
+        weight: int | None,
+    ) -> None:
         super().__init__()
         self.function, self.structure, self.place = function, structure, weight
         self.constants = [None if isinstance(x, Tensor) else x for x in leaves]
-        self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and i != weight]
+        self.tensors = [
+            i for i, x in enumerate(leaves) if isinstance(x, Tensor) and i != weight
+        ]
         if weight is not None:
             self.weight = nn.Parameter(leaves[weight].detach().clone())
 
@@ -140,9 +174,13 @@ def function_rows(info: Any, forms: tuple[str, ...] = FORMS) -> Iterator[Row]:
     for number, sample in enumerate(samples):
         for form in forms:
             function = callable_of(info, form)
-            leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+            leaves, structure = tree_flatten(
+                ((sample.input, *sample.args), sample.kwargs)
+            )
             weight = weight_place(leaves, form)
-            if function is not None and (weight is not None or not form.endswith("weight")):
+            if function is not None and (
+                weight is not None or not form.endswith("weight")
+            ):
                 row = Row(name, f"{form}, sample {number}")
                 torch.manual_seed(SEED)
                 call = Call(function, leaves, structure, weight)
@@ -151,7 +189,9 @@ def function_rows(info: Any, forms: tuple[str, ...] = FORMS) -> Iterator[Row]:
 
 def first_samples(info: Any) -> Iterator[Any]:
     """Return the first samples of a function."""
-    for number, sample in enumerate(info.sample_inputs("cpu", torch.float32, requires_grad=False)):
+    for number, sample in enumerate(
+        info.sample_inputs("cpu", torch.float32, requires_grad=False)
+    ):
         if number == MOST_SAMPLES:
             return
         yield sample
@@ -168,7 +208,11 @@ def callable_of(info: Any, form: str) -> Callable[..., Any] | None:
 
 def weight_place(leaves: list[Any], form: str) -> int | None:
     """Return which argument is the weight in a form."""
-    floating = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+    floating = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     if form == "first operand a weight" and len(floating) > 1:
         return floating[0]
     if form == "second operand a weight" and len(floating) > 1:

@@ -34,8 +34,21 @@ LOW_BITS = 3
 NOISE = 1e-5  # of sums in another order, relative to the largest number
 WATCHED_BITS = 2
 # besides those of torch's own counter
-MORE_PRODUCTS = {*OPERANDS, *FUSED, "_cdist_forward", "_euclidean_dist", "conv_tbc", "_sparse_addmm"}
-PRODUCTS = ("none", "quantised", "two numbers per range", "named float32", "claimed, but exact")
+MORE_PRODUCTS = {
+    *OPERANDS,
+    *FUSED,
+    "_cdist_forward",
+    "_euclidean_dist",
+    "conv_tbc",
+    "_sparse_addmm",
+}
+PRODUCTS = (
+    "none",
+    "quantised",
+    "two numbers per range",
+    "named float32",
+    "claimed, but exact",
+)
 SKIPPED = ("fails in plain torch", "not deterministic")
 
 
@@ -86,7 +99,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.found: list[tuple[str, list[Tensor]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2].removesuffix("_")
         if func._overloadpacket in flop_registry or name in MORE_PRODUCTS:
@@ -129,8 +144,13 @@ def largest_change(first: list[Tensor], second: list[Tensor]) -> float:
     changes = [0.0]
     for x, y in zip(first, second, strict=True):
         if not equal(x, y):
-            x, y = (z.detach().to_dense().to(torch.complex128).nan_to_num() for z in (x, y))
-            changes.append(float((x - y).abs().max() / x.abs().max().clamp_min(1e-30)) or NOISE / 10)
+            x, y = (
+                z.detach().to_dense().to(torch.complex128).nan_to_num() for z in (x, y)
+            )
+            changes.append(
+                float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
+                or NOISE / 10
+            )
     return max(changes)
 
 
@@ -141,7 +161,9 @@ def equal(x: Tensor | None, y: Tensor | None) -> bool:
         x, y = x.to_dense(), y.to_dense()
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    return bool(torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
+    return bool(
+        torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 class Runner:
@@ -157,7 +179,9 @@ class Runner:
         args, kwargs = tree_map(as_leaf, (self.args, self.kwargs))
         return (self.anchor_input, *args), kwargs
 
-    def run(self, model: nn.Module, has_backward: bool = True, watches: bool = False) -> Outcome:
+    def run(
+        self, model: nn.Module, has_backward: bool = True, watches: bool = False
+    ) -> Outcome:
         """Return the outcome of a forward pass and, where it has one, a backward pass.
 
         ``watches``: note products; torch then leaves its fused kernels aside, which changes last digits.
@@ -172,10 +196,16 @@ class Runner:
         products = forward.found[1:]  # the anchor's is the first
         if not has_backward:
             return Outcome(values, None, products, [])
-        leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+        leaves = [
+            x
+            for x in tree_flatten((args, kwargs))[0]
+            if isinstance(x, Tensor) and x.requires_grad
+        ]
         sources = [*(p for p in model.parameters() if p.requires_grad), *leaves]
         with Products() if watches else nullcontext(NOTHING) as backward:
-            gradients = torch.autograd.grad(total(found[1:]), sources, allow_unused=True)
+            gradients = torch.autograd.grad(
+                total(found[1:]), sources, allow_unused=True
+            )
         return Outcome(values, list(gradients), products, backward.found)
 
 
@@ -184,7 +214,11 @@ def as_leaf(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     copied = x.detach().clone()
-    return copied.requires_grad_() if copied.is_floating_point() or copied.is_complex() else copied
+    return (
+        copied.requires_grad_()
+        if copied.is_floating_point() or copied.is_complex()
+        else copied
+    )
 
 
 def total(outputs: list[Tensor]) -> Tensor:
@@ -192,7 +226,9 @@ def total(outputs: list[Tensor]) -> Tensor:
     parts = [x for x in outputs if x.requires_grad]
     if not parts:
         raise RuntimeError("no output has a gradient")
-    return sum(torch.view_as_real(x).sum() if x.is_complex() else x.sum() for x in parts)  # type: ignore[return-value]
+    return sum(
+        torch.view_as_real(x).sum() if x.is_complex() else x.sum() for x in parts
+    )  # type: ignore[return-value]
 
 
 def examine(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> Row:
@@ -201,7 +237,9 @@ def examine(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> Row:
         warnings.simplefilter("ignore")
         runner = Runner(plain, args, kwargs)
         try:
-            model = copy.deepcopy(plain)  # not of sparse parameters, before anything is converted
+            model = copy.deepcopy(
+                plain
+            )  # not of sparse parameters, before anything is converted
             reference = plain_outcome(runner, plain)
             row.has_backward = reference.gradients is not None
             if not reference.equals(runner.run(plain, row.has_backward)):
@@ -213,7 +251,11 @@ def examine(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> Row:
         try:
             _examine_converted(row, runner, plain, model, reference)
         except Exception as problem:
-            row.faults.append(f"error: {type(problem).__name__}: {' '.join(str(problem).split())}"[:160])
+            row.faults.append(
+                f"error: {type(problem).__name__}: {' '.join(str(problem).split())}"[
+                    :160
+                ]
+            )
     return row
 
 
@@ -225,24 +267,48 @@ def plain_outcome(runner: Runner, plain: nn.Module) -> Outcome:
         return runner.run(plain, has_backward=False)
 
 
-def _examine_converted(row: Row, runner: Runner, plain: nn.Module, model: nn.Module, reference: Outcome) -> None:
+def _examine_converted(
+    row: Row, runner: Runner, plain: nn.Module, model: nn.Module, reference: Outcome
+) -> None:
     parameters, described = dict(model.named_parameters()), description(model)
     cpt.quantize_(model, NEAREST)
     with cpt.precision(model, "float"):
-        note(row, "float mode differs", reference.equals(runner.run(model, row.has_backward)))
-    note(row, "keys of the state dict changed", list(model.state_dict()) == list(plain.state_dict()))
+        note(
+            row,
+            "float mode differs",
+            reference.equals(runner.run(model, row.has_backward)),
+        )
+    note(
+        row,
+        "keys of the state dict changed",
+        list(model.state_dict()) == list(plain.state_dict()),
+    )
     same = all(parameters[name] is p for name, p in model.named_parameters())
-    note(row, "parameters are other objects", same and len(parameters) == len(dict(model.named_parameters())))
+    note(
+        row,
+        "parameters are other objects",
+        same and len(parameters) == len(dict(model.named_parameters())),
+    )
     with cpt.precision(model, LOW_BITS, LOW_BITS):
         twin = copy.deepcopy(model)
         low = runner.run(model, row.has_backward)
-        note(row, "a copy computes something else", low.equals(runner.run(twin, row.has_backward)))
+        note(
+            row,
+            "a copy computes something else",
+            low.equals(runner.run(twin, row.has_backward)),
+        )
     changed = largest_change(reference.outputs[1:], low.outputs[1:])
-    _judge_products(row, runner, model, runner.run(plain, row.has_backward, watches=True), changed)
+    _judge_products(
+        row, runner, model, runner.run(plain, row.has_backward, watches=True), changed
+    )
     model.load_state_dict(runner.state)
     cpt.restore_(model)
     note(row, "restore_ leaves a trace", description(model) == described)
-    note(row, "restored outputs differ", reference.equals(runner.run(model, row.has_backward)))
+    note(
+        row,
+        "restored outputs differ",
+        reference.equals(runner.run(model, row.has_backward)),
+    )
 
 
 def examine_pickle(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> None:
@@ -267,12 +333,19 @@ def note(row: Row, fault: str, holds: bool) -> None:
 def description(model: nn.Module) -> list[tuple[str, type, tuple[str, ...], int]]:
     """Return name, class, attributes and number of hooks of all modules."""
     return [
-        (name, type(m), tuple(sorted(vars(m))), len(m._forward_hooks) + len(m._forward_pre_hooks))
+        (
+            name,
+            type(m),
+            tuple(sorted(vars(m))),
+            len(m._forward_hooks) + len(m._forward_pre_hooks),
+        )
         for name, m in model.named_modules()
     ]
 
 
-def _judge_products(row: Row, runner: Runner, model: nn.Module, plain: Outcome, changed: float) -> None:
+def _judge_products(
+    row: Row, runner: Runner, model: nn.Module, plain: Outcome, changed: float
+) -> None:
     """Find out what happened to the products of the subject; ``changed``: how far its outputs did at 3 bits."""
     if not changed and not plain.forward_products and not plain.backward_products:
         return
@@ -282,14 +355,20 @@ def _judge_products(row: Row, runner: Runner, model: nn.Module, plain: Outcome, 
     if not plain.forward_products and not (changed and is_claimed):
         note(row, "changed at 3 bits without a product", changed == 0)
         is_listed = any(e.backward for e in checked)
-        note(row, "products of the backward pass are not listed", is_listed or not plain.backward_products)
+        note(
+            row,
+            "products of the backward pass are not listed",
+            is_listed or not plain.backward_products,
+        )
     elif any(not e.quantized for e in forward):
         row.products = "named float32"
         note(row, "named as float32, yet changed", changed <= NOISE or is_claimed)
     elif changed > NOISE:
         row.products = "quantised"
         for product in float32_seen(runner, model, plain):
-            row.faults.append(f"float32 operands of {product}, which check calls quantised")
+            row.faults.append(
+                f"float32 operands of {product}, which check calls quantised"
+            )
     else:
         _judge_unchanged(row, runner, model)
 
@@ -305,7 +384,11 @@ def _judge_unchanged(row: Row, runner: Runner, model: nn.Module) -> None:
 
 def summed_elements(products: list[tuple[str, list[Tensor]]]) -> int:
     """Return over how many elements the products sum, at least."""
-    numbers = [xs[OPERANDS[name][0]].shape[-1] for name, xs in products if name in OPERANDS and xs[0].dim()]
+    numbers = [
+        xs[OPERANDS[name][0]].shape[-1]
+        for name, xs in products
+        if name in OPERANDS and xs[0].dim()
+    ]
     return min(numbers, default=1)
 
 
@@ -326,7 +409,11 @@ def operations(runner: Runner, model: nn.Module) -> list[Any]:
     model.load_state_dict(runner.state)
     args, kwargs = runner.inputs()
     torch.manual_seed(1)
-    found = cpt.check(WithOptions(model, kwargs), args) if kwargs else cpt.check(model, args)
+    found = (
+        cpt.check(WithOptions(model, kwargs), args)
+        if kwargs
+        else cpt.check(model, args)
+    )
     return [e for e in found.operations if not e.layer.endswith("anchor")]
 
 
@@ -342,12 +429,26 @@ def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
     torch.manual_seed(1)
     with cpt.precision(twin, WATCHED_BITS, WATCHED_BITS), watcher, torch.no_grad():
         twin(*args, **kwargs)
-    found = {product for (module, product, on_grid) in watcher.macs if on_grid is False and module != "anchor"}
+    found = {
+        product
+        for (module, product, on_grid) in watcher.macs
+        if on_grid is False and module != "anchor"
+    }
     if "convolution" in found:
         with cpt.precision(model, WATCHED_BITS, WATCHED_BITS):
             low = runner.run(model, has_backward=False, watches=True)
-        known = [x for name, operands in plain.forward_products for x in operands[:2] if name == "convolution"]
-        used = [x for name, operands in low.forward_products for x in operands[:2] if name == "convolution"]
+        known = [
+            x
+            for name, operands in plain.forward_products
+            for x in operands[:2]
+            if name == "convolution"
+        ]
+        used = [
+            x
+            for name, operands in low.forward_products
+            for x in operands[:2]
+            if name == "convolution"
+        ]
         if not any(equal(x, y) for x in used for y in known):
             found.remove("convolution")
     return found

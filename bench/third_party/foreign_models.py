@@ -35,10 +35,30 @@ SMALL = {
     "n_positions": 64,
     "n_ctx": 64,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "dim"), 16),
-    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_heads", "n_head"), 2),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layers",
+            "n_layer",
+            "decoder_layers",
+            "encoder_layers",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "n_heads", "n_head"), 2
+    ),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "hidden_dim"), 32),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "hidden_dim",
+        ),
+        32,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -76,7 +96,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "falcon_mamba": {},
     "rwkv": {"attention_hidden_size": 16},
-    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "conv1d_width": 4},
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "lru_width": 16,
+        "attention_window_size": 8,
+        "conv1d_width": 4,
+    },
     "lfm2": {},
     "olmo_hybrid": {},
     "minimax": {},
@@ -99,24 +124,41 @@ def configuration(kind: str, **values: Any) -> Any:
     default = AutoConfig.for_model(kind)
     aliases = type(default).attribute_map
     fields = set(default.to_dict()) | set(aliases)
-    small = {aliases.get(name, name): value for name, value in SMALL.items() if name in fields}
-    return type(default)(**{**small, **{aliases.get(name, name): value for name, value in values.items()}})
+    small = {
+        aliases.get(name, name): value
+        for name, value in SMALL.items()
+        if name in fields
+    }
+    return type(default)(
+        **{
+            **small,
+            **{aliases.get(name, name): value for name, value in values.items()},
+        }
+    )
 
 
 def decoder(kind: str, attention: str, values: dict[str, Any]) -> nn.Module:
     """Return a small causal language model."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(configuration(kind, **values), attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(
+        configuration(kind, **values), attn_implementation=attention
+    )
 
 
-def encoder(kind: str, attention: str, values: dict[str, Any], name: str = "") -> nn.Module:
+def encoder(
+    kind: str, attention: str, values: dict[str, Any], name: str = ""
+) -> nn.Module:
     """Return a small encoder; ``name``: of its class, where ``AutoModel`` has another."""
     import transformers
 
     config = configuration(kind, **values)
     config._attn_implementation = attention
-    return getattr(transformers, name)(config) if name else transformers.AutoModel.from_config(config)
+    return (
+        getattr(transformers, name)(config)
+        if name
+        else transformers.AutoModel.from_config(config)
+    )
 
 
 def random_tokens(samples: int = SAMPLES, length: int = TOKENS) -> Tensor:
@@ -160,7 +202,11 @@ def cached(run: Run) -> Pairs:
     steps = []
     for place in range(TOKENS):
         outputs = run(tokens[:, place : place + 1], use_cache=True, **cache)
-        cache = {name: value for name in CACHES if (value := getattr(outputs, name, None)) is not None}
+        cache = {
+            name: value
+            for name in CACHES
+            if (value := getattr(outputs, name, None)) is not None
+        }
         if not cache:
             return
         steps.append(outputs.logits)
@@ -189,7 +235,11 @@ def padded_tail() -> tuple[Tensor, Tensor, Tensor]:
     tokens = random_tokens()
     mask = torch.ones(SAMPLES, TOKENS + PADS, dtype=torch.long)
     mask[:, TOKENS:] = 0
-    return tokens, torch.cat([tokens, torch.zeros(SAMPLES, PADS, dtype=torch.long)], 1), mask
+    return (
+        tokens,
+        torch.cat([tokens, torch.zeros(SAMPLES, PADS, dtype=torch.long)], 1),
+        mask,
+    )
 
 
 def takes(run: Run, argument: str) -> bool:
@@ -222,7 +272,13 @@ def decoder_cases() -> Iterator[Case]:
         for attention in ATTENTION:
             if attention == "eager" or supports_sdpa(kind):
                 make = partial(decoder, kind, attention, values)
-                yield Case("decoder", f"{kind}, {attention}", make, train_on_tokens, DECODER_QUESTIONS)
+                yield Case(
+                    "decoder",
+                    f"{kind}, {attention}",
+                    make,
+                    train_on_tokens,
+                    DECODER_QUESTIONS,
+                )
 
 
 def supports_sdpa(kind: str, name: str = "") -> bool:
@@ -230,13 +286,19 @@ def supports_sdpa(kind: str, name: str = "") -> bool:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    chosen = getattr(transformers, name) if name else MODEL_MAPPING[type(transformers.AutoConfig.for_model(kind))]
+    chosen = (
+        getattr(transformers, name)
+        if name
+        else MODEL_MAPPING[type(transformers.AutoConfig.for_model(kind))]
+    )
     return bool(chosen._supports_sdpa)
 
 
 # --- encoders ---------------------------------------------------------------------------------------------------------
 
-TEXT_ENCODERS: dict[str, tuple[dict[str, Any], str]] = {  # kind -> values besides ``SMALL``, name of the class
+TEXT_ENCODERS: dict[
+    str, tuple[dict[str, Any], str]
+] = {  # kind -> values besides ``SMALL``, name of the class
     **dict.fromkeys(
         (
             "bert roberta albert electra mpnet camembert xlm-roberta ernie megatron-bert roformer data2vec-text "
@@ -245,7 +307,14 @@ TEXT_ENCODERS: dict[str, tuple[dict[str, Any], str]] = {  # kind -> values besid
         ({}, ""),
     ),
     "distilbert": ({"n_heads": 2, "n_layers": 2}, ""),
-    "deberta-v2": ({"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}, ""),
+    "deberta-v2": (
+        {
+            "relative_attention": True,
+            "position_buckets": 4,
+            "pos_att_type": ["p2c", "c2p"],
+        },
+        "",
+    ),
     "deberta": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, ""),
     "modernbert": ({"global_attn_every_n_layers": 1}, ""),
     "t5": ({"d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "T5EncoderModel"),
@@ -257,11 +326,28 @@ IMAGE_ENCODERS: dict[str, dict[str, Any]] = {
     "deit": {"image_size": 32, "patch_size": 8},
     "beit": {"image_size": 32, "patch_size": 8},
     "dinov2": {"image_size": 32, "patch_size": 8},
-    "swin": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
-    "swinv2": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    "swin": {
+        "image_size": 32,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+    },
+    "swinv2": {
+        "image_size": 32,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+    },
     "clip_vision_model": {"image_size": 32, "patch_size": 8},
     "siglip_vision_model": {"image_size": 32, "patch_size": 8},
-    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32},
+    "convnext": {
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "image_size": 32,
+    },
     "segformer": {
         "depths": [1, 1],
         "hidden_sizes": [8, 16],
@@ -278,7 +364,10 @@ IMAGE_ENCODERS: dict[str, dict[str, Any]] = {
 def padded_encoder_tail(run: Run) -> Pairs:
     """Put padding behind the sequences, with a mask: the outputs of tokens stay."""
     tokens, padded, mask = padded_tail()
-    yield first_output(run(tokens)), first_output(run(padded, attention_mask=mask))[:, :TOKENS]
+    yield (
+        first_output(run(tokens)),
+        first_output(run(padded, attention_mask=mask))[:, :TOKENS],
+    )
 
 
 def longer_padding(run: Run) -> Pairs:
@@ -298,7 +387,9 @@ def masked_tokens(run: Run) -> Pairs:
     tokens, mask = random_tokens(), torch.ones(SAMPLES, TOKENS, dtype=torch.long)
     mask[1, PREFIX:] = 0
     changed = torch.where(mask.bool(), tokens, random_tokens())
-    first, second = (first_output(run(x, attention_mask=mask)) for x in (tokens, changed))
+    first, second = (
+        first_output(run(x, attention_mask=mask)) for x in (tokens, changed)
+    )
     yield first[mask.bool()], second[mask.bool()]
 
 
@@ -323,10 +414,16 @@ def one_image_of_batch(run: Run) -> Pairs:
 def other_layout(run: Run) -> Pairs:
     """Store the images channel by channel or pixel by pixel: the same outputs."""
     pixels = images()
-    yield first_output(run(pixels)), first_output(run(pixels.contiguous(memory_format=torch.channels_last)))
+    yield (
+        first_output(run(pixels)),
+        first_output(run(pixels.contiguous(memory_format=torch.channels_last))),
+    )
 
 
-IMAGE_QUESTIONS = {"one sample = in its batch": one_image_of_batch, "layout of the input": other_layout}
+IMAGE_QUESTIONS = {
+    "one sample = in its batch": one_image_of_batch,
+    "layout of the input": other_layout,
+}
 
 
 def encoder_cases() -> Iterator[Case]:
@@ -337,12 +434,24 @@ def encoder_cases() -> Iterator[Case]:
         for attention in ATTENTION:
             if attention == "eager" or supports_sdpa(kind, name):
                 make = partial(encoder, kind, attention, values, name)
-                yield Case("encoder of text", f"{kind}, {attention}", make, train_on_tokens, TEXT_QUESTIONS)
+                yield Case(
+                    "encoder of text",
+                    f"{kind}, {attention}",
+                    make,
+                    train_on_tokens,
+                    TEXT_QUESTIONS,
+                )
     for kind, values in IMAGE_ENCODERS.items():
         for attention in ATTENTION:
             if attention == "eager" or supports_sdpa(kind):
                 make = partial(encoder, kind, attention, values)
-                yield Case("encoder of images", f"{kind}, {attention}", make, train_on_images, IMAGE_QUESTIONS)
+                yield Case(
+                    "encoder of images",
+                    f"{kind}, {attention}",
+                    make,
+                    train_on_images,
+                    IMAGE_QUESTIONS,
+                )
 
 
 def train_on_images(run: Run) -> Any:
@@ -430,7 +539,13 @@ def recurrent_cases() -> Iterator[Case]:
             if "proj_size" in options and network != "LSTM":
                 continue
             make = partial(packed_network, network, options)
-            yield Case("recurrent network", f"{network}, {title}", make, train_on_sequences, SEQUENCE_QUESTIONS)
+            yield Case(
+                "recurrent network",
+                f"{network}, {title}",
+                make,
+                train_on_sequences,
+                SEQUENCE_QUESTIONS,
+            )
 
 
 def packed_network(network: str, options: dict[str, Any]) -> nn.Module:
@@ -489,13 +604,17 @@ class DenseAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(FEATURES, FEATURES) for _ in range(3)
+        )
 
     def forward(self, features: Tensor, edges: Edges) -> Tensor:
         """Return the weighted means of the neighbours' values."""
         scores = self.query(features) @ self.key(features).T
         is_neighbour = dense_laplacian(edges, len(features)) != 0
-        return scores.masked_fill(~is_neighbour, -torch.inf).softmax(-1) @ self.value(features)
+        return scores.masked_fill(~is_neighbour, -torch.inf).softmax(-1) @ self.value(
+            features
+        )
 
 
 def dense_laplacian(edges: Edges, nodes: int) -> Tensor:
@@ -561,16 +680,27 @@ def dgl_layer(title: str) -> nn.Module:
     """Return a layer of DGL."""
     layers = importlib.import_module("dgl.nn.pytorch")
     name, sizes, options = DGL_LAYERS[title]
-    return OnGraph(getattr(layers, name)(*sizes, **options), is_dense=name.startswith("Dense"))
+    return OnGraph(
+        getattr(layers, name)(*sizes, **options), is_dense=name.startswith("Dense")
+    )
 
 
 def graph_cases() -> Iterator[Case]:
     """Return graph layers: those of DGL, and two as people write them with dense matrices."""
-    for title, layer in (("dense Chebyshev", Chebyshev), ("dense attention", DenseAttention)):
+    for title, layer in (
+        ("dense Chebyshev", Chebyshev),
+        ("dense attention", DenseAttention),
+    ):
         yield Case("graph layer", title, layer, train_on_graph, GRAPH_QUESTIONS)
     if importlib.util.find_spec("dgl") is not None:
         for title in DGL_LAYERS:
-            yield Case("graph layer", f"dgl {title}", partial(dgl_layer, title), train_on_graph, GRAPH_QUESTIONS)
+            yield Case(
+                "graph layer",
+                f"dgl {title}",
+                partial(dgl_layer, title),
+                train_on_graph,
+                GRAPH_QUESTIONS,
+            )
 
 
 def train_on_graph(run: Run) -> Any:
@@ -586,7 +716,10 @@ def zoo_cases() -> Iterator[Case]:
         if importlib.util.find_spec(library) is None:
             continue
         for name, make in models.items():
-            if not name.endswith(("rcnn_resnet50_fpn", "RNN", "Cell")) and "detection" not in name:
+            if (
+                not name.endswith(("rcnn_resnet50_fpn", "RNN", "Cell"))
+                and "detection" not in name
+            ):
                 yield zoo_case(library, name, make)
 
 
@@ -615,16 +748,25 @@ def first_sample(inputs: Callable[[], Inputs], run: Run) -> Pairs:
     together = list(tensors_in(run(*batch)))
     alone = list(tensors_in(run(*[x[:1] for x in batch])))
     for first, second in zip(together, alone, strict=True):
-        if first.dim() and len(first) == sizes.copy().pop() and first[:1].shape == second.shape:
+        if (
+            first.dim()
+            and len(first) == sizes.copy().pop()
+            and first[:1].shape == second.shape
+        ):
             yield first[:1], second
 
 
 def layouts(inputs: Callable[[], Inputs], run: Run) -> Pairs:
     """Store inputs with other strides: the same outputs."""
     batch = inputs()
-    if not any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 for x in batch):
+    if not any(
+        isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 for x in batch
+    ):
         return
-    plain, strided = (list(tensors_in(run(*values))) for values in (batch, [restrided(x) for x in batch]))
+    plain, strided = (
+        list(tensors_in(run(*values)))
+        for values in (batch, [restrided(x) for x in batch])
+    )
     yield from zip(plain, strided, strict=True)
 
 

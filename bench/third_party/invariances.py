@@ -84,7 +84,9 @@ def answers(case: Case) -> list[Answer]:
         try:
             model = trained(case)
         except Exception as problem:
-            crash = Answer(case.family, case.name, "all", "crashed", {}, describe(problem))
+            crash = Answer(
+                case.family, case.name, "all", "crashed", {}, describe(problem)
+            )
             return [crash]
         return [answer(case, question, model) for question in case.questions]
 
@@ -117,7 +119,9 @@ def answer(case: Case, question: str, model: nn.Module) -> Answer:
         twin = float64_copy(model)
         moved["float64"] = max(largest_difference(ask, twin, bits) for bits in BITS)
     except Exception as problem:
-        return Answer(case.family, case.name, question, "crashed", moved, describe(problem))
+        return Answer(
+            case.family, case.name, question, "crashed", moved, describe(problem)
+        )
     outcome = "holds in float64" if moved["float64"] <= FLOAT64_TOLERANCE else "broken"
     return Answer(case.family, case.name, question, outcome, moved)
 
@@ -125,7 +129,9 @@ def answer(case: Case, question: str, model: nn.Module) -> Answer:
 def float64_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model in float64."""
     twin = copy.deepcopy(model).double()
-    if hasattr(twin, "set_experts_implementation"):  # torch multiplies experts at once in float32 alone
+    if hasattr(
+        twin, "set_experts_implementation"
+    ):  # torch multiplies experts at once in float32 alone
         twin.set_experts_implementation("eager")
     return twin
 
@@ -135,7 +141,9 @@ def describe(problem: Exception) -> str:
     return f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]
 
 
-def largest_difference(ask: Callable[[Run], Pairs], model: nn.Module, bits: int | str) -> float:
+def largest_difference(
+    ask: Callable[[Run], Pairs], model: nn.Module, bits: int | str
+) -> float:
     """Return the largest difference of the pairs at a precision, relative to the largest number."""
     parameter = next(model.parameters())
     is_double = parameter.dtype == torch.float64
@@ -147,7 +155,10 @@ def largest_difference(ask: Callable[[Run], Pairs], model: nn.Module, bits: int 
 
     torch.manual_seed(1)
     with cpt.precision(model, bits), torch.no_grad():
-        return max((relative_difference(first, second) for first, second in ask(run)), default=float("nan"))
+        return max(
+            (relative_difference(first, second) for first, second in ask(run)),
+            default=float("nan"),
+        )
 
 
 def relative_difference(first: Tensor, second: Tensor) -> float:
@@ -173,11 +184,16 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 class _InFloat64(TorchFunctionMode):
     """Compute in float64 what a model asks to have in float32, such as its softmax."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is Tensor.float:
             function = Tensor.double
         args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
+        kwargs = {
+            key: torch.float64 if x is torch.float32 else x
+            for key, x in (kwargs or {}).items()
+        }
         return function(*args, **kwargs)
 
 
@@ -197,5 +213,10 @@ def count(found: Iterable[Answer]) -> dict[str, dict[str, int]]:
     """Return family and question -> outcome -> number of models."""
     table: dict[str, Counter[str]] = {}
     for item in found:
-        table.setdefault(f"{item.family}: {item.question}", Counter())[item.outcome] += 1
-    return {row: {outcome: n for outcome in OUTCOMES if (n := counts[outcome])} for row, counts in table.items()}
+        table.setdefault(f"{item.family}: {item.question}", Counter())[
+            item.outcome
+        ] += 1
+    return {
+        row: {outcome: n for outcome in OUTCOMES if (n := counts[outcome])}
+        for row, counts in table.items()
+    }

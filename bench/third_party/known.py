@@ -12,7 +12,8 @@ from bench.third_party.invariances import Answer
 KNOWN_FAULTS: dict[tuple[str, str], str] = {}
 
 ZEROS_OF_CONVOLUTIONS = (
-    "a convolution layer has the paper's grid, on which 0 need not lie; padded places hold zeros that are rounded"
+    "a convolution layer has the paper's grid, on which 0 need not lie; "
+    "padded places hold zeros that are rounded"
 )
 ANOTHER_COMPUTATION = "a step of the recurrence multiplies other operands than a pass over the whole sequence"
 # (pattern of the model, question) -> reason
@@ -39,7 +40,10 @@ def unexpected_rows(rows: Iterable[Row]) -> list[str]:
         f"{row.name} ({row.case}): {fault}"
         for row in rows
         for fault in row.faults
-        if not any(fnmatchcase(row.name, name) and fault.startswith(known) for name, known in KNOWN_FAULTS)
+        if not any(
+            fnmatchcase(row.name, name) and fault.startswith(known)
+            for name, known in KNOWN_FAULTS
+        )
     ]
 
 

@@ -37,17 +37,32 @@ def run() -> tuple[dict[str, Any], list[str]]:
         print(f"suites: skipped, {reason}", flush=True)
         return {"skipped": reason}, []
     with ThreadPoolExecutor(len(PRECISIONS)) as pool:
-        outcomes = list(pool.map(lambda precision: run_precision(folder, precision), PRECISIONS))
+        outcomes = list(
+            pool.map(lambda precision: run_precision(folder, precision), PRECISIONS)
+        )
     results = dict(zip(PRECISIONS, outcomes, strict=True))
     plain = results["plain"]
     passing = {test for test, outcome in plain.items() if outcome == "PASSED"}
-    found: dict[str, Any] = {"suite": f"transformers {version('transformers')}", "counts": {}, "failures": {}}
-    unexpected = [] if passing else ["suites: no test of transformers passes with plain models"]
+    found: dict[str, Any] = {
+        "suite": f"transformers {version('transformers')}",
+        "counts": {},
+        "failures": {},
+    }
+    unexpected = (
+        [] if passing else ["suites: no test of transformers passes with plain models"]
+    )
     for precision, outcome in results.items():
         failed = sorted(test for test in passing if outcome.get(test) != "PASSED")
-        found["counts"][precision] = {"passed": len(passing) - len(failed), "failed": len(failed)}
+        found["counts"][precision] = {
+            "passed": len(passing) - len(failed),
+            "failed": len(failed),
+        }
         found["failures"][precision] = failed
-        unexpected += [f"suites at {precision}: {test}" for test in failed if not is_known(test, precision)]
+        unexpected += [
+            f"suites at {precision}: {test}"
+            for test in failed
+            if not is_known(test, precision)
+        ]
     return found, unexpected
 
 
@@ -62,7 +77,10 @@ def find_tests() -> tuple[Path | None, str]:
         if importlib.util.find_spec(package) is None:
             return None, f"{package} is not installed"
     name = f"transformers-{version('transformers')}"
-    folder = Path(os.environ.get("CPT_TRANSFORMERS_TESTS") or ROOT / "build" / "third-party" / name)
+    folder = Path(
+        os.environ.get("CPT_TRANSFORMERS_TESTS")
+        or ROOT / "build" / "third-party" / name
+    )
     if not (folder / "tests" / "test_modeling_common.py").exists():
         return None, f"there are no tests in {folder}, see bench/third_party/suites.py"
     return folder, ""
@@ -70,7 +88,11 @@ def find_tests() -> tuple[Path | None, str]:
 
 def run_precision(folder: Path, precision: str) -> dict[str, str]:
     """Return test -> outcome of the suite at one precision."""
-    paths = [str(folder), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [
+        str(folder),
+        str(ROOT),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
     environment = {
         **os.environ,
         "CPT_SUITE_BITS": precision,
@@ -78,8 +100,26 @@ def run_precision(folder: Path, precision: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-rA", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-W", "ignore"]
+    options = [
+        "-rA",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(folder),
+        "-W",
+        "ignore",
+    ]
     command = [sys.executable, "-m", "pytest", *options, "--tb=no", str(CASES)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     lines = re.findall(r"^(PASSED|FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
     return {test: outcome for outcome, test in lines}

@@ -23,7 +23,10 @@ from cpt_core.quantization.convert import all_precisions, is_converted
 BITS = os.environ.get("CPT_SUITE_BITS", "float")
 
 # The source distribution lacks these two of the mixin's own bases.
-for name, mixin in (("exporters.test_export", "ExportTesterMixin"), ("generation.test_utils", "GenerationTesterMixin")):
+for name, mixin in (
+    ("exporters.test_export", "ExportTesterMixin"),
+    ("generation.test_utils", "GenerationTesterMixin"),
+):
     package, _, _ = name.partition(".")
     sys.modules.setdefault(f"tests.{package}", ModuleType(f"tests.{package}"))
     module = sys.modules.setdefault(f"tests.{name}", ModuleType(f"tests.{name}"))
@@ -44,13 +47,34 @@ SMALL = {
     "eos_token_id": 2,
 }
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-GPT = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **SPECIAL_TOKENS}
-MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {  # title -> configuration, classes, values
-    "Bert": ("BertConfig", ("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), SMALL),
+GPT = {
+    "vocab_size": 64,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    **SPECIAL_TOKENS,
+}
+MODELS: dict[
+    str, tuple[str, tuple[str, ...], dict[str, Any]]
+] = {  # title -> configuration, classes, values
+    "Bert": (
+        "BertConfig",
+        ("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+        SMALL,
+    ),
     "GPT2": ("GPT2Config", ("GPT2Model", "GPT2LMHeadModel"), GPT),
     "Llama": ("LlamaConfig", ("LlamaModel", "LlamaForCausalLM"), SMALL),
-    "Mixtral": ("MixtralConfig", ("MixtralModel", "MixtralForCausalLM"), {**SMALL, "num_local_experts": 2}),
-    "Electra": ("ElectraConfig", ("ElectraModel", "ElectraForMaskedLM"), {**SMALL, "embedding_size": 16}),
+    "Mixtral": (
+        "MixtralConfig",
+        ("MixtralModel", "MixtralForCausalLM"),
+        {**SMALL, "num_local_experts": 2},
+    ),
+    "Electra": (
+        "ElectraConfig",
+        ("ElectraModel", "ElectraForMaskedLM"),
+        {**SMALL, "embedding_size": 16},
+    ),
 }
 
 
@@ -110,7 +134,13 @@ def describe_inputs(config: str, values: dict[str, Any]) -> Any:
 
     class Tester:
         is_training = True
-        batch_size, seq_length, hidden_size, num_hidden_layers, num_attention_heads = 3, 7, 16, 2, 2
+        batch_size, seq_length, hidden_size, num_hidden_layers, num_attention_heads = (
+            3,
+            7,
+            16,
+            2,
+            2,
+        )
         vocab_size = 64
 
         def get_config(self) -> Any:
@@ -118,7 +148,10 @@ def describe_inputs(config: str, values: dict[str, Any]) -> Any:
 
         def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
             tokens = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
-            return self.get_config(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            return self.get_config(), {
+                "input_ids": tokens,
+                "attention_mask": torch.ones_like(tokens),
+            }
 
     return Tester()
 
@@ -139,7 +172,9 @@ def suite(title: str) -> type:
 
 
 if BITS != "plain":
-    patched = {getattr(transformers, name) for _, names, _ in MODELS.values() for name in names}
+    patched = {
+        getattr(transformers, name) for _, names, _ in MODELS.values() for name in names
+    }
     for model_class in patched:
         model_class.__init__ = converting(model_class.__init__)
     transformers.PreTrainedModel.from_pretrained = converting_loader(

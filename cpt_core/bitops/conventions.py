@@ -24,13 +24,23 @@ PASSES = {
 }
 
 # parts of a layer that are priced by themselves
-AGGREGATION, GATES, NORM, PRODUCTS, UPSAMPLING = "aggregation", "gates", "norm", "products", "upsampling"
+AGGREGATION, GATES, NORM, PRODUCTS, UPSAMPLING = (
+    "aggregation",
+    "gates",
+    "norm",
+    "products",
+    "upsampling",
+)
 UNPRICED_PARTS = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
 
 def row_name(operation: Operation) -> str:
     """Return the name of an operation in tables: that of its layer, with its part."""
-    return operation.layer if operation.part in ("", NORM) else f"{operation.layer} ({operation.part})".lstrip()
+    return (
+        operation.layer
+        if operation.part in ("", NORM)
+        else f"{operation.layer} ({operation.part})".lstrip()
+    )
 
 
 def is_matmul(operation: Operation) -> bool:

@@ -22,14 +22,28 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
 from cpt_core.quantization.op_handlers import module_kind
-from cpt_core.quantization.op_interception import HOOK, Interception, Operation, QuantizedOpsMode, mode_class
+from cpt_core.quantization.op_interception import (
+    HOOK,
+    Interception,
+    Operation,
+    QuantizedOpsMode,
+    mode_class,
+)
 from cpt_core.quantization.precision import LayerPrecision
 
 # layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
 # layer, but what runs in it
-KNOWN_LAYERS = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "lstm": nn.LSTM}
+KNOWN_LAYERS = {
+    "linear": nn.Linear,
+    "conv1d": nn.Conv1d,
+    "conv2d": nn.Conv2d,
+    "conv3d": nn.Conv3d,
+    "lstm": nn.LSTM,
+}
 
-MAX_DEPTH = 6  # of objects in an argument of a forward pass that are looked into for tensors
+MAX_DEPTH = (
+    6  # of objects in an argument of a forward pass that are looked into for tensors
+)
 # called with every operation; returns what to call when its gradient arrives
 Report = Callable[[Operation], Callable[[], None] | None]
 
@@ -47,7 +61,9 @@ def counting(
     ``unconverted_mode``, which is ``CountingMode`` when None.
     """
     modules = dict(model.named_modules())
-    mode = next((getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None)
+    mode = next(
+        (getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)), None
+    )
     if mode is None:
         mode = (unconverted_mode or CountingMode)()
         mode.root = model
@@ -58,10 +74,20 @@ def counting(
         for name, module in modules.items():
             if hasattr(module, HOOK):
                 _rename(module, name, undo)
-            elif not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)) and name not in skipped:
-                enter, leave = partial(_enter, _interception(mode, name, module)), partial(_leave, mode)
-                undo.enter_context(module.register_forward_pre_hook(enter, prepend=True))
-                undo.enter_context(module.register_forward_hook(leave, always_call=True))
+            elif (
+                not isinstance(module, (torch.jit.ScriptModule, LayerPrecision))
+                and name not in skipped
+            ):
+                enter, leave = (
+                    partial(_enter, _interception(mode, name, module)),
+                    partial(_leave, mode),
+                )
+                undo.enter_context(
+                    module.register_forward_pre_hook(enter, prepend=True)
+                )
+                undo.enter_context(
+                    module.register_forward_hook(leave, always_call=True)
+                )
         yield
 
 
@@ -76,7 +102,9 @@ def _enter(interception: Interception, module: nn.Module, args: Any) -> None:
     if mode.on_operation is None:  # in a copy of a model that is counted
         return
     if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
-        interception = mode.running.stack[-1].interception._replace(name=interception.name)
+        interception = mode.running.stack[-1].interception._replace(
+            name=interception.name
+        )
     mode.enter(module, interception)
 
 
@@ -112,7 +140,9 @@ class CountingMode(mode_class()):  # type: ignore[misc]
 class _Reporter:
     """Calls a ``Report`` for the operations of a model, and what that returns when their gradients arrive."""
 
-    def __init__(self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report) -> None:
+    def __init__(
+        self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report
+    ) -> None:
         self.mode, self.modules, self.report = mode, modules, report
         self.outer_report = mode.on_operation
         self.ids = {id(module) for module in modules.values()}
@@ -125,7 +155,9 @@ class _Reporter:
         on_gradient = self.report(self._with_owner(operation))
         if on_gradient is None:
             return
-        backward_passes = set[int]()  # each counts once, whichever of several outputs its gradient comes through
+        backward_passes = set[
+            int
+        ]()  # each counts once, whichever of several outputs its gradient comes through
 
         def hook(gradient: Tensor) -> None:
             current = torch._C._current_graph_task_id()
@@ -159,7 +191,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
+        yield from tensors_in(
+            [getattr(value, field.name, None) for field in fields(value)]
+        )
     elif isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
@@ -174,16 +208,22 @@ def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, Tensor):
-        memo[id(value)] = without_history(value, on_meta).requires_grad_(value.requires_grad)
+        memo[id(value)] = without_history(value, on_meta).requires_grad_(
+            value.requires_grad
+        )
         return memo[id(value)]
     copied = partial(copy_of_inputs, on_meta=on_meta, memo=memo)
     if isinstance(value, (tuple, list, dict)):
         return _copy_of_container(value, copied)
-    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+    if isinstance(
+        value, Graph
+    ):  # the edges stay where they are: only their numbers matter
         shadow, constant = copy.copy(value), value.constant
         return shadow.set_constant(None if constant is None else copied(constant))
     memo[id(value)] = value  # an attribute may lead back
-    if hasattr(value, "local_var"):  # a graph of DGL, whose structure is no Python object
+    if hasattr(
+        value, "local_var"
+    ):  # a graph of DGL, whose structure is no Python object
         memo[id(value)] = value if on_meta else _copy_of_dgl_graph(value, copied)
     elif _holds_tensors(value, depth=MAX_DEPTH):
         memo[id(value)] = shallow = copy.copy(value)

@@ -22,7 +22,12 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import spread_norm
 from cpt_core.quantization.lstm import RecurrentCall
 from cpt_core.quantization.op_handlers import functions_named
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation, QuantizedOpsMode, operation_of
+from cpt_core.quantization.op_interception import (
+    COUNTED_FUNCTIONS,
+    Operation,
+    QuantizedOpsMode,
+    operation_of,
+)
 
 PYRAMID = "FeaturePyramidNetwork"  # of torchvision
 
@@ -31,36 +36,69 @@ PYRAMID = "FeaturePyramidNetwork"  # of torchvision
 
 
 def batch_norm(
-    mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, *rest: Any, **more: Any,
-) -> Iterator[Operation]:  # fmt: skip
+    mode: QuantizedOpsMode,
+    y: Tensor,
+    /,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    *rest: Any,
+    **more: Any,
+) -> Iterator[Operation]:
     """Count 5 operations per element, 4 without affine; 2 or 1 with fixed statistics."""
-    per_element = (4 if weight is None else 5) if training else (1 if weight is None else 2)
+    per_element = (
+        (4 if weight is None else 5) if training else (1 if weight is None else 2)
+    )
     yield _norm(mode, "batch_norm", per_element, input, weight, y)
 
 
 def layer_norm(
-    mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, normalized_shape: Any = None, weight: Tensor | None = None,
-    *rest: Any, **more: Any,
-) -> Iterator[Operation]:  # fmt: skip
+    mode: QuantizedOpsMode,
+    y: Tensor,
+    /,
+    input: Tensor,
+    normalized_shape: Any = None,
+    weight: Tensor | None = None,
+    *rest: Any,
+    **more: Any,
+) -> Iterator[Operation]:
     """Count 4 operations per element, as the counters of the authors do."""
     yield _norm(mode, "layer_norm", 4, input, weight, y)
 
 
 def _norm(
-    mode: QuantizedOpsMode, name: str, per_element: int, x: Tensor, weight: Tensor | None, y: Tensor
+    mode: QuantizedOpsMode,
+    name: str,
+    per_element: int,
+    x: Tensor,
+    weight: Tensor | None,
+    y: Tensor,
 ) -> Operation:
-    layer = mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
+    layer = (
+        mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
+    )
     scale = x.new_empty(0) if weight is None else weight
-    return operation_of(layer.name, name, per_element * y.numel(), x, scale, y, None, NORM)
+    return operation_of(
+        layer.name, name, per_element * y.numel(), x, scale, y, None, NORM
+    )
 
 
-def interpolate(mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any) -> Iterator[Operation]:
+def interpolate(
+    mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any
+) -> Iterator[Operation]:
     """Count a copied element as an operation, as the counters of the authors do, in feature pyramids alone."""
     running = mode.running.stack[-1]
     if type(running.module).__name__ == PYRAMID:
-        name, second = running.interception.name, input.new_empty(0)  # it has one operand
-        yield operation_of(name, "interpolate", y.numel(), input, second, y, None, UPSAMPLING)
+        name, second = (
+            running.interception.name,
+            input.new_empty(0),
+        )  # it has one operand
+        yield operation_of(
+            name, "interpolate", y.numel(), input, second, y, None, UPSAMPLING
+        )
 
 
 # --- recurrent layers ---------------------------------------------------------------------------------------------
@@ -83,21 +121,33 @@ def recurrence(
         starts, ends = call.sizes[0], call.sizes[-1]
     rows = output[0].numel() // output[0].shape[-1]
     matrices = [w for w in call.weights if w.dim() == 2]
-    per_direction = len(matrices) // (call.num_layers * call.directions)  # of inputs, of states, of projections
+    per_direction = len(matrices) // (
+        call.num_layers * call.directions
+    )  # of inputs, of states, of projections
     per_layer = per_direction * call.directions
 
     layer = mode.layer_of(matrices[0])
     has_weight_grad = any(w.requires_grad for w in matrices)
     has_inner_error = x.requires_grad or has_weight_grad
     has_state_grad = any(s.requires_grad for s in call.state)
-    is_fused = kind == "lstm" and per_direction == 2 and (layer.precision is not None or call.sizes is None)
-    operation = partial(Operation, layer.name, kind, weight=has_weight_grad, precision=layer.precision)
+    is_fused = (
+        kind == "lstm"
+        and per_direction == 2
+        and (layer.precision is not None or call.sizes is None)
+    )
+    operation = partial(
+        Operation, layer.name, kind, weight=has_weight_grad, precision=layer.precision
+    )
 
     for first in range(0, len(matrices), per_layer):
-        weights = matrices[first : first + per_layer : per_direction]  # all directions read the same inputs
+        weights = matrices[
+            first : first + per_layer : per_direction
+        ]  # all directions read the same inputs
         size, width = sum(w.numel() for w in weights), weights[0].shape[1]
         has_error = has_inner_error if first else x.requires_grad
-        yield operation(rows * size, (rows * width, size, rows * size // width), has_error)
+        yield operation(
+            rows * size, (rows * width, size, rows * size // width), has_error
+        )
 
     for number, weight in enumerate(matrices):
         if number % per_direction == 0:
@@ -110,20 +160,30 @@ def recurrence(
             sequences = 0
         elements = rows * weight.shape[1], weight.numel(), rows * weight.shape[0]
         yield operation((rows - sequences) * weight.numel(), elements, has_inner_error)
-        yield operation(sequences * weight.numel(), (0, 0, 0), False)  # moved with the others
+        yield operation(
+            sequences * weight.numel(), (0, 0, 0), False
+        )  # moved with the others
 
     if kind == "lstm":
         units = sum(w.shape[0] for w in matrices[1::per_direction]) // 4
         elements = 4 * rows * units, 0, 2 * rows * units
         macs = units * (27 * rows + 5 * starts)
-        yield Operation(layer.name, GATES, macs, elements, has_inner_error, False, None, GATES)
+        yield Operation(
+            layer.name, GATES, macs, elements, has_inner_error, False, None, GATES
+        )
 
 
 # --- graph convolutions -------------------------------------------------------------------------------------------
 
 
 def neighbour_sum(
-    mode: QuantizedOpsMode, y: Tensor, /, graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum"
+    mode: QuantizedOpsMode,
+    y: Tensor,
+    /,
+    graph: Graph,
+    x: Tensor,
+    out_exponent: float = 0.0,
+    reduce: str = "sum",
 ) -> Iterator[Operation]:
     """Count an operation per edge and feature; quantised with Q-Agg alone."""
     layer = mode.running.stack[-1].interception
@@ -131,7 +191,17 @@ def neighbour_sum(
     if precision is not None and "aggregation" not in precision.quantizers:
         precision = None
     macs, once = graph.num_edges * x.shape[1], is_constant(graph, x)
-    yield operation_of(layer.name, AGGREGATION, macs, x, graph.indices, y, precision, AGGREGATION, once=once)
+    yield operation_of(
+        layer.name,
+        AGGREGATION,
+        macs,
+        x,
+        graph.indices,
+        y,
+        precision,
+        AGGREGATION,
+        once=once,
+    )
 
 
 COUNTED_FUNCTIONS |= {
@@ -140,5 +210,9 @@ COUNTED_FUNCTIONS |= {
     spread_norm: layer_norm,
     functional.interpolate: interpolate,
     graph_functional.neighbour_sum: neighbour_sum,
-    **{function: partial(recurrence, kind) for kind in RECURRENCES for function in functions_named(kind)},
+    **{
+        function: partial(recurrence, kind)
+        for kind in RECURRENCES
+        for function in functions_named(kind)
+    },
 }

@@ -33,7 +33,14 @@ from cpt_core import extensions
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
 from cpt_core.bitops.shadow import as_it_was, shadow_of
-from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, describe_float32, largest_layers, widest
+from cpt_core.bitops.tally import (
+    IN_FLOAT32,
+    Formats,
+    Tally,
+    describe_float32,
+    largest_layers,
+    widest,
+)
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
 from cpt_core.quantization.convert import all_precisions, precision_of
 from cpt_core.quantization.op_interception import Operation
@@ -45,7 +52,9 @@ from cpt_core.validation import check_bits, check_inputs, choose, declared
 if TYPE_CHECKING:
     import pandas as pd
 
-PAPER_CONVENTION = "the paper's convention, which prices layers in float32 at the bits of the step"
+PAPER_CONVENTION = (
+    "the paper's convention, which prices layers in float32 at the bits of the step"
+)
 
 
 @dataclass(frozen=True)
@@ -84,12 +93,18 @@ class BitOpsPlan:
     @property
     def by_layer(self) -> dict[str, float]:
         """BitOps of every layer."""
-        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops.items()}
+        return {
+            layer: sum(passes.values()) / FULL_PRECISION**2
+            for layer, passes in self.bitops.items()
+        }
 
     @property
     def by_pass(self) -> dict[str, float]:
         """BitOps of the forward pass, of input gradients ("error") and of weight gradients."""
-        return {p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2 for p in PASSES}
+        return {
+            p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2
+            for p in PASSES
+        }
 
     @property
     def total(self) -> float:
@@ -115,17 +130,30 @@ class BitOpsPlan:
         """Return a table by layer."""
         width = max([len(n) for n in self.macs] + [5])
         lines = [f"{'layer':<{width}}  {'forward MACs':>15}  {'BitOps':>12}"]
-        lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
-        lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
-        training = "one training step" if self.steps == 1 else f"a training of {self.steps:,} steps"
+        lines += [
+            f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}"
+            for n, b in self.by_layer.items()
+        ]
+        lines.append(
+            f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}"
+        )
+        training = (
+            "one training step"
+            if self.steps == 1
+            else f"a training of {self.steps:,} steps"
+        )
         lines.append(f"BitOps of {training}, in units of one 32 x 32-bit MAC")
-        lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32")
+        lines.append(
+            f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32"
+        )
         lines.append(describe_float32(self.float32))
         paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "per_op":
             lines += [f"{paper:.5g} BitOps by {PAPER_CONVENTION}"] if paper else []
         else:
-            lines.append(f"the total is by {PAPER_CONVENTION}; what runs takes {ran:.5g} BitOps")
+            lines.append(
+                f"the total is by {PAPER_CONVENTION}; what runs takes {ran:.5g} BitOps"
+            )
         if self.unpriced:
             missing = sum(self.unpriced.values())
             share = missing / (self.forward_macs + missing)
@@ -169,7 +197,9 @@ def count_bitops(
     choose("convention", convention, CONVENTIONS)
     q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
     operations = count_step(model, inputs)
-    return price(operations, formats_per_layer(model, operations, schedule, q_grad), convention)
+    return price(
+        operations, formats_per_layer(model, operations, schedule, q_grad), convention
+    )
 
 
 # --- the operations of a step -----------------------------------------------------------------------------------------
@@ -181,14 +211,19 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
     try:
         operations = _count(model, inputs, on_meta=True)
     except Exception as problem:
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors_in(inputs))):
+        if any(
+            t.is_meta
+            for t in (*model.parameters(), *model.buffers(), *tensors_in(inputs))
+        ):
             raise ValueError(
                 f"{type(model).__name__} does not run on shapes alone ({problem!r:.160}); give the model and its "
                 "inputs real data, on a device that computes"
             ) from problem
         operations = _count(model, inputs, on_meta=False)
     if not operations:
-        raise ValueError(f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran")
+        raise ValueError(
+            f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran"
+        )
     return operations
 
 
@@ -205,8 +240,12 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
     with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
         outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
         num_forward = len(operations)
-        with suppress(Exception):  # where no backward pass runs, every operation is taken to have one
-            torch.autograd.backward([y.real.float().sum() for y in outputs if y.requires_grad])
+        with suppress(
+            Exception
+        ):  # where no backward pass runs, every operation is taken to have one
+            torch.autograd.backward(
+                [y.real.float().sum() for y in outputs if y.requires_grad]
+            )
             for i, operation in enumerate(operations if outputs else ()):
                 operations[i] = operation._replace(
                     error=operation.error and i in reached,
@@ -218,10 +257,16 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
 
 # --- their price ------------------------------------------------------------------------------------------------------
 
-FormatsByLayer = dict[str | None, Counter[Formats]]  # layer -> its formats -> number of steps; None: all other layers
+FormatsByLayer = dict[
+    str | None, Counter[Formats]
+]  # layer -> its formats -> number of steps; None: all other layers
 
 
-def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer], convention: str) -> BitOpsPlan:
+def price(
+    operations: Sequence[Operation],
+    formats: Mapping[str, FormatsByLayer],
+    convention: str,
+) -> BitOpsPlan:
     """Price the operations of one step at the formats of every step of a run."""
     tallies = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
@@ -232,7 +277,9 @@ def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer]
             if operation.once:
                 steps = Counter({(f.activation, f.weight): f for f in steps}.values())
             for each, times in steps.items():
-                tallies[name].add(operation, priced_passes(operation, name), each, times)
+                tallies[name].add(
+                    operation, priced_passes(operation, name), each, times
+                )
         counts = macs if priced_passes(operation, convention) else unpriced
         counts[row_name(operation)] += operation.macs
     chosen = tallies[convention]
@@ -250,16 +297,23 @@ def price(operations: Sequence[Operation], formats: Mapping[str, FormatsByLayer]
 
 
 def formats_per_layer(
-    model: nn.Module, operations: Sequence[Operation], schedule: Schedules | None, q_grad: int | None
+    model: nn.Module,
+    operations: Sequence[Operation],
+    schedule: Schedules | None,
+    q_grad: int | None,
 ) -> dict[str, FormatsByLayer]:
     """Return convention -> layer -> the formats of its operands, with the number of their steps."""
     if schedule is None:
         return {name: {None: Counter([IN_FLOAT32])} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
     precisions = all_precisions(model) if is_converted else {}
-    owners = dict.fromkeys(operation.owner for operation in operations if operation.owner is not None)
+    owners = dict.fromkeys(
+        operation.owner for operation in operations if operation.owner is not None
+    )
     layers_by_schedule: dict[tuple[int, AffineGrids], tuple[Schedule, list[str]]] = {}
-    for s, layers in assign_schedules(schedule, precisions or owners or {"": None}).values():
+    for s, layers in assign_schedules(
+        schedule, precisions or owners or {"": None}
+    ).values():
         for name in layers:
             grids = precisions[name].grids if name in precisions else AFFINE_GRIDS
             layers_by_schedule.setdefault((id(s), grids), (s, []))[1].append(name)
@@ -273,13 +327,20 @@ def formats_per_layer(
         formats_by_step.append(steps)
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
     widest_of_layers = cache(widest)
-    widest_by_step = [widest_of_layers(each) for each in zip(*formats_by_step, strict=True)]
+    widest_by_step = [
+        widest_of_layers(each) for each in zip(*formats_by_step, strict=True)
+    ]
     in_float32 = Counter({IN_FLOAT32: len(widest_by_step)})
     per_op = formats if is_converted else {}
-    return {"paper": {**formats, None: Counter(widest_by_step)}, "per_op": {**per_op, None: in_float32}}
+    return {
+        "paper": {**formats, None: Counter(widest_by_step)},
+        "per_op": {**per_op, None: in_float32},
+    }
 
 
-def _formats_of_steps(schedule: Schedule, q_grad: int | None, grids: AffineGrids) -> list[Formats]:
+def _formats_of_steps(
+    schedule: Schedule, q_grad: int | None, grids: AffineGrids
+) -> list[Formats]:
     rows = [levels.tolist() for levels in schedule.levels(q_grad)]
     priced = cache(grids.priced)
     return [priced(Levels(*levels)) for levels in zip(*rows, strict=True)]

@@ -84,10 +84,14 @@ class Summary:
     def __str__(self) -> str:
         width = max([len(r.name) for r in self.rows] + [6])
         counted = self.float32_shares is not None
-        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"]
+        lines = [
+            f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"
+        ]
         for r in self.rows:
             share = f"{r.share or 0:6.1%}  " if counted else ""
-            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}")
+            lines.append(
+                f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}"
+            )
         if self.float32_shares is not None:
             lines.append(describe_float32(self.float32_shares, "float32_shares"))
         for what, count in self.in_force.items():
@@ -118,14 +122,22 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             in_force[precision.extra_repr()] += 1
         if not (is_listed or name in shares or own):
             continue
-        layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+        layer = modules[
+            parts.get(name, name)
+        ]  # the module itself, or the whole that it is a part of
         share = None if inputs is None else shares.get(name, 0.0)
         if name in added:
             reason, details = _describe_added(added[name])
         else:
             reason, details = _describe_layer(layer, share)
-        num_parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        rows.append(LayerSummary(name, type(module).__name__, num_parameters, reason, share, **details))
+        num_parameters = sum(
+            0 if is_lazy(p) else p.numel() for p in own
+        )  # a lazy module has no shapes yet
+        rows.append(
+            LayerSummary(
+                name, type(module).__name__, num_parameters, reason, share, **details
+            )
+        )
     return Summary(tuple(rows), float32_shares, dict(in_force))
 
 
@@ -133,10 +145,14 @@ def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
     """Return the reason for float32, or "", and further fields of a module that came after ``quantize_``."""
     if caller is None:
         return "added after quantize_", {}
-    return "", {"note": f", with the bits of {caller or '(model)'}: added after quantize_"}
+    return "", {
+        "note": f", with the bits of {caller or '(model)'}: added after quantize_"
+    }
 
 
-def _describe_layer(layer: nn.Module, share: float | None) -> tuple[str, dict[str, Any]]:
+def _describe_layer(
+    layer: nn.Module, share: float | None
+) -> tuple[str, dict[str, Any]]:
     """Return the reason for float32, or "", and further fields of a module."""
     precision = precision_of(layer)
     if precision is None:
@@ -148,9 +164,13 @@ def _describe_layer(layer: nn.Module, share: float | None) -> tuple[str, dict[st
     return "", extensions.load("int8").described(layer)
 
 
-def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
+def _shares(
+    model: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return module -> its share of the ``ForwardMacs``, and layer -> the share that is in float32 there."""
-    converted = {name for name, m in model.named_modules() if precision_of(m) is not None}
+    converted = {
+        name for name, m in model.named_modules() if precision_of(m) is not None
+    }
     by_module, forward = ForwardMacs(), ForwardMacs()
     for operation in count_step(model, inputs):
         if is_matmul(operation):

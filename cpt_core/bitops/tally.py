@@ -64,7 +64,9 @@ class ForwardMacs:
 
     def float32_shares(self) -> dict[str, float]:
         """Return layer -> its share of all MACs, of those that run in float32."""
-        return {layer: macs / self.total for layer, macs in self.float32.items() if macs}
+        return {
+            layer: macs / self.total for layer, macs in self.float32.items() if macs
+        }
 
 
 @dataclass
@@ -75,26 +77,43 @@ class Tally:
     elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
     forward: ForwardMacs = field(default_factory=ForwardMacs)
 
-    def add(self, operation: Operation, passes: Iterable[str], formats: Formats, times: int = 1) -> None:
+    def add(
+        self,
+        operation: Operation,
+        passes: Iterable[str],
+        formats: Formats,
+        times: int = 1,
+    ) -> None:
         """Add passes of an operation."""
         for name in passes:
             first, second = (getattr(formats, role) for role in PASSES[name])
             counted = CountedPass(row_name(operation), name, first, second)
             self.macs[counted] += times * operation.macs
             if name == "forward" and is_matmul(operation):
-                self.forward.add(counted.layer, times * operation.macs, FULL_PRECISION not in (first, second))
+                self.forward.add(
+                    counted.layer,
+                    times * operation.macs,
+                    FULL_PRECISION not in (first, second),
+                )
             before = self.elements.get(counted, (0, 0, 0))
-            self.elements[counted] = tuple(n + times * m for n, m in zip(before, operation.elements, strict=True))
+            self.elements[counted] = tuple(
+                n + times * m for n, m in zip(before, operation.elements, strict=True)
+            )
 
     def total(self) -> float:
         """Return the BitOps of all passes."""
-        return sum(macs * counted.squared_bits for counted, macs in self.macs.items()) / FULL_PRECISION**2
+        return (
+            sum(macs * counted.squared_bits for counted, macs in self.macs.items())
+            / FULL_PRECISION**2
+        )
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs."""
         by_layer: dict[str, Counter[str]] = {}
         for counted, macs in self.macs.items():
-            by_layer.setdefault(counted.layer, Counter())[counted.name] += macs * counted.squared_bits
+            by_layer.setdefault(counted.layer, Counter())[counted.name] += (
+                macs * counted.squared_bits
+            )
         return by_layer
 
 

@@ -19,7 +19,9 @@ def transposed(indptr: Tensor, indices: Tensor, num_src: int) -> Edges:
     """Return the same edges the other way round, of the same type."""
     rows = torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype)
     back, order = grouped(indices, num_src)
-    return back.to(indices.dtype), rows.repeat_interleave(indptr.diff(), output_size=len(indices))[order]
+    return back.to(indices.dtype), rows.repeat_interleave(
+        indptr.diff(), output_size=len(indices)
+    )[order]
 
 
 def grouped(nodes: Tensor, count: int) -> Edges:
@@ -32,7 +34,9 @@ def grouped(nodes: Tensor, count: int) -> Edges:
 def counts(nodes: Tensor, count: int) -> Tensor:
     """Return how often each of the nodes 0..count - 1 occurs, (count,) int64."""
     return torch.zeros(count, dtype=torch.int64, device=nodes.device).index_add_(
-        0, nodes, torch.ones((), dtype=torch.int64, device=nodes.device).expand(len(nodes))
+        0,
+        nodes,
+        torch.ones((), dtype=torch.int64, device=nodes.device).expand(len(nodes)),
     )
 
 
@@ -43,15 +47,25 @@ def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *back: Tensor | None) -> Te
 
 
 def _matrix(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
-    return torch.sparse_csr_tensor(indptr, indices, values, (len(indptr) - 1, columns), check_invariants=False)
+    return torch.sparse_csr_tensor(
+        indptr, indices, values, (len(indptr) - 1, columns), check_invariants=False
+    )
 
 
 @cache
 def _swallow_warning() -> None:
     """Make the first sparse tensor, at which torch warns."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse (CSR tensor support is in beta|invariant checks are implicitly)")
-        _matrix(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
+        warnings.filterwarnings(
+            "ignore",
+            "Sparse (CSR tensor support is in beta|invariant checks are implicitly)",
+        )
+        _matrix(
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0),
+            0,
+        )
 
 
 def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -60,11 +74,25 @@ def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     indptr, indices, *back = ctx.saved_tensors
-    return torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices), None, None, None, None
+    return (
+        torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
-LIBRARY.define("sum(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor")
+LIBRARY.define(
+    "sum(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
+)
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake("cpt_graphs::sum", lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]), lib=LIBRARY)
-torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)
+torch.library.register_fake(
+    "cpt_graphs::sum",
+    lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]),
+    lib=LIBRARY,
+)
+torch.library.register_autograd(
+    "cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY
+)

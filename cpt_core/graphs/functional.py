@@ -21,10 +21,17 @@ from torch.overrides import handle_torch_function
 
 from cpt_core.graphs.graph import Graph, check_features
 
-Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
+Features = (
+    Tensor | tuple[Tensor, Tensor]
+)  # (S, I), or those of sources and destinations
 Function = TypeVar("Function", bound=Callable[..., Any])
 # norm -> exponents of the degrees: of out-degrees, before the sum over neighbours, and of in-degrees, behind it
-NORM_EXPONENTS = {"both": (-0.5, -0.5), "left": (-1.0, 0.0), "right": (0.0, -1.0), "none": (0.0, 0.0)}
+NORM_EXPONENTS = {
+    "both": (-0.5, -0.5),
+    "left": (-1.0, 0.0),
+    "right": (0.0, -1.0),
+    "none": (0.0, 0.0),
+}
 
 
 def overridable(function: Function) -> Function:
@@ -40,7 +47,13 @@ def overridable(function: Function) -> Function:
 
 
 @overridable
-def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, is_transposed: bool = False) -> Tensor:
+def project(
+    graph: Graph,
+    x: Tensor,
+    weight: Tensor,
+    out_exponent: float = 0.0,
+    is_transposed: bool = False,
+) -> Tensor:
     """Return ``(x * out_degrees ** out_exponent) @ weight``, (S, O).
 
     Args:
@@ -51,27 +64,43 @@ def project(graph: Graph, x: Tensor, weight: Tensor, out_exponent: float = 0.0, 
         is_transposed: whether the weight is (O, I), as that of a linear layer.
     """
     scaled = scale_rows(x, degree_scale(graph, "out", out_exponent, x))
-    return torch.nn.functional.linear(scaled, weight) if is_transposed else torch.matmul(scaled, weight)
+    return (
+        torch.nn.functional.linear(scaled, weight)
+        if is_transposed
+        else torch.matmul(scaled, weight)
+    )
 
 
 @overridable
-def neighbour_sum(graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum") -> Tensor:
+def neighbour_sum(
+    graph: Graph, x: Tensor, out_exponent: float = 0.0, reduce: str = "sum"
+) -> Tensor:
     """Return the "sum" or "mean" of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F)."""
 
     def compute() -> Tensor:
-        return graph.aggregate(scale_rows(x, degree_scale(graph, "out", out_exponent, x)), reduce)
+        return graph.aggregate(
+            scale_rows(x, degree_scale(graph, "out", out_exponent, x)), reduce
+        )
 
-    return graph.keep(x, (out_exponent, reduce), compute) if is_constant(graph, x) else compute()
+    return (
+        graph.keep(x, (out_exponent, reduce), compute)
+        if is_constant(graph, x)
+        else compute()
+    )
 
 
 @overridable
-def scale_and_add_bias(graph: Graph, h: Tensor, in_exponent: float = 0.0, bias: Tensor | None = None) -> Tensor:
+def scale_and_add_bias(
+    graph: Graph, h: Tensor, in_exponent: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Return ``h * in_degrees ** in_exponent + bias``, (D, O): h (D, O), bias (O,)."""
     h = scale_rows(h, degree_scale(graph, "in", in_exponent, h))
     return h if bias is None else h + bias
 
 
-def degree_scale(graph: Graph, direction: str, exponent: float, like: Tensor) -> Tensor | None:
+def degree_scale(
+    graph: Graph, direction: str, exponent: float, like: Tensor
+) -> Tensor | None:
     """Return a power of the "in" (D, 1) or "out" (S, 1) degrees, where 0 counts as 1; None for the exponent 0."""
     if not exponent:
         return None
@@ -91,7 +120,11 @@ def is_constant(graph: Graph, x: Tensor) -> bool:
 
 @overridable
 def graph_conv(
-    graph: Graph, features: Features, weight: Tensor, bias: Tensor | None = None, norm: str = "both"
+    graph: Graph,
+    features: Features,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: str = "both",
 ) -> Tensor:
     """Return the GCN layer of features, (D, O): weight (I, O), bias (O,).  Paper: equation 1."""
     x, _ = source_and_destination(graph, features)
@@ -107,7 +140,11 @@ def graph_conv(
 
 @overridable
 def sage_conv(
-    graph: Graph, features: Features, neighbour_weight: Tensor, self_weight: Tensor, bias: Tensor | None = None
+    graph: Graph,
+    features: Features,
+    neighbour_weight: Tensor,
+    self_weight: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the mean GraphSAGE layer of features, (D, O): both weights (O, I), bias (O,).  Paper: section 4.3."""
     source, destination = source_and_destination(graph, features)
@@ -123,7 +160,11 @@ def sage_conv(
 
 def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
     """Return the features of both ends of the edges; in a block the destinations are the first of the sources."""
-    pair: Any = features if isinstance(features, tuple) and len(features) == 2 else (features, features)
+    pair: Any = (
+        features
+        if isinstance(features, tuple) and len(features) == 2
+        else (features, features)
+    )
     source, destination = pair
     check_features(source, graph.num_src)
     if isinstance(destination, Tensor) and len(destination) != graph.num_dst:

@@ -37,24 +37,44 @@ class Graph:
     Int32 indices halve the memory: a graph of 124 million edges takes 0.5 GB, its transpose again.
     """
 
-    def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None) -> None:
+    def __init__(
+        self, indptr: Tensor, indices: Tensor, num_src: int | None = None
+    ) -> None:
         declared(type(self).__init__, locals())
         num_src = None if num_src is None else whole("num_src", num_src, 0, MOST_NODES)
         for name, part in (("indices", indices), ("indptr", indptr)):
-            if part.dim() != 1 or part.dtype not in (torch.int32, torch.int64) or part.dtype != indices.dtype:
+            if (
+                part.dim() != 1
+                or part.dtype not in (torch.int32, torch.int64)
+                or part.dtype != indices.dtype
+            ):
                 got = f"{part.dtype} {tuple(part.shape)}"
-                raise ValueError(f"{name} must be (n,), of int32 or int64 as the other is, got {got}")
+                raise ValueError(
+                    f"{name} must be (n,), of int32 or int64 as the other is, got {got}"
+                )
         if not len(indptr) or int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
-            raise ValueError(f"indptr must go from 0 to the number of edges, {len(indices)}")
-        if bool((indptr[1:] < indptr[:-1]).any()):  # else a kernel would read beyond the edges
+            raise ValueError(
+                f"indptr must go from 0 to the number of edges, {len(indices)}"
+            )
+        if bool(
+            (indptr[1:] < indptr[:-1]).any()
+        ):  # else a kernel would read beyond the edges
             node = int((indptr[1:] < indptr[:-1]).int().argmax())
-            raise ValueError(f"indptr must ascend, at node {node} it goes from {indptr[node]} to {indptr[node + 1]}")
-        self._set_edges(indptr, indices, len(indptr) - 1 if num_src is None else num_src)
+            raise ValueError(
+                f"indptr must ascend, at node {node} it goes from {indptr[node]} to {indptr[node + 1]}"
+            )
+        self._set_edges(
+            indptr, indices, len(indptr) - 1 if num_src is None else num_src
+        )
         _check_nodes(indices, self.num_src)
 
     def _set_edges(self, indptr: Tensor, indices: Tensor, num_src: int) -> None:
         self.indptr, self.indices = indptr, indices
-        self.num_src, self.num_dst, self.num_edges = num_src, len(indptr) - 1, len(indices)
+        self.num_src, self.num_dst, self.num_edges = (
+            num_src,
+            len(indptr) - 1,
+            len(indices),
+        )
         self.constant: Tensor | None = None  # features that never change
         self._cache: Any = None  # of results that are computed of them
         self._derived: dict[str, Any] = {}
@@ -72,11 +92,19 @@ class Graph:
         declared(cls.from_edges, locals())
         num_nodes = whole("num_nodes", num_nodes, 0, MOST_NODES)
         for name, part in (("source", source), ("destination", destination)):
-            if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
-                raise ValueError(f"{name} must be of integers, numbers of nodes, got {part.dtype}")
+            if (
+                part.is_floating_point()
+                or part.is_complex()
+                or part.dtype == torch.bool
+            ):
+                raise ValueError(
+                    f"{name} must be of integers, numbers of nodes, got {part.dtype}"
+                )
         if source.dim() != 1 or source.shape != destination.shape:
             shapes = f"{tuple(source.shape)} and {tuple(destination.shape)}"
-            raise ValueError(f"source and destination must be (E,), an entry per edge, got {shapes}")
+            raise ValueError(
+                f"source and destination must be (E,), an entry per edge, got {shapes}"
+            )
         _check_nodes(source, num_nodes)
         _check_nodes(destination, num_nodes)
         indptr, order = csr.grouped(destination, num_nodes)
@@ -112,8 +140,12 @@ class Graph:
             if torch.device(device) == self.device:
                 return self
         except RuntimeError as error:
-            raise ValueError(f"device must be one of torch's, got {device!r}: {error}") from None
-        return Graph._unchecked(self.indptr.to(device), self.indices.to(device), self.num_src)
+            raise ValueError(
+                f"device must be one of torch's, got {device!r}: {error}"
+            ) from None
+        return Graph._unchecked(
+            self.indptr.to(device), self.indices.to(device), self.num_src
+        )
 
     @property
     def in_degrees(self) -> Tensor:
@@ -123,14 +155,18 @@ class Graph:
     @property
     def out_degrees(self) -> Tensor:
         """Edges out of every source, (S,) float32."""
-        return self.derive("out_degrees", lambda: csr.counts(self.indices, self.num_src).float())
+        return self.derive(
+            "out_degrees", lambda: csr.counts(self.indices, self.num_src).float()
+        )
 
     @property
     def transposed(self) -> Graph:
         """The graph of the same edges the other way round: along it gradients go back."""
 
         def transpose() -> Graph:
-            return Graph._unchecked(*csr.transposed(self.indptr, self.indices, self.num_src), self.num_dst)
+            return Graph._unchecked(
+                *csr.transposed(self.indptr, self.indices, self.num_src), self.num_dst
+            )
 
         return self.derive("transposed", transpose)
 
@@ -150,7 +186,11 @@ class Graph:
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         has_backward = wide.requires_grad and torch.is_grad_enabled()
-        back = (self.transposed.indptr, self.transposed.indices) if has_backward else (None, None)
+        back = (
+            (self.transposed.indptr, self.transposed.indices)
+            if has_backward
+            else (None, None)
+        )
         out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
         if reduce == "mean":
             out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
@@ -166,12 +206,18 @@ class Graph:
             raise ValueError("constant features cannot require a gradient")
         self.constant, self._cache = features, None
         if features is not None:
-            self._cache = extensions.services("constant_features").ConstantFeatures(features)
+            self._cache = extensions.services("constant_features").ConstantFeatures(
+                features
+            )
         return self
 
     def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``, cached by a key where the features are constant."""
-        return compute() if self._cache is None else self._cache.keep(features, key, compute)
+        return (
+            compute()
+            if self._cache is None
+            else self._cache.keep(features, key, compute)
+        )
 
 
 def _check_nodes(nodes: Tensor, count: int) -> None:
@@ -179,17 +225,25 @@ def _check_nodes(nodes: Tensor, count: int) -> None:
     if len(nodes):
         low, high = map(int, torch.aminmax(nodes))
         if low < 0 or high >= count:
-            raise ValueError(f"edges must name nodes 0..{count - 1}, got {low if low < 0 else high}")
+            raise ValueError(
+                f"edges must name nodes 0..{count - 1}, got {low if low < 0 else high}"
+            )
 
 
 def check_features(x: Any, nodes: int, where: str = "") -> None:
     """Raise ValueError for no tensor (nodes, F) of floating numbers."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{where}features must be a tensor, or a pair of them for a layer, got {shown(x)}")
+        raise ValueError(
+            f"{where}features must be a tensor, or a pair of them for a layer, got {shown(x)}"
+        )
     if x.dim() != 2 or len(x) != nodes:
-        raise ValueError(f"{where}features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{where}features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}"
+        )
     if not x.is_floating_point():
-        raise ValueError(f"{where}features must be floating point, got {x.dtype}; convert them with .float()")
+        raise ValueError(
+            f"{where}features must be floating point, got {x.dtype}; convert them with .float()"
+        )
 
 
 def as_graph(graph: Any) -> Graph:
@@ -197,5 +251,7 @@ def as_graph(graph: Any) -> Graph:
     if isinstance(graph, Graph):
         return graph
     if not hasattr(graph, "adj_tensors"):
-        raise TypeError(f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}")
+        raise TypeError(
+            f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}"
+        )
     return Graph.from_dgl(graph)

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.graphs.functional import NORM_EXPONENTS, Features, check_in_degrees, graph_conv, overridable, sage_conv
+from cpt_core.graphs.functional import (
+    NORM_EXPONENTS,
+    Features,
+    check_in_degrees,
+    graph_conv,
+    overridable,
+    sage_conv,
+)
 from cpt_core.graphs.graph import as_graph
 from cpt_core.validation import choose, declared, whole
 
@@ -33,16 +40,27 @@ class GraphConv(nn.Module):
     """
 
     def __init__(
-        self, in_feats: int, out_feats: int, norm: str = "both", bias: bool = True, allow_zero_in_degree: bool = True
+        self,
+        in_feats: int,
+        out_feats: int,
+        norm: str = "both",
+        bias: bool = True,
+        allow_zero_in_degree: bool = True,
     ) -> None:
         super().__init__()
         declared(GraphConv.__init__, locals())
         choose("norm", norm, NORM_EXPONENTS)
         in_feats = whole("in_feats", in_feats, 1, MAX_FEATURES)
         out_feats = whole("out_feats", out_feats, 1, MAX_FEATURES)
-        self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm  # named as in DGL
+        self._in_feats, self._out_feats, self._norm = (
+            in_feats,
+            out_feats,
+            norm,
+        )  # named as in DGL
         self._allow_zero_in_degree = allow_zero_in_degree
-        self.weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(in_feats, out_feats)))
+        self.weight = nn.Parameter(
+            nn.init.xavier_uniform_(torch.empty(in_feats, out_feats))
+        )
         self.bias = nn.Parameter(torch.zeros(out_feats)) if bias else None
 
     def forward(self, graph: Any, features: Features) -> Tensor:
@@ -77,7 +95,13 @@ class SAGEConv(nn.Module):
 
     def forward(self, graph: Any, features: Features) -> Tensor:
         """(S, I) -> (D, O)."""
-        return sage_conv(as_graph(graph), features, self.fc_neigh.weight, self.fc_self.weight, self.fc_self.bias)
+        return sage_conv(
+            as_graph(graph),
+            features,
+            self.fc_neigh.weight,
+            self.fc_self.weight,
+            self.fc_self.bias,
+        )
 
 
 class MatrixNorm(nn.Module):

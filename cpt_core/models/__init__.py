@@ -15,13 +15,27 @@ from cpt_core.models.resnet import CifarResNet, imagenet_resnet
 
 # name -> builder(channels, pixels of a side, classes)
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
-    "mlp4": lambda channels, size, classes: MLP(channels * size * size, classes, hidden=4, width=64),
-    "mlp6": lambda channels, size, classes: MLP(channels * size * size, classes, hidden=6, width=32),
-    "resnet8_w8": lambda channels, size, classes: CifarResNet(1, classes, width=8, channels=channels),
-    "resnet8": lambda channels, size, classes: CifarResNet(1, classes, channels=channels),
-    "resnet20": lambda channels, size, classes: CifarResNet(3, classes, channels=channels),
-    "resnet74": lambda channels, size, classes: CifarResNet(12, classes, channels=channels),
-    "resnet152": lambda channels, size, classes: CifarResNet(25, classes, channels=channels),
+    "mlp4": lambda channels, size, classes: MLP(
+        channels * size * size, classes, hidden=4, width=64
+    ),
+    "mlp6": lambda channels, size, classes: MLP(
+        channels * size * size, classes, hidden=6, width=32
+    ),
+    "resnet8_w8": lambda channels, size, classes: CifarResNet(
+        1, classes, width=8, channels=channels
+    ),
+    "resnet8": lambda channels, size, classes: CifarResNet(
+        1, classes, channels=channels
+    ),
+    "resnet20": lambda channels, size, classes: CifarResNet(
+        3, classes, channels=channels
+    ),
+    "resnet74": lambda channels, size, classes: CifarResNet(
+        12, classes, channels=channels
+    ),
+    "resnet152": lambda channels, size, classes: CifarResNet(
+        25, classes, channels=channels
+    ),
     "mobilenetv2": lambda channels, size, classes: CifarMobileNetV2(classes, channels),
     "resnet18": lambda channels, size, classes: imagenet_resnet(18, classes),
     "resnet34": lambda channels, size, classes: imagenet_resnet(34, classes),

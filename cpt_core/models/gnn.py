@@ -36,7 +36,9 @@ class GraphNet(nn.Module):
         super().__init__()
         convolution: Any = GRAPH_MODELS[kind]
         sizes = [inputs] + [hidden] * (layers - 1) + [classes]
-        self.convs = nn.ModuleList(convolution(a, b) for a, b in itertools.pairwise(sizes))
+        self.convs = nn.ModuleList(
+            convolution(a, b) for a, b in itertools.pairwise(sizes)
+        )
         norms: dict[str, Callable[[], nn.Module]] = {
             "matrix": MatrixNorm,
             "node": lambda: nn.LayerNorm(hidden, elementwise_affine=False),

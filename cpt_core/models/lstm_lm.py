@@ -27,7 +27,9 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)
+        self.lstm = nn.LSTM(
+            embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0
+        )
         self.decoder = nn.Linear(hidden, words)
         self.dropout = nn.Dropout(dropout)
         self.drop_embedding = drop_embedding
@@ -38,7 +40,9 @@ class LanguageModel(nn.Module):
             if name.startswith("bias_hh"):
                 nn.init.zeros_(parameter).requires_grad_(False)
 
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, tokens: Tensor, state: State | None = None
+    ) -> tuple[Tensor, State]:
         """Tokens (T, B) and the state (layers, B, hidden) twice, or None -> logits (T, B, words), the new state."""
         x = self.embedding(tokens)
         y, state = self.lstm(self.dropout(x) if self.drop_embedding else x, state)

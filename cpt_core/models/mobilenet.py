@@ -3,7 +3,15 @@
 from torch import Tensor, nn
 
 # (expansion, channels, blocks, stride of the first block)
-STAGES = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 1),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 
 
 class InvertedResidual(nn.Module):
@@ -15,14 +23,18 @@ class InvertedResidual(nn.Module):
         self.stride = stride
         self.conv1 = nn.Conv2d(inputs, hidden, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(hidden)
-        self.conv2 = nn.Conv2d(hidden, hidden, 3, stride, padding=1, groups=hidden, bias=False)
+        self.conv2 = nn.Conv2d(
+            hidden, hidden, 3, stride, padding=1, groups=hidden, bias=False
+        )
         self.bn2 = nn.BatchNorm2d(hidden)
         self.conv3 = nn.Conv2d(hidden, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride == 1 and inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
@@ -42,7 +54,11 @@ class CifarMobileNetV2(nn.Module):
         blocks, inputs = [], 32
         for expansion, outputs, count, stride in STAGES:
             for i in range(count):
-                blocks.append(InvertedResidual(inputs, outputs, expansion, stride if i == 0 else 1))
+                blocks.append(
+                    InvertedResidual(
+                        inputs, outputs, expansion, stride if i == 0 else 1
+                    )
+                )
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.conv2 = nn.Conv2d(inputs, 1280, 1, bias=False)

@@ -13,7 +13,11 @@ class BasicBlock(nn.Module):
     """conv3x3-BN-ReLU-conv3x3-BN, plus the shortcut, ReLU; the shortcut is 1x1 conv + BN where the shape changes."""
 
     def __init__(
-        self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d
+        self,
+        inputs: int,
+        outputs: int,
+        stride: int,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
@@ -23,7 +27,9 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
@@ -42,7 +48,9 @@ class CifarResNet(nn.Module):
     Differs: the authors' class also makes a third, unused BatchNorm in every block without a shortcut; left out.
     """
 
-    def __init__(self, blocks: int, classes: int, width: int = 16, channels: int = 3) -> None:
+    def __init__(
+        self, blocks: int, classes: int, width: int = 16, channels: int = 3
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -57,7 +65,9 @@ class CifarResNet(nn.Module):
     @staticmethod
     def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
         first = BasicBlock(inputs, outputs, stride)
-        return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1)))
+        return nn.Sequential(
+            first, *(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, channels, H, W) -> logits (N, classes)."""
@@ -83,5 +93,9 @@ def initialize(model: nn.Module) -> None:
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, 0.0, math.sqrt(2.0 / (module.in_features * module.out_features)))
+            nn.init.normal_(
+                module.weight,
+                0.0,
+                math.sqrt(2.0 / (module.in_features * module.out_features)),
+            )
             nn.init.zeros_(module.bias)

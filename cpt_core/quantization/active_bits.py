@@ -18,7 +18,9 @@ from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Levels
 
 ALL_FLOAT32 = Levels(None, None, None, None)
-MAX_GRID_BITS = 23  # float32 has 24 significant bits: from there on a grid changes nothing
+MAX_GRID_BITS = (
+    23  # float32 has 24 significant bits: from there on a grid changes nothing
+)
 Roles = tuple[tuple[str, Quantizer], ...]  # of a layer, each with its quantiser
 
 
@@ -35,7 +37,12 @@ class ActiveBits:
         steps: n = 2**q - 1 of the grid of every role; None where nothing reads them.
     """
 
-    def __init__(self, levels: Levels | None, formats: Levels, quantizers: Mapping[str, Quantizer]) -> None:
+    def __init__(
+        self,
+        levels: Levels | None,
+        formats: Levels,
+        quantizers: Mapping[str, Quantizer],
+    ) -> None:
         self.levels, self.formats, self.quantizers = levels, formats, quantizers
         self.is_set = levels is not None
         self.activation, self.weight, *gradients = (f is not None for f in formats)
@@ -44,7 +51,9 @@ class ActiveBits:
         self.active = self.activation or self.weight or self.gradient
         pairs = zip(levels or ALL_FLOAT32, formats, strict=True)
         grids = [level if format is None else format for level, format in pairs]
-        self.steps = [num_steps(bits) if isinstance(bits, int) else None for bits in grids]
+        self.steps = [
+            num_steps(bits) if isinstance(bits, int) else None for bits in grids
+        ]
 
     def __deepcopy__(self, memo: Any) -> ActiveBits:
         """Return itself: copies share it."""
@@ -64,7 +73,14 @@ class AffineGrids:
     def check(self, levels: Levels, layer: str) -> None:
         """Raise ValueError for levels that a layer cannot take."""
 
-    def apply(self, precision: Any, role: str, x: Tensor, along: int | None, rounded: Callable[..., Tensor]) -> Tensor:
+    def apply(
+        self,
+        precision: Any,
+        role: str,
+        x: Tensor,
+        along: int | None,
+        rounded: Callable[..., Tensor],
+    ) -> Tensor:
         """Return ``rounded(role, x)``; ``along`` is the dimension over which the operation sums."""
         return rounded(role, x)
 
@@ -75,9 +91,14 @@ class AffineGrids:
     def describe(self, active: ActiveBits) -> str:
         """Return the active bits in words."""
         levels = active.levels or ALL_FLOAT32
-        if levels.activation == levels.weight and levels.error == levels.weight_gradient:
+        if (
+            levels.activation == levels.weight
+            and levels.error == levels.weight_gradient
+        ):
             return f"bits={levels.activation or 'float32'}, q_grad={levels.error or 'float32'}"
-        return ", ".join(f"{role}={bits or 'float32'}" for role, bits in levels._asdict().items())
+        return ", ".join(
+            f"{role}={bits or 'float32'}" for role, bits in levels._asdict().items()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a description for checkpoints, {} for the paper's grids."""
@@ -90,8 +111,14 @@ AFFINE_GRIDS = AffineGrids()
 @lru_cache(maxsize=4096)
 def active_bits(levels: Levels | None, roles: Roles) -> ActiveBits:
     """Return what levels mean on the paper's grids."""
-    formats = Levels(*(None if q is None or q > MAX_GRID_BITS else q for q in levels or ALL_FLOAT32))
+    formats = Levels(
+        *(None if q is None or q > MAX_GRID_BITS else q for q in levels or ALL_FLOAT32)
+    )
     quantizers = dict(roles)
     if formats.error != formats.weight_gradient:
-        quantizers |= {weight_gradient_role(role): q for role, q in roles if level_role(role) == "error"}
+        quantizers |= {
+            weight_gradient_role(role): q
+            for role, q in roles
+            if level_role(role) == "error"
+        }
     return ActiveBits(levels, formats, quantizers)

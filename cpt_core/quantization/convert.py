@@ -22,7 +22,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from cpt_core import extensions
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
-from cpt_core.quantization.op_interception import HOOK, Interception, enter_module, leave_module, mode_class
+from cpt_core.quantization.op_interception import (
+    HOOK,
+    Interception,
+    enter_module,
+    leave_module,
+    mode_class,
+)
 from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
 from cpt_core.validation import choose, declared, whole
@@ -30,7 +36,12 @@ from cpt_core.validation import choose, declared, whole
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 AGGREGATIONS = ("fp", "quantized")
 ATTENTIONS = ("per_token", "paper")
-PAPER_LAYERS = ("linear", "conv", "lstm", "graph")  # kinds of layers that keep the authors' grids
+PAPER_LAYERS = (
+    "linear",
+    "conv",
+    "lstm",
+    "graph",
+)  # kinds of layers that keep the authors' grids
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,9 @@ class QuantConfig:
     """
 
     float32: tuple[str, ...] = ()
-    quantizers: Mapping[str, Quantizer] = field(default_factory=lambda: dict(QUANTIZERS), hash=False)
+    quantizers: Mapping[str, Quantizer] = field(
+        default_factory=lambda: dict(QUANTIZERS), hash=False
+    )
     running_start: str = "corrected"
     seed: int = 0
     aggregation: str = "fp"
@@ -76,23 +89,40 @@ class QuantConfig:
         for quantizer in self.quantizers.values():
             quantizer_of(quantizer)
         if self.ladder is not None:
-            object.__setattr__(self, "ladder", extensions.load("formats").ladders_of(self.ladder))
+            object.__setattr__(
+                self, "ladder", extensions.load("formats").ladders_of(self.ladder)
+            )
 
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
 
         All products of linear layers and (graph) convolutions, and the sums of Q-Agg, then have an integer form.
         """
-        return replace(self, quantizers={k: replace(q, granularity="per_tensor") for k, q in self.quantizers.items()})
+        return replace(
+            self,
+            quantizers={
+                k: replace(q, granularity="per_tensor")
+                for k, q in self.quantizers.items()
+            },
+        )
 
     def with_zero_points(self) -> QuantConfig:
         """Return a copy in which 0 is on every grid, also in the paper's layers, as pruned weights need."""
-        return replace(self, quantizers={k: replace(q, zero_point=True) for k, q in self.quantizers.items()})
+        return replace(
+            self,
+            quantizers={
+                k: replace(q, zero_point=True) for k, q in self.quantizers.items()
+            },
+        )
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
         choose("rounding", rounding, ROUNDINGS)
-        changed = {k: replace(q, rounding=rounding) for k, q in self.quantizers.items() if k.endswith("_grad")}
+        changed = {
+            k: replace(q, rounding=rounding)
+            for k, q in self.quantizers.items()
+            if k.endswith("_grad")
+        }
         return replace(self, quantizers={**self.quantizers, **changed})
 
 
@@ -107,7 +137,9 @@ PRESETS: dict[str, QuantConfig] = {
 
 
 def quantize_(
-    model: nn.Module, config: QuantConfig | str | None = None, filter_fn: Callable[[nn.Module, str], bool] | None = None
+    model: nn.Module,
+    config: QuantConfig | str | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
     """Make every matmul and convolution of ``model`` trainable at low precision, in place; return ``model``.
 
@@ -194,7 +226,9 @@ def _convert(
     # the noise of the layers of torch does not depend on what else there is to convert
     order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
     generator = torch.Generator().manual_seed(config.seed)
-    seeds = torch.randint(0, 2**31, (len(order),), generator=generator, device="cpu").tolist()
+    seeds = torch.randint(
+        0, 2**31, (len(order),), generator=generator, device="cpu"
+    ).tolist()
     keys = dict(zip(order, seeds, strict=True))
     mode = ModelMode(config.float32)
     mode.filter_fn = filter_fn
@@ -214,8 +248,12 @@ def _convert(
             precision.name = name
             precision.given_warnings = mode.given_warnings
         if name in chosen or _may_multiply(module):
-            is_paper_attention = config.attention == "paper" and op_handlers.is_paper_attention(module)
-            vars(module)[HOOK] = Interception(mode, name, precision, kind, is_paper_attention)
+            is_paper_attention = (
+                config.attention == "paper" and op_handlers.is_paper_attention(module)
+            )
+            vars(module)[HOOK] = Interception(
+                mode, name, precision, kind, is_paper_attention
+            )
         if hasattr(module, HOOK) and has_own_forward(module):
             add_hooks(module)
 
@@ -235,8 +273,12 @@ def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
     return graph_handlers.graph_layer_of(module, is_convertible)
 
 
-def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) -> LayerPrecision:
-    is_paper_layer = kind in PAPER_LAYERS or (config.attention == "paper" and op_handlers.is_paper_attention(module))
+def _add_precision(
+    module: nn.Module, kind: str, config: QuantConfig, key: int
+) -> LayerPrecision:
+    is_paper_layer = kind in PAPER_LAYERS or (
+        config.attention == "paper" and op_handlers.is_paper_attention(module)
+    )
     roles = _roles(kind, config, is_paper_layer, holds_weights(module))
     if kind == "lstm":
         from cpt_core.quantization import lstm  # its handler; few models have one
@@ -246,7 +288,9 @@ def _add_precision(module: nn.Module, kind: str, config: QuantConfig, key: int) 
     precision.to(next((p.device for p in module.parameters()), None))
     precision.execution = config.execution
     if config.ladder is not None:
-        precision.grids = extensions.load("formats").LadderGrids.for_module(config.ladder, module, kind)
+        precision.grids = extensions.load("formats").LadderGrids.for_module(
+            config.ladder, module, kind
+        )
     precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
     precision.train(module.training)
     attach(module, precision)
@@ -261,29 +305,46 @@ def attach(module: nn.Module, precision: LayerPrecision) -> None:
         vars(module)["precision"] = precision
 
 
-def _roles(kind: str, config: QuantConfig, is_paper_layer: bool, has_weights: bool) -> dict[str, Quantizer]:
+def _roles(
+    kind: str, config: QuantConfig, is_paper_layer: bool, has_weights: bool
+) -> dict[str, Quantizer]:
     """Return the quantisers of a layer: those of its kind without prefix; of other operations with a zero point.
 
     Other operations have no running ranges, but one per vector: of a convolution, per position. An exception is the
     input of a weight that a module computes, see ``op_handlers.roles_of``.
     """
     own = f"{kind}_"
-    roles = {role.removeprefix(own): q for role, q in config.quantizers.items() if role.startswith(own)}
+    roles = {
+        role.removeprefix(own): q
+        for role, q in config.quantizers.items()
+        if role.startswith(own)
+    }
     roles["bias"] = config.quantizers["bias"]
     if kind == "graph":
         if config.aggregation != "quantized":
             del roles["aggregation"]
         return roles
     if not is_paper_layer:
-        roles = {role: replace(quantizer, zero_point=True) for role, quantizer in roles.items()}
+        roles = {
+            role: replace(quantizer, zero_point=True)
+            for role, quantizer in roles.items()
+        }
         if has_weights:
-            roles["masked_input"] = Quantizer("per_tensor", running=True, zero_point=True)
+            roles["masked_input"] = Quantizer(
+                "per_tensor", running=True, zero_point=True
+            )
     if kind in ("linear", "conv"):  # as a masked weight
-        roles["computed_weight"] = replace(roles["weight"], running=False, zero_point=True)
+        roles["computed_weight"] = replace(
+            roles["weight"], running=False, zero_point=True
+        )
     for role, quantizer in config.quantizers.items():
-        if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(own):
+        if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(
+            own
+        ):
             granularity = "per_row" if quantizer.running else quantizer.granularity
-            roles[role] = replace(quantizer, granularity=granularity, running=False, zero_point=True)
+            roles[role] = replace(
+                quantizer, granularity=granularity, running=False, zero_point=True
+            )
     return roles
 
 
@@ -293,7 +354,14 @@ ELEMENTWISE_MODULES = frozenset(
     "pixelshuffle pooling sparse upsampling".split()
 )
 # modules of torch that surely multiply when they run; of others it is known once they have run
-LAYERS_OF_TORCH = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention
+LAYERS_OF_TORCH = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
 
 
 def _may_multiply(module: nn.Module) -> bool:
@@ -302,12 +370,18 @@ def _may_multiply(module: nn.Module) -> bool:
         return False
     package, _, name = type(module).__module__.rpartition(".")
     is_elementwise = package == "torch.nn.modules" and name in ELEMENTWISE_MODULES
-    return (not is_elementwise and not isinstance(module, nn.Identity)) or isinstance(module, nn.MultiheadAttention)
+    return (not is_elementwise and not isinstance(module, nn.Identity)) or isinstance(
+        module, nn.MultiheadAttention
+    )
 
 
 def is_convertible(module: nn.Module) -> bool:
     """Return whether a module can be given a precision; ``quantize_`` does so where it is no part of a layer."""
-    if not _may_multiply(module) or is_uninitialized(module) or isinstance(module, ParametrizationList):
+    if (
+        not _may_multiply(module)
+        or is_uninitialized(module)
+        or isinstance(module, ParametrizationList)
+    ):
         return False
     if _graph_layer(module, is_convertible=False) is not None:
         return _graph_layer(module) is not None
@@ -316,12 +390,19 @@ def is_convertible(module: nn.Module) -> bool:
 
 def is_uninitialized(module: nn.Module) -> bool:
     """Return whether a module that may multiply is lazy, and has not run yet."""
-    return isinstance(module, LazyModuleMixin) and _may_multiply(module) and module.has_uninitialized_params()
+    return (
+        isinstance(module, LazyModuleMixin)
+        and _may_multiply(module)
+        and module.has_uninitialized_params()
+    )
 
 
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a module does more than to run its children one after the other."""
-    return "forward" in vars(module) or type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
+    return "forward" in vars(module) or type(module).forward not in (
+        nn.Module.forward,
+        nn.Sequential.forward,
+    )
 
 
 def parts_of_layers(model: nn.Module) -> dict[str, str]:
@@ -330,19 +411,28 @@ def parts_of_layers(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         layer = _graph_layer(module)
         if layer is not None and layer.has_parts:
-            parts |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+            parts |= {
+                f"{name}.{part}".lstrip("."): name
+                for part, _ in module.named_modules()
+                if part
+            }
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and name:
             parent = name.rpartition(".")[0]
             parts[name] = parts.get(parent, parent)
         if isinstance(module, ParametrizationList):
             owner = name.rpartition(".parametrizations")[0]
-            parts |= {f"{name}.{part}".rstrip("."): owner for part, _ in module.named_modules()}
+            parts |= {
+                f"{name}.{part}".rstrip("."): owner
+                for part, _ in module.named_modules()
+            }
     return parts
 
 
 def holds_weights(module: nn.Module) -> bool:
     """Return whether a module holds matrices that it, or its parent, multiplies by."""
-    if isinstance(module, LAYERS_OF_TORCH) or _graph_layer(module) is not None:  # also where the weight is computed
+    if (
+        isinstance(module, LAYERS_OF_TORCH) or _graph_layer(module) is not None
+    ):  # also where the weight is computed
         return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
@@ -352,8 +442,14 @@ def holds_weights(module: nn.Module) -> bool:
 def _key_group(module: nn.Module) -> int:
     """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    has_own_handler = _graph_layer(module) is not None or op_handlers.module_kind(module) == "lstm"
-    if type(module) in layers or has_own_handler or op_handlers.is_paper_attention(module):
+    has_own_handler = (
+        _graph_layer(module) is not None or op_handlers.module_kind(module) == "lstm"
+    )
+    if (
+        type(module) in layers
+        or has_own_handler
+        or op_handlers.is_paper_attention(module)
+    ):
         return 0
     return 1 if holds_weights(module) else 2
 
@@ -365,20 +461,38 @@ def float32_reason(module: nn.Module) -> str:
     if is_uninitialized(module):
         return "lazy: run the model once before it is converted"
     layer = _graph_layer(module, is_convertible=False)
-    return (layer.float32_reason(module) if layer is not None else "") or "it computes no matmul or convolution"
+    return (
+        layer.float32_reason(module) if layer is not None else ""
+    ) or "it computes no matmul or convolution"
 
 
-def _excluded(model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, str]) -> set[str]:
+def _excluded(
+    model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, str]
+) -> set[str]:
     """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
     names = dict.fromkeys(name for name, _ in model.named_modules() if name)
     matched: set[str] = set()
     for pattern in patterns:
-        hits = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
+        hits = (
+            [pattern]
+            if pattern in names
+            else [name for name in names if fnmatchcase(name, pattern)]
+        )
         if not hits:
-            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3] or ["none, as it has no parts"]
-            raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
-        if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
-            raise ValueError(f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it")
+            near = (
+                get_close_matches(pattern, names, n=3, cutoff=0.3)
+                or list(names)[:3]
+                or ["none, as it has no parts"]
+            )
+            raise ValueError(
+                f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}"
+            )
+        if all(
+            name in parts for name in hits
+        ):  # a part of a layer that is quantised as a whole cannot stay behind
+            raise ValueError(
+                f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it"
+            )
         matched.update(hits)
     return {name for name in names if not matched.isdisjoint(_with_parents(name))}
 
@@ -403,7 +517,11 @@ def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         vars(module).pop(HOOK, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (enter_module, leave_module)]:
+            for key in [
+                key
+                for key, hook in hooks.items()
+                if hook in (enter_module, leave_module)
+            ]:
                 hooks.pop(key)
                 module._forward_hooks_always_called.pop(key, None)
         graph_layer = _graph_layer(module)
@@ -421,7 +539,9 @@ def is_converted(model: nn.Module) -> bool:
 def warn_of_added_modules(model: nn.Module) -> None:
     """Warn once of layers, and of graphs of ``torch.fx``, that came into a converted model and run in float32."""
     for module in model.modules():
-        if HOOK not in vars(module) and ("_graph" in vars(module) or holds_weights(module)):
+        if HOOK not in vars(module) and (
+            "_graph" in vars(module) or holds_weights(module)
+        ):
             extensions.services("added_modules").warn_of_added_modules(model)
             return
 
@@ -443,7 +563,13 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every converted module by its name; ValueError when there is none."""
     declared(layer_precisions, {"model": model})
-    found = {name: p for name, module in model.named_modules() if (p := precision_of(module)) is not None}
+    found = {
+        name: p
+        for name, module in model.named_modules()
+        if (p := precision_of(module)) is not None
+    }
     if not found:
-        raise ValueError("the model has no quantised layers; call quantize_(model) first")
+        raise ValueError(
+            "the model has no quantised layers; call quantize_(model) first"
+        )
     return found

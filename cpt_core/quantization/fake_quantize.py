@@ -32,7 +32,9 @@ def check_floating(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {shown(x)}")
     if not x.is_floating_point():
-        raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
+        raise ValueError(
+            f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first"
+        )
 
 
 def counts_in_backward() -> bool:
@@ -44,7 +46,9 @@ def counts_in_backward() -> bool:
     return COMPILED_KEYS_COUNT or not torch.compiler.is_compiling()
 
 
-def round_gradient(gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
+def round_gradient(
+    gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None
+) -> Tensor:
     """Return a gradient rounded on its own range; arguments as those of ``PlainOperators.fake_quantize``."""
     if gradient.numel() == 0:
         return gradient
@@ -85,12 +89,18 @@ class _QuantizeGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None
+    ) -> Tensor:
         ctx.steps, ctx.grid, ctx.key = steps, grid, key
         ctx.filled = filled_steps(steps)
-        if torch.compiler.is_compiling():  # for a view of ``y.detach()``, compiled code would take away gradients
+        if (
+            torch.compiler.is_compiling()
+        ):  # for a view of ``y.detach()``, compiled code would take away gradients
             return torch.ops.aten._unsafe_view(y, y.shape)
-        return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
+        return (
+            y.detach()
+        )  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -107,7 +117,9 @@ class _StraightThrough(torch.autograd.Function):
     """Rounding to the grid of a range, whose gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, round_: Callable[..., Tensor], *grid: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, round_: Callable[..., Tensor], *grid: Any
+    ) -> Tensor:
         ctx.others = 1 + len(grid)
         return round_(x, *grid)
 
@@ -129,20 +141,36 @@ class PlainOperators:
     matmul = staticmethod(torch.matmul)
 
     @staticmethod
-    def fake_quantize(x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_quantize(
+        x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Round a tensor that is not empty on its own range; return it, and the range."""
         low, width = rounding.range_of(x.detach(), grid)
         clip = rounding.clips(grid, key is not None)
-        return PlainOperators.round_in_range(x, low, width, steps, grid, key, clip), low, width
+        return (
+            PlainOperators.round_in_range(x, low, width, steps, grid, key, clip),
+            low,
+            width,
+        )
 
     @staticmethod
     def round_in_range(
-        x: Tensor, low: Tensor, width: Tensor, steps: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
+        x: Tensor,
+        low: Tensor,
+        width: Tensor,
+        steps: Tensor,
+        grid: str,
+        key: Tensor | None = None,
+        clip: bool = False,
     ) -> Tensor:
         """Round to the grid of a given range."""
         if rounding.has_zero_point(grid):
-            return _StraightThrough.apply(x, rounding.round_with_zero_point, low, width, steps, key)
-        return _StraightThrough.apply(x, rounding.round_to_grid, low, width, steps, key, clip)
+            return _StraightThrough.apply(
+                x, rounding.round_with_zero_point, low, width, steps, key
+            )
+        return _StraightThrough.apply(
+            x, rounding.round_to_grid, low, width, steps, key, clip
+        )
 
     @staticmethod
     def name_on(device: torch.device) -> str:

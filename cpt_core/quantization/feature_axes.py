@@ -47,7 +47,9 @@ class FeatureAxes:
             self.has_moved = True
             setattr(x, ATTRIBUTE, dim)
 
-    def follow(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def follow(
+        self, function: Any, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Note where the features of a function's output are."""
         if torch.compiler.is_compiling():
             return
@@ -102,7 +104,9 @@ def _reversed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[in
     return list(range(dims))[::-1]
 
 
-def _matrix_transposed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def _matrix_transposed(
+    dims: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[int]:
     """Return the order of dimensions behind ``.mT``."""
     return _exchanged(dims, -1, -2)
 

@@ -19,7 +19,11 @@ from cpt_core.graphs.functional import degree_scale, is_constant, scale_rows
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize, op_handlers
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, OP_HANDLERS, QuantizedOpsMode
+from cpt_core.quantization.op_interception import (
+    COMPOSITE_OPS,
+    OP_HANDLERS,
+    QuantizedOpsMode,
+)
 from cpt_core.quantization.precision import LayerPrecision, in_float32
 
 
@@ -47,15 +51,24 @@ class GraphLayer(NamedTuple):
             vars(module).pop("forward", None)
 
 
-GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {GraphConv: GraphLayer(), SAGEConv: GraphLayer(has_parts=True)}
+GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {
+    GraphConv: GraphLayer(),
+    SAGEConv: GraphLayer(has_parts=True),
+}
 
 
 def graph_layer_of(module: nn.Module, is_convertible: bool = True) -> GraphLayer | None:
     """Return how a graph convolution is converted; None for others and, where it must be, for one that cannot be."""
-    kinds = [kind for kind in type(module).__mro__ if kind in GRAPH_LAYERS and type(module).forward is kind.forward]
+    kinds = [
+        kind
+        for kind in type(module).__mro__
+        if kind in GRAPH_LAYERS and type(module).forward is kind.forward
+    ]
     layer = GRAPH_LAYERS[kinds[0]] if kinds else None
     replaced = vars(module).get("forward")
-    if layer is None or (replaced is not None and getattr(replaced, "func", None) is not layer.forward):
+    if layer is None or (
+        replaced is not None and getattr(replaced, "func", None) is not layer.forward
+    ):
         return None
     return None if is_convertible and layer.float32_reason(module) else layer
 
@@ -109,7 +122,16 @@ class GraphHandlers:
         along = None, -1 if is_transposed else -2
         options = GraphOperand(graph, x, out_exponent, is_transposed=is_transposed)
         return self.run(
-            mode, layer, "graph_linear", compute, operands, roles, macs, "graph_grad", along=along, options=options
+            mode,
+            layer,
+            "graph_linear",
+            compute,
+            operands,
+            roles,
+            macs,
+            "graph_grad",
+            along=along,
+            options=options,
         )
 
     def neighbour_sum(
@@ -124,11 +146,19 @@ class GraphHandlers:
         """Quantise a sum over neighbours in Q-Agg; what is computed of constant features is cached per bit width."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
-        if precision is None or layer.kind != "graph" or "aggregation" not in precision.quantizers:
+        if (
+            precision is None
+            or layer.kind != "graph"
+            or "aggregation" not in precision.quantizers
+        ):
             layer, precision = layer._replace(precision=None), None
 
         def compute(x: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-            return function(graph, x, out_exponent, reduce) if precision is None else graph.aggregate(x, reduce)
+            return (
+                function(graph, x, out_exponent, reduce)
+                if precision is None
+                else graph.aggregate(x, reduce)
+            )
 
         def macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
             return indices.numel() * x.shape[1]
@@ -136,7 +166,17 @@ class GraphHandlers:
         def run(x: Tensor, role: str | None = "graph_aggregation") -> Tensor:
             operands, roles = (x, graph.indices, None), (role, None)
             options = GraphOperand(graph, x, out_exponent, reduce=reduce)
-            return self.run(mode, layer, "aggregation", compute, operands, roles, macs, "graph_grad", options=options)
+            return self.run(
+                mode,
+                layer,
+                "aggregation",
+                compute,
+                operands,
+                roles,
+                macs,
+                "graph_grad",
+                options=options,
+            )
 
         def run_quantized() -> Tensor:
             scale = degree_scale(graph, "out", out_exponent, x)
@@ -146,7 +186,11 @@ class GraphHandlers:
             return run(x)
         if not is_constant(graph, x):
             return run_quantized()
-        active = precision.quantizers["aggregation"], precision.now.formats.activation, precision.execution
+        active = (
+            precision.quantizers["aggregation"],
+            precision.now.formats.activation,
+            precision.execution,
+        )
         return graph.keep(x, (out_exponent, reduce, *active), run_quantized)
 
     def scale_and_add_bias(
@@ -168,7 +212,11 @@ class GraphHandlers:
         return precision.gradient("grad", total)
 
     def scaled_operand(
-        self, precision: LayerPrecision | None, role: str, x: Tensor, scale: Tensor | None
+        self,
+        precision: LayerPrecision | None,
+        role: str,
+        x: Tensor,
+        scale: Tensor | None,
     ) -> tuple[Tensor, str | None]:
         """Return ``x * scale``, and the role in which it is still to be rounded."""
         return scale_rows(x, scale), role
@@ -176,7 +224,11 @@ class GraphHandlers:
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight."""
         operators = fake_quantize.operators
-        return operators.linear(x, weight) if is_transposed else operators.matmul(x, weight)
+        return (
+            operators.linear(x, weight)
+            if is_transposed
+            else operators.matmul(x, weight)
+        )
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation by ``mode.run``, with its arguments."""
@@ -192,10 +244,19 @@ class GraphHandlers:
 def _in_float32(function: Any) -> Callable[..., Tensor]:
     """Return the handler of a layer: float32 between its operations."""
 
-    def layer(mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any) -> Tensor:
+    def layer(
+        mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any
+    ) -> Tensor:
         precision = mode.running.stack[-1].interception.precision
         x = features[0] if isinstance(features, tuple) else features
-        return in_float32(precision, x, lambda *inputs: function.__wrapped__(*inputs, **more), graph, features, *rest)
+        return in_float32(
+            precision,
+            x,
+            lambda *inputs: function.__wrapped__(*inputs, **more),
+            graph,
+            features,
+            *rest,
+        )
 
     return layer
 

@@ -37,7 +37,9 @@ class RecurrentCall(NamedTuple):
 
     x: Tensor  # (T, B, I), (B, T, I) if ``is_batch_first``, or packed (N, I)
     sizes: tuple[int, ...] | None  # sequences of every step where they are packed
-    state: tuple[Tensor, ...]  # h and c, (layers directions, B, H) each; of other recurrent layers h alone
+    state: tuple[
+        Tensor, ...
+    ]  # h and c, (layers directions, B, H) each; of other recurrent layers h alone
     weights: Sequence[Tensor]
     has_biases: bool
     num_layers: int
@@ -56,7 +58,9 @@ class RecurrentCall(NamedTuple):
             batch_sizes, state, *others = args
             sizes = tuple(batch_sizes.tolist())
             others.append(False)  # no batch comes first
-        return cls(x, sizes, (state,) if isinstance(state, Tensor) else tuple(state), *others)
+        return cls(
+            x, sizes, (state,) if isinstance(state, Tensor) else tuple(state), *others
+        )
 
     @property
     def directions(self) -> int:
@@ -81,11 +85,19 @@ def direction_names(num_layers: int, bidirectional: bool) -> list[str]:
 def lstm_roles(module: Any, roles: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
     """Return roles whose "input" and "hidden" every layer and direction has for itself."""
     names = direction_names(module.num_layers, module.bidirectional)
-    data = {f"{role}_{name}": roles[role] for name in names for role in ("input", "hidden")}
-    return data | {role: quantizer for role, quantizer in roles.items() if role not in ("input", "hidden")}
+    data = {
+        f"{role}_{name}": roles[role] for name in names for role in ("input", "hidden")
+    }
+    return data | {
+        role: quantizer
+        for role, quantizer in roles.items()
+        if role not in ("input", "hidden")
+    }
 
 
-def lstm(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, ...] | None:
+def lstm(
+    mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any
+) -> tuple[Tensor, ...] | None:
     """Quantise ``torch.lstm``: return hidden states, last h and last c."""
     layer = mode.running.stack[-1].interception
     if layer.kind != "lstm":
@@ -98,7 +110,9 @@ def lstm(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tu
     return run_in_float32(call, partial(run_layers, layer.precision))
 
 
-def run_in_float32(call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def run_in_float32(
+    call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
     """Return ``run(call)``, computed in float32 also under autocast, in the types of the input and the state."""
     before = call.x, *call.state
     for tensor in before:
@@ -106,12 +120,18 @@ def run_in_float32(call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Ten
     device, dtype = call.x.device.type, torch.promote_types(call.x.dtype, torch.float32)
     state = tuple(tensor.to(dtype) for tensor in call.state)
     weights = tuple(tensor.to(dtype) for tensor in call.weights)
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    ):
         after = run(call._replace(x=call.x.to(dtype), state=state, weights=weights))
     return tuple(new.to(old.dtype) for new, old in zip(after, before, strict=True))
 
 
-def run_layers(precision: LayerPrecision, call: RecurrentCall) -> tuple[Tensor, Tensor, Tensor]:
+def run_layers(
+    precision: LayerPrecision, call: RecurrentCall
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run all layers, with dropout between them; return hidden states, last h and last c."""
     x = call.x.transpose(0, 1).contiguous() if call.is_batch_first else call.x
     if len(x) == 0:
@@ -128,19 +148,33 @@ def run_layers(precision: LayerPrecision, call: RecurrentCall) -> tuple[Tensor, 
 
 
 def run_layer(
-    precision: LayerPrecision, name: str, weights: Sequence[Any], x: Tensor, h: Tensor, c: Tensor
+    precision: LayerPrecision,
+    name: str,
+    weights: Sequence[Any],
+    x: Tensor,
+    h: Tensor,
+    c: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one layer, such as "l0", one time step after the other: x (T, B, I), h and c (B, H) before the first step.
 
     ``weights``: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
     """
     multiply = partial(precision.multiplied, fake_quantize.operators.linear)
-    input_weight, hidden_weight = (precision.operand("weight", weight) for weight in weights[:2])
-    input_bias, hidden_bias = (None if bias is None else precision.operand("bias", bias) for bias in weights[2:4])
+    input_weight, hidden_weight = (
+        precision.operand("weight", weight) for weight in weights[:2]
+    )
+    input_bias, hidden_bias = (
+        None if bias is None else precision.operand("bias", bias)
+        for bias in weights[2:4]
+    )
     states = []
     for step in x:
-        input_gates = multiply(precision.operand(f"input_{name}", step), input_weight, input_bias)
-        hidden_gates = multiply(precision.operand(f"hidden_{name}", h), hidden_weight, hidden_bias)
+        input_gates = multiply(
+            precision.operand(f"input_{name}", step), input_weight, input_bias
+        )
+        hidden_gates = multiply(
+            precision.operand(f"hidden_{name}", h), hidden_weight, hidden_bias
+        )
         h, c = lstm_state(input_gates + hidden_gates, c)
         states.append(h)
     return torch.stack(states), h, c

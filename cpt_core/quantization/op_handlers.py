@@ -34,10 +34,17 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.op_interception import OP_HANDLERS, Interception, Operands, QuantizedOpsMode
+from cpt_core.quantization.op_interception import (
+    OP_HANDLERS,
+    Interception,
+    Operands,
+    QuantizedOpsMode,
+)
 from cpt_core.quantization.precision import in_float32
 
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # first operand, second operand, bias
+Compute = Callable[
+    [Tensor, Tensor, Tensor | None], Tensor
+]  # first operand, second operand, bias
 Macs = Callable[[Tensor, Tensor, Tensor], int]  # first operand, second operand, output
 ATTENTION_SCORES = ("attention_query", "attention_key")
 ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
@@ -48,11 +55,19 @@ PAPER_ATTENTION = {"BertSelfAttention"}
 
 def is_paper_attention(module: nn.Module) -> bool:
     """Return whether a module is the self-attention of an encoder, as in the paper's BERT."""
-    is_causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    is_causal = getattr(module, "is_decoder", False) or getattr(
+        module, "is_causal", False
+    )
     return type(module).__name__ in PAPER_ATTENTION and not is_causal
 
 
-def linear(mode: QuantizedOpsMode, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     layer = mode.layer_of(weight)
     roles = roles_of(mode, layer, "linear", weight)
@@ -76,7 +91,9 @@ def input_role(layer: Interception, kind: str) -> str:
     return "conv_input" if kind == "conv" else "attention_query"
 
 
-def roles_of(mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor) -> tuple[str, str]:
+def roles_of(
+    mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor
+) -> tuple[str, str]:
     """Return the roles of input and weight of a linear operation or convolution.
 
     A weight that is computed may be masked, and hide inputs from outputs: its input has a running range then, for the
@@ -86,7 +103,9 @@ def roles_of(mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Ten
         return input_role(layer, kind), f"{kind}_weight"
     if layer.kind == kind:
         return f"{kind}_input", "computed_weight"
-    has_range = layer.precision is not None and "masked_input" in layer.precision.quantizers
+    has_range = (
+        layer.precision is not None and "masked_input" in layer.precision.quantizers
+    )
     return "masked_input" if has_range else input_role(layer, kind), f"{kind}_weight"
 
 
@@ -116,7 +135,9 @@ def convolution(
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return y.numel() * w[0].numel()
 
-    return run_convolution(mode, function, compute, (input, weight, bias), macs, options=(rest, more))
+    return run_convolution(
+        mode, function, compute, (input, weight, bias), macs, options=(rest, more)
+    )
 
 
 def run_convolution(
@@ -154,9 +175,28 @@ def run_convolution(
         w = w.transpose(0, 1) if is_transposed else w
         if has_running_range or layer.precision is None:
             along = (1, None) if roles[0] == "masked_input" else (None, None)
-            return mode.run(layer, name, compute, (x, w, b), roles, macs, "conv_grad", along=along, options=options)
+            return mode.run(
+                layer,
+                name,
+                compute,
+                (x, w, b),
+                roles,
+                macs,
+                "conv_grad",
+                along=along,
+                options=options,
+            )
         by_position = x.movedim(1, -1), w, b
-        return mode.run(layer, name, compute_channels_last, by_position, roles, macs, "conv_grad", along=(-1, None))
+        return mode.run(
+            layer,
+            name,
+            compute_channels_last,
+            by_position,
+            roles,
+            macs,
+            "conv_grad",
+            along=(-1, None),
+        )
 
     y = in_float32(layer.precision, input, run, batch, weight, bias)
     y = y.squeeze(0) if is_unbatched else y
@@ -164,7 +204,9 @@ def run_convolution(
     return y
 
 
-def matmul(mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor) -> Tensor:
+def matmul(
+    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor
+) -> Tensor:
     """Quantise a matmul of any two operands, either of them perhaps a vector."""
     return run_matmul(mode, multiply, first, second)
 
@@ -174,7 +216,13 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return fake_quantize.operators.matmul(a, b)
 
 
-def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def run_matmul(
+    mode: QuantizedOpsMode,
+    compute: Compute,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands.
 
     Both operands have ranges along the sum, over K, unless K counts positions and neither is a weight, as in
@@ -188,7 +236,10 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
         layer = mode.layer_of(b)
     elif is_first_weight:
         layer = mode.layer_of(a)
-    is_scaling = a.shape[-1:] == (1,) and tuple(a.shape[-2:]) not in (*module.probabilities, *module.scores)
+    is_scaling = a.shape[-1:] == (1,) and tuple(a.shape[-2:]) not in (
+        *module.probabilities,
+        *module.scores,
+    )
     if is_scaling and layer.kind != "linear":
         layer = in_full_precision(layer)
     weight_roles = input_role(layer, "linear"), "linear_weight"
@@ -198,11 +249,19 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         operands = a, b, bias
         if is_second_weight and b.dim() > 1:
-            return _run_matmul(mode, layer, compute, operands, weight_roles, transposed=(False, True))
+            return _run_matmul(
+                mode, layer, compute, operands, weight_roles, transposed=(False, True)
+            )
         if is_first_weight and a.dim() > 1:
             is_matrix = b.dim() > 1
             return _run_matmul(
-                mode, layer, compute, operands, weight_roles, transposed=(False, is_matrix), is_swapped=True
+                mode,
+                layer,
+                compute,
+                operands,
+                weight_roles,
+                transposed=(False, is_matrix),
+                is_swapped=True,
             )
         return _multiply_activations(mode, layer, compute, operands, are_turned)
 
@@ -210,21 +269,42 @@ def run_matmul(mode: QuantizedOpsMode, compute: Compute, a: Tensor, b: Tensor, b
 
 
 def _multiply_activations(
-    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands, are_turned: tuple[bool, bool]
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    compute: Compute,
+    operands: Operands,
+    are_turned: tuple[bool, bool],
 ) -> Tensor:
     """Multiply a (..., M, K) and b (..., K, N), neither of them a weight; ``are_turned``: see ``feature_axes``."""
     a, b, _ = operands
 
-    def context(transposed: tuple[bool, bool], along: tuple[int, int], is_swapped: bool = False) -> Tensor:
+    def context(
+        transposed: tuple[bool, bool], along: tuple[int, int], is_swapped: bool = False
+    ) -> Tensor:
         roles = ATTENTION_CONTEXT
         return _run_matmul(
-            mode, layer, compute, operands, roles, transposed=transposed, along=along, is_swapped=is_swapped
+            mode,
+            layer,
+            compute,
+            operands,
+            roles,
+            transposed=transposed,
+            along=along,
+            is_swapped=is_swapped,
         )
 
     if a.dim() == 1 or b.dim() == 1:
         is_matrix = b.dim() > 1
         roles = ATTENTION_SCORES
-        return _run_matmul(mode, layer, compute, operands, roles, transposed=(False, is_matrix), along=(None, -1))
+        return _run_matmul(
+            mode,
+            layer,
+            compute,
+            operands,
+            roles,
+            transposed=(False, is_matrix),
+            along=(None, -1),
+        )
     (rows, summed), columns = a.shape[-2:], b.shape[-1]
     weights = find_token_weights(mode, (rows, summed, columns), *are_turned)
     if weights == "first":
@@ -236,18 +316,31 @@ def _multiply_activations(
     return _run_scores(mode, layer, compute, operands)
 
 
-def _run_scores(mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands) -> Tensor:
+def _run_scores(
+    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands
+) -> Tensor:
     """Multiply queries (..., M, K) and keys, transposed, (..., K, N), each with a range per token.
 
     In the paper's attention keys have one per feature, over all tokens.
     """
     if layer.is_paper_attention:
         return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES)
-    return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES, transposed=(False, True), along=(None, -1))
+    return _run_matmul(
+        mode,
+        layer,
+        compute,
+        operands,
+        ATTENTION_SCORES,
+        transposed=(False, True),
+        along=(None, -1),
+    )
 
 
 def find_token_weights(
-    mode: QuantizedOpsMode, sizes: tuple[int, int, int], is_first_turned: bool, is_second_turned: bool
+    mode: QuantizedOpsMode,
+    sizes: tuple[int, int, int],
+    is_first_turned: bool,
+    is_second_turned: bool,
 ) -> str:
     """Return what a product of a (M, K) and b (K, N), neither of them a weight, has to do with tokens.
 
@@ -266,8 +359,12 @@ def find_token_weights(
     """
     rows, summed, columns = sizes
     module = mode.running.stack[-1]
-    may_be_second = (columns, summed) in module.probabilities and (is_first_turned or rows != columns)
-    if may_be_second and (is_second_turned or (rows, summed) not in module.probabilities):
+    may_be_second = (columns, summed) in module.probabilities and (
+        is_first_turned or rows != columns
+    )
+    if may_be_second and (
+        is_second_turned or (rows, summed) not in module.probabilities
+    ):
         return "second"
     if not is_second_turned:
         if (rows, summed) in module.probabilities or (rows, summed) in module.scores:
@@ -281,7 +378,14 @@ def find_token_weights(
     return "scores"
 
 
-def softmax(mode: QuantizedOpsMode, function: Any, input: Tensor, dim: Any = None, *rest: Any, **more: Any) -> None:
+def softmax(
+    mode: QuantizedOpsMode,
+    function: Any,
+    input: Tensor,
+    dim: Any = None,
+    *rest: Any,
+    **more: Any,
+) -> None:
     """Note the shape of probabilities for ``find_token_weights``, and leave the softmax to torch."""
     if not isinstance(dim, int) or input.dim() < 2:
         return
@@ -316,7 +420,9 @@ def _run_matmul(
         return x.mT if transposed[0] else x, y.mT if transposed[1] else y
 
     def compute_arranged(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-        return compute(*turn(*((second, first) if is_swapped else (first, second))), bias)
+        return compute(
+            *turn(*((second, first) if is_swapped else (first, second))), bias
+        )
 
     def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
         return output.numel() * a.shape[-1]
@@ -325,7 +431,17 @@ def _run_matmul(
     options = compute_arranged  # for executors that only round
     x, y = turn(a, b)
     arranged = (y, x, bias) if is_swapped else (x, y, bias)
-    return mode.run(layer, "matmul", compute_arranged, arranged, roles, macs, gradient, along=along, options=options)
+    return mode.run(
+        layer,
+        "matmul",
+        compute_arranged,
+        arranged,
+        roles,
+        macs,
+        gradient,
+        along=along,
+        options=options,
+    )
 
 
 def attention(
@@ -346,36 +462,71 @@ def attention(
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("attention takes a mask or is_causal=True, not both")
-    if attn_mask is not None and hasattr(attn_mask, "_materialize"):  # torch's own masks are tensors without numbers
+    if attn_mask is not None and hasattr(
+        attn_mask, "_materialize"
+    ):  # torch's own masks are tensors without numbers
         attn_mask = attn_mask._materialize(query.device)
     layer = mode.running.stack[-1].interception
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        scores = _run_scores(mode, layer, multiply, (query, key.transpose(-2, -1), None))
+            key, value = (
+                x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+                for x in (key, value)
+            )
+        scores = _run_scores(
+            mode, layer, multiply, (query, key.transpose(-2, -1), None)
+        )
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            mask = torch.ones(
+                scores.shape[-2:], dtype=torch.bool, device=scores.device
+            ).tril()
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -math.inf)
         elif mask is not None:
             scores = scores + mask
-        probabilities = functional.dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)
-        return _run_matmul(mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT)
+        probabilities = functional.dropout(
+            torch.ops.aten._safe_softmax(scores, -1), dropout_p, True
+        )
+        return _run_matmul(
+            mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT
+        )
 
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
 
 
 def functions_named(*names: str) -> list[Any]:
     """Return the functions of torch with these names, wherever it has them."""
-    places = (torch, functional, Tensor, torch.linalg, torch._C._nn, torch._C._sparse, torch.ops.aten)  # type: ignore[attr-defined]
-    found = [getattr(place, name) for name in names for place in places if hasattr(place, name)]
-    overloads = "default", "padding", "input", "data"  # of the operators that graphs are made of
-    return found + [getattr(f, name) for f in found for name in overloads if hasattr(f, name)]
+    places = (
+        torch,
+        functional,
+        Tensor,
+        torch.linalg,
+        torch._C._nn,
+        torch._C._sparse,  # type: ignore[attr-defined]
+        torch.ops.aten,
+    )
+    found = [
+        getattr(place, name)
+        for name in names
+        for place in places
+        if hasattr(place, name)
+    ]
+    overloads = (
+        "default",
+        "padding",
+        "input",
+        "data",
+    )  # of the operators that graphs are made of
+    return found + [
+        getattr(f, name) for f in found for name in overloads if hasattr(f, name)
+    ]
 
 
-def register_handler(functions: list[Any], handler: Callable[..., Any], names: str) -> None:
+def register_handler(
+    functions: list[Any], handler: Callable[..., Any], names: str
+) -> None:
     """Let a handler run instead of functions of torch, or of other callables that a function mode sees.
 
     ``names``: of the operands in their order, separated by spaces: operands may be given by name.
@@ -391,7 +542,9 @@ def register_handler(functions: list[Any], handler: Callable[..., Any], names: s
     OP_HANDLERS.update(dict.fromkeys(functions, bound))
 
 
-HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
+HANDLERS: dict[
+    str, tuple[Callable[..., Any], str]
+] = {  # function -> handler, and the names of its operands
     "linear": (linear, "input weight bias"),
     **{f"conv{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
     **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
@@ -409,6 +562,8 @@ def module_kind(module: nn.Module) -> str:
         return "linear"
     if isinstance(module, _ConvNd):
         return "conv"
-    if type(module) is nn.LSTM and not module.proj_size:  # a projection would be a third matmul
+    if (
+        type(module) is nn.LSTM and not module.proj_size
+    ):  # a projection would be a third matmul
         return "lstm"
     return "attention"

@@ -30,7 +30,9 @@ from cpt_core import extensions
 from cpt_core.quantization.feature_axes import MOVES, FeatureAxes
 from cpt_core.quantization.precision import LayerPrecision
 
-without_modes = torch._C.DisableTorchFunction  # inside, no function of torch is shown to any mode
+without_modes = (
+    torch._C.DisableTorchFunction
+)  # inside, no function of torch is shown to any mode
 HOOK = "_interception"  # name of the attribute that a hooked module has
 # function of torch -> ``handler(mode, function, *args, **kwargs)``, which returns None where it leaves that to torch
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -81,7 +83,9 @@ class Interception(NamedTuple):
     name: str
     precision: LayerPrecision | None
     kind: str  # "linear", "conv", "lstm", "graph", or "attention" for modules of any other class
-    is_paper_attention: bool  # whether it runs the paper's attention, see ``QuantConfig.attention``
+    is_paper_attention: (
+        bool  # whether it runs the paper's attention, see ``QuantConfig.attention``
+    )
 
 
 def operation_of(
@@ -100,7 +104,9 @@ def operation_of(
     is_matmul = function == "matmul"  # the gradient of a vector's partner sums nothing
     error = first.requires_grad and not (is_matmul and second.dim() < 2)
     weight = second.requires_grad and not (is_matmul and first.dim() < 2)
-    return Operation(layer, function, int(macs), elements, error, weight, precision, part, once)
+    return Operation(
+        layer, function, int(macs), elements, error, weight, precision, part, once
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -156,11 +162,15 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return a new mode for copies and pickles: with no running module, callback or table of parameters."""
         return type(self), ()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one function of torch, and report its operations where they are asked for."""
         kwargs = kwargs or {}
         if self.on_operation is None:
-            if function not in OP_HANDLERS and function not in COMPOSITE_OPS:  # as most functions
+            if (
+                function not in OP_HANDLERS and function not in COMPOSITE_OPS
+            ):  # as most functions
                 return self.run_as_torch(function, args, kwargs)
         elif function in COUNTED_FUNCTIONS:
             return self._count_whole(function, args, kwargs)
@@ -168,7 +178,9 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function by its handler where it has one; as torch has it where nothing is rounded or reported."""
-        if "out" in kwargs and kwargs["out"] is None:  # functions of torch that are written in Python pass it on
+        if (
+            "out" in kwargs and kwargs["out"] is None
+        ):  # functions of torch that are written in Python pass it on
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
         if handler is not None and self.is_inside():
@@ -179,7 +191,11 @@ class QuantizedOpsMode(TorchFunctionMode):
                     output = self.call_handler(handler, function, args, kwargs)
                 if output is not None:
                     return output
-        if function in COMPOSITE_OPS and self.is_inside() and not self.is_idle(args, kwargs):
+        if (
+            function in COMPOSITE_OPS
+            and self.is_inside()
+            and not self.is_idle(args, kwargs)
+        ):
             with self:
                 return COMPOSITE_OPS[function](self, *args, **kwargs)
         return self.run_as_torch(function, args, kwargs)
@@ -191,7 +207,9 @@ class QuantizedOpsMode(TorchFunctionMode):
             self.running.features.follow(function, args, kwargs, output)
         return output
 
-    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_handler(
+        self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Let a handler compute a function."""
         return handler(self, function, *args, **kwargs)
 
@@ -215,7 +233,11 @@ class QuantizedOpsMode(TorchFunctionMode):
             output = self.run_function(function, args, kwargs)
         finally:
             self.on_operation = report
-        if report is not None and self.running.stack and not torch.compiler.is_compiling():
+        if (
+            report is not None
+            and self.running.stack
+            and not torch.compiler.is_compiling()
+        ):
             for operation in COUNTED_FUNCTIONS[function](self, output, *args, **kwargs):
                 report(operation, output)
         return output
@@ -247,10 +269,19 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_idle(self, args: Any, kwargs: Any) -> bool:
         """Return whether a function is neither reported nor quantised, by layers of its weights or the running one."""
         top = self.running.stack[-1].interception
-        if self.on_operation is not None or (top.precision is not None and top.precision.now.active):
+        if self.on_operation is not None or (
+            top.precision is not None and top.precision.now.active
+        ):
             return False
-        owners = [owner for x in tensors_of(args, kwargs) if (owner := self.find_owner(x)) is not None]
-        return not any(layer.precision is not None and self.is_active(layer.precision) for layer in owners or [top])
+        owners = [
+            owner
+            for x in tensors_of(args, kwargs)
+            if (owner := self.find_owner(x)) is not None
+        ]
+        return not any(
+            layer.precision is not None and self.is_active(layer.precision)
+            for layer in owners or [top]
+        )
 
     # --- whose operation it is --------------------------------------------------------------------------------------
 
@@ -271,10 +302,19 @@ class QuantizedOpsMode(TorchFunctionMode):
         if not isinstance(held, nn.Parameter):
             return None
         if torch.compiler.is_compiling():  # which knows no table of parameters
-            return next((layer for tensor, layer in self.find_owners() if tensor is held or tensor is weight), None)
+            return next(
+                (
+                    layer
+                    for tensor, layer in self.find_owners()
+                    if tensor is held or tensor is weight
+                ),
+                None,
+            )
         if held not in self.owners:
             self.owners[held] = None
-            self.owners.update(reversed(self.find_owners()))  # the first one of several that share a parameter
+            self.owners.update(
+                reversed(self.find_owners())
+            )  # the first one of several that share a parameter
         return self.owners[held]
 
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
@@ -316,12 +356,23 @@ class QuantizedOpsMode(TorchFunctionMode):
             if precision.zeros_unknown:
                 precision.look_for_zeros(roles[1], operands[1])
             executor = EXECUTORS.get((precision.execution, name))
-            found = None if executor is None else executor(precision, operands, roles, along, options)
-            output = precision.quantized(compute, operands, roles, gradient, along) if found is None else found
+            found = (
+                None
+                if executor is None
+                else executor(precision, operands, roles, along, options)
+            )
+            output = (
+                precision.quantized(compute, operands, roles, gradient, along)
+                if found is None
+                else found
+            )
         if self.on_operation is not None and not torch.compiler.is_compiling():
             first, second, _ = operands
             work = macs(first, second, output)
-            self.on_operation(operation_of(layer.name, name, work, first, second, output, precision), output)
+            self.on_operation(
+                operation_of(layer.name, name, work, first, second, output, precision),
+                output,
+            )
         return output
 
     def is_active(self, precision: LayerPrecision) -> bool:
@@ -363,7 +414,11 @@ def held_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
     for module in root.modules():
         interception = getattr(module, HOOK, None)
         if interception is not None:
-            held = [(tensor, interception) for tensor in module._parameters.values() if tensor is not None]
+            held = [
+                (tensor, interception)
+                for tensor in module._parameters.values()
+                if tensor is not None
+            ]
             (others if interception.precision is None else converted).extend(held)
     return converted + others
 
@@ -375,7 +430,9 @@ def enter_module(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: note that a module runs."""
     interception: Any = module._interception
     precision = interception.precision
-    if precision is not None and precision.training != module.training:  # it is no child of the module
+    if (
+        precision is not None and precision.training != module.training
+    ):  # it is no child of the module
         precision.train(module.training)
     interception.mode.enter(module, interception)
 

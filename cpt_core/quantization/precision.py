@@ -20,7 +20,10 @@ from cpt_core.validation import check_bits
 
 EXECUTIONS = ("simulated", "integer", "auto")
 RUNNING_STARTS = ("corrected", "zero")
-HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
+HALF = (
+    torch.float16,
+    torch.bfloat16,
+)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
 
 class LayerPrecision(nn.Module):
@@ -49,36 +52,54 @@ class LayerPrecision(nn.Module):
     """
 
     noise_key: Tensor
-    observer: Callable[..., None] | None = None  # of the roundings of a recorded step, see ``record``
+    observer: Callable[..., None] | None = (
+        None  # of the roundings of a recorded step, see ``record``
+    )
     name = ""  # of the layer in the model that was converted, for messages
     execution = "simulated"  # see ``QuantConfig``
     grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
     highest: Levels | None = None  # of the schedule that drives the layer
     driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
-    recomputes = False  # in the backward pass, in the state that it had in the forward pass
+    recomputes = (
+        False  # in the backward pass, in the state that it had in the forward pass
+    )
     called = False  # whether the layer has multiplied
     ranges_unknown = True  # nobody has looked whether running ranges are filled, since the mode last changed
     has_loaded = False  # weights came from a state_dict after the model was converted
-    given_warnings: set[str] | None = None  # shared by the layers of a model; None where nothing is to be said
+    given_warnings: set[str] | None = (
+        None  # shared by the layers of a model; None where nothing is to be said
+    )
     zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
     unseen = True  # no gradient of a training has come yet
     num_changes = 0  # of the bits of all layers: what is cached of many layers is valid as long as it stays
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
-    int8_operands = int8_gradient = False  # whether they fit at the active bits, see ``int8.execution``
+    int8_operands = int8_gradient = (
+        False  # whether they fit at the active bits, see ``int8.execution``
+    )
 
     @torch.inference_mode(False)  # what is made here is written to elsewhere
     def __init__(
-        self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected", kind: str = ""
+        self,
+        quantizers: Mapping[str, Quantizer],
+        key: int = 0,
+        running_start: str = "corrected",
+        kind: str = "",
     ) -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__()
         self.corrected, self.key, self.kind = running_start == "corrected", key, kind
         self._roles = tuple(quantizers.items())
-        self._running = tuple(f"running_{role}" for role, quantizer in self._roles if quantizer.running)
+        self._running = tuple(
+            f"running_{role}" for role, quantizer in self._roles if quantizer.running
+        )
         self._forget_training()
-        self._weight_roles = frozenset(role for role in quantizers if level_role(role) == "weight")
-        self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
+        self._weight_roles = frozenset(
+            role for role in quantizers if level_role(role) == "weight"
+        )
+        self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = (
+            _zeros("cpu")
+        )
         self.now: ActiveBits = self.grids.resolve(None, self._roles)
 
     # --- what is in force ---------------------------------------------------------------------------------------------
@@ -97,7 +118,12 @@ class LayerPrecision(nn.Module):
         self._fill()
 
     def _fill(self) -> None:
-        tensors = self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels
+        tensors = (
+            self.levels,
+            self.weight_levels,
+            self.grad_levels,
+            self.weight_grad_levels,
+        )
         for tensor, steps in zip(tensors, self.now.steps, strict=True):
             if steps is not None:
                 fake_quantize.fill_steps(tensor, steps)
@@ -128,7 +154,10 @@ class LayerPrecision(nn.Module):
         self._keep_apart()
         if levels != self.in_force:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
-            checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
+            checked = [
+                None if q is None else check_bits(name, q)
+                for name, q in zip(names, levels, strict=True)
+            ]
             if not self.now.is_set:
                 fake_quantize.load_kernels()  # here, before anything is traced
             self.check_levels(Levels(*checked))
@@ -143,7 +172,10 @@ class LayerPrecision(nn.Module):
         super().train(mode)
         self.zeros_unknown = self.ranges_unknown = True
         if not mode and self.corrected:
-            self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.ranges().values())
+            self.calibrated = all(
+                not running.is_meta and float(running[2]) > 0
+                for running in self.ranges().values()
+            )
         if self.driver is not None:
             self.driver.hear(self)
         return self
@@ -167,7 +199,9 @@ class LayerPrecision(nn.Module):
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
-        if not self.now.is_set and self.highest is not None:  # only copies know a schedule and have no bits
+        if (
+            not self.now.is_set and self.highest is not None
+        ):  # only copies know a schedule and have no bits
             raise RuntimeError(
                 "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
                 'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
@@ -178,7 +212,9 @@ class LayerPrecision(nn.Module):
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
             )
-        if torch.compiler.is_compiling():  # asked first: compiled code is not guarded on the others
+        if (
+            torch.compiler.is_compiling()
+        ):  # asked first: compiled code is not guarded on the others
             self.called = True
             return
         if not self.called:
@@ -209,7 +245,9 @@ class LayerPrecision(nn.Module):
             first = self.round_operand(self.own_role(roles[0]), first, along[0])
         if roles[1] is not None:
             second = self.round_operand(self.own_role(roles[1]), second, along[1])
-        return self.multiplied(compute, first, second, rounded_bias, role=self.own_role(gradient))
+        return self.multiplied(
+            compute, first, second, rounded_bias, role=self.own_role(gradient)
+        )
 
     def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
         """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
@@ -221,7 +259,11 @@ class LayerPrecision(nn.Module):
 
     def look_for_zeros(self, role: str | None, x: Tensor) -> None:
         """Warn once of a weight with exact zeros that its grid does not have."""
-        if role is not None and self.own_role(role) == "weight" and not torch.compiler.is_compiling():
+        if (
+            role is not None
+            and self.own_role(role) == "weight"
+            and not torch.compiler.is_compiling()
+        ):
             self.zeros_unknown = False
             if not self.quantizers["weight"].zero_point:
                 extensions.services("exact_zeros").warn_of_exact_zeros(self, x)
@@ -230,7 +272,9 @@ class LayerPrecision(nn.Module):
         """Return an operand, rounded; of a layer that has bits."""
         if x.dtype in HALF and self.now.active:
             x = x.float()
-        is_quantized = self.now.weight if role in self._weight_roles else self.now.activation
+        is_quantized = (
+            self.now.weight if role in self._weight_roles else self.now.activation
+        )
         if not is_quantized or x.numel() == 0:
             return x
         self.follow(x)
@@ -240,7 +284,9 @@ class LayerPrecision(nn.Module):
         quantizer, levels = self.now.quantizers[role], self.levels_for(role)
         if quantizer.running and not self.training:
             low, width = self.evaluated(role, x)
-            return fake_quantize.operators.round_in_range(x, low, width, levels, quantizer.grid, clip=True)
+            return fake_quantize.operators.round_in_range(
+                x, low, width, levels, quantizer.grid, clip=True
+            )
         if self.observed:
             self.observe(role, x)
         y, low, width = fake_quantize.operators.fake_quantize(x, levels, quantizer.grid)
@@ -248,7 +294,9 @@ class LayerPrecision(nn.Module):
             self.track(role, low, width)
         return y
 
-    def multiplied(self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad") -> Tensor:
+    def multiplied(
+        self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad"
+    ) -> Tensor:
         """Return ``multiply(*operands)``, linear in what ``operand`` returned, whose gradient is quantised."""
         if self.now.splits_gradient and torch.is_grad_enabled():
             return _with_split_gradient(self, role, multiply, *operands)
@@ -263,10 +311,17 @@ class LayerPrecision(nn.Module):
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
         quantizer = self.now.quantizers[role]
         key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
-        y = fake_quantize.operators.quantize_gradient(y, self.grad_levels, quantizer.grid, key)
+        y = fake_quantize.operators.quantize_gradient(
+            y, self.grad_levels, quantizer.grid, key
+        )
         if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
-        if not torch.compiler.is_compiling() and self.unseen and self.training and not self.fixed:
+        if (
+            not torch.compiler.is_compiling()
+            and self.unseen
+            and self.training
+            and not self.fixed
+        ):
             y.register_hook(self._check_first)
         return y
 
@@ -278,7 +333,11 @@ class LayerPrecision(nn.Module):
     @property
     def observed(self) -> bool:
         """Whether someone looks at what is rounded now; in this order: compiled code is not guarded on it."""
-        return not torch.compiler.is_compiling() and self.observer is not None and self.training
+        return (
+            not torch.compiler.is_compiling()
+            and self.observer is not None
+            and self.training
+        )
 
     def observe(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
         """Show a tensor that is about to be rounded, if ``observed``; ``rows``: of parts with ranges of their own."""
@@ -303,8 +362,12 @@ class LayerPrecision(nn.Module):
         if self.calibrated:
             return low, width
         self.look_for_empty_range(role, weight)
-        own_low, own_width = fake_quantize.operators.range(x.detach(), self.quantizers[role].grid)
-        return torch.where(weight > 0, low, own_low), torch.where(weight > 0, width, own_width)
+        own_low, own_width = fake_quantize.operators.range(
+            x.detach(), self.quantizers[role].grid
+        )
+        return torch.where(weight > 0, low, own_low), torch.where(
+            weight > 0, width, own_width
+        )
 
     def ranges(self) -> dict[str, Tensor]:
         """Return the running ranges by their names, ``running_ROLE``."""
@@ -317,14 +380,22 @@ class LayerPrecision(nn.Module):
 
     def look_for_empty_range(self, role: str, weight: Tensor) -> None:
         """Warn once per model of evaluation on running ranges that have gathered no weight."""
-        if not torch.compiler.is_compiling() and self.ranges_unknown and self.given_warnings is not None:
+        if (
+            not torch.compiler.is_compiling()
+            and self.ranges_unknown
+            and self.given_warnings is not None
+        ):
             self.ranges_unknown = False
             extensions.services("empty_ranges").warn_of_empty_range(self, role, weight)
 
     def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return minimum and width of the running range of a role, and the weight that both have gathered."""
         minimum, width, weight = self.range_tensor(role).unbind()
-        return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
+        return (
+            (minimum / weight, width / weight, weight)
+            if self.corrected
+            else (minimum, width, weight)
+        )
 
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
         """Let a running range follow the range of one call, see ``rounding.track``; recomputed calls change none."""
@@ -362,7 +433,10 @@ class LayerPrecision(nn.Module):
             self._offset = offset
 
     def _forget_training(self) -> None:
-        self.noise_key, self._offset = torch.tensor(self.key, dtype=torch.int64, device="cpu"), 0
+        self.noise_key, self._offset = (
+            torch.tensor(self.key, dtype=torch.int64, device="cpu"),
+            0,
+        )
         for name in self._running:
             setattr(self, name, torch.zeros(3, dtype=torch.float32, device="cpu"))
         self.calibrated = not self.corrected
@@ -379,15 +453,24 @@ class LayerPrecision(nn.Module):
         self._move(fn(self.levels.new_empty(0)).device)
         return self
 
-    @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
+    @torch.inference_mode(
+        False
+    )  # what is made in a forward pass is written to elsewhere
     def _move(self, device: torch.device) -> None:
-        if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
+        if (
+            self.noise_key.is_meta
+        ):  # there are no numbers on meta, and to_empty brings none
             self._forget_training()
         self.noise_key = self.noise_key.to(device)
         for name, running in self.ranges().items():
             setattr(self, name, running.to(device))
         if device != self.levels.device:
-            self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros(device)
+            (
+                self.levels,
+                self.weight_levels,
+                self.grad_levels,
+                self.weight_grad_levels,
+            ) = _zeros(device)
             self._fill()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -397,7 +480,9 @@ class LayerPrecision(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
         super().__setstate__(state)
-        if "_running" not in vars(self):  # stored by a release whose running ranges were buffers
+        if "_running" not in vars(
+            self
+        ):  # stored by a release whose running ranges were buffers
             self._running = tuple(self._buffers)
             vars(self).update(self._buffers)
             self._buffers.clear()
@@ -426,7 +511,9 @@ class LayerPrecision(nn.Module):
         if execution != "simulated" and self.now.active:
             execution = extensions.load("int8").describe_execution(self)
         kernels = fake_quantize.operators.name_on(self.levels.device)
-        return f"{self.grids.describe(self.now)}, execution={execution}, kernels={kernels}"
+        return (
+            f"{self.grids.describe(self.now)}, execution={execution}, kernels={kernels}"
+        )
 
 
 @torch.compiler.disable
@@ -439,7 +526,12 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..., Any], *inputs: Any) -> Any:
+def in_float32(
+    precision: LayerPrecision | None,
+    x: Tensor,
+    compute: Callable[..., Any],
+    *inputs: Any,
+) -> Any:
     """Return ``compute(*inputs)``, in float32 where a plain layer would answer ``x`` in half precision.
 
     That is under autocast, or in a model of that type, where bfloat16 would leave 17 of the 256 values of an 8-bit grid
@@ -455,13 +547,19 @@ def in_float32(precision: LayerPrecision | None, x: Tensor, compute: Callable[..
         return compute(*inputs)
     with torch.autocast(kind, enabled=False):
         found = compute(*map(_as_float32, inputs))
-    return tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
+    return (
+        tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
+    )
 
 
 def _as_float32(value: Any) -> Any:
     if isinstance(value, tuple):  # features of sources and destinations
         return tuple(map(_as_float32, value))
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.float()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 def _zeros(device: torch.device | str) -> list[Tensor]:

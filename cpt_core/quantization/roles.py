@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 
 from cpt_core.validation import choose, declared
 
-GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
+GRANULARITIES = (
+    "per_tensor",
+    "per_channel",
+    "per_row",
+    "per_position",
+    "per_sample_mean",
+)
 ROUNDINGS = ("nearest", "stochastic")
 ZERO_POINT = "+zero"  # behind a granularity: 0 is on the grid
 
@@ -46,8 +52,12 @@ class Quantizer:
         choose("granularity", self.granularity, GRANULARITIES)
         choose("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
-            raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
-        object.__setattr__(self, "grid", self.granularity + (ZERO_POINT if self.zero_point else ""))
+            raise ValueError(
+                f"a running range needs granularity 'per_tensor', got {self.granularity!r}"
+            )
+        object.__setattr__(
+            self, "grid", self.granularity + (ZERO_POINT if self.zero_point else "")
+        )
 
 
 # The roles of the authors' layers.
@@ -61,14 +71,22 @@ QUANTIZERS: dict[str, Quantizer] = {
     "linear_grad": Quantizer("per_position", "stochastic"),
     "graph_input": Quantizer("per_row", "nearest"),  # one range per node
     "graph_weight": Quantizer("per_row", "nearest"),
-    "graph_aggregation": Quantizer("per_row", "nearest"),  # what enters the sum over neighbours, in Q-Agg
+    "graph_aggregation": Quantizer(
+        "per_row", "nearest"
+    ),  # what enters the sum over neighbours, in Q-Agg
     "graph_grad": Quantizer("per_position", "stochastic"),
-    "lstm_input": Quantizer("per_tensor", "nearest", running=True),  # at every time step
+    "lstm_input": Quantizer(
+        "per_tensor", "nearest", running=True
+    ),  # at every time step
     "lstm_hidden": Quantizer("per_tensor", "nearest", running=True),
     "lstm_weight": Quantizer("per_row", "nearest"),
-    "lstm_grad": Quantizer("per_row", "stochastic"),  # one range per sequence, at every time step
+    "lstm_grad": Quantizer(
+        "per_row", "stochastic"
+    ),  # one range per sequence, at every time step
     "attention_query": Quantizer("per_row", "nearest"),  # one range per token and head
-    "attention_key": Quantizer("per_row", "nearest"),  # of transposed keys: per head and feature, over the tokens
+    "attention_key": Quantizer(
+        "per_row", "nearest"
+    ),  # of transposed keys: per head and feature, over the tokens
     "attention_probabilities": Quantizer("per_row", "nearest"),
     "attention_value": Quantizer("per_row", "nearest"),
     "attention_grad": Quantizer("per_position", "stochastic"),
@@ -80,7 +98,9 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
     """Return a quantiser given by value or by role; ValueError names the roles."""
     if isinstance(quantizer, Quantizer):
         if type(quantizer) is not Quantizer:
-            raise ValueError(f"the quantizer of a role has no format, which a ladder gives; got {quantizer!r}")
+            raise ValueError(
+                f"the quantizer of a role has no format, which a ladder gives; got {quantizer!r}"
+            )
         return quantizer
     return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
 
@@ -89,7 +109,9 @@ def level_role(role: str) -> str:
     """Return the field of ``Levels`` that tells the level of a role, such as "weight" of "linear_weight"."""
     if role.endswith("weight_grad"):
         return "weight_gradient"
-    return {"weight": "weight", "bias": "weight", "grad": "error"}.get(role.rpartition("_")[2], "activation")
+    return {"weight": "weight", "bias": "weight", "grad": "error"}.get(
+        role.rpartition("_")[2], "activation"
+    )
 
 
 def weight_gradient_role(role: str) -> str:

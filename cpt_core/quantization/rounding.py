@@ -21,7 +21,9 @@ from cpt_core.quantization.roles import ZERO_POINT
 
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
-Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
+Range = tuple[
+    Tensor, Tensor
+]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
 
 
 def per_tensor(x: Tensor) -> Range:
@@ -68,7 +70,8 @@ def _range_over(x: Tensor, dims: tuple[int, ...]) -> Range:
 
 
 GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
-    function.__name__: function for function in (per_tensor, per_channel, per_row, per_position, per_sample_mean)
+    function.__name__: function
+    for function in (per_tensor, per_channel, per_row, per_position, per_sample_mean)
 }
 
 
@@ -96,7 +99,9 @@ def shift_to_zero(low: Tensor, width: Tensor, steps: Tensor) -> Range:
     return -(zero * scale), width
 
 
-def _zero_point(low: Tensor, width: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _zero_point(
+    low: Tensor, width: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return which point of a grid is 0, the step, and the width of the range with 0 in it."""
     low, high = low.clamp_max(0.0), (low + width).clamp_min(0.0)
     width = high - low
@@ -119,7 +124,9 @@ def num_steps(bits: int) -> float:
     return float(2**bits - 1)
 
 
-def round_to_grid(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+def round_to_grid(
+    x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None, clip: bool
+) -> Tensor:
     """Round ``x`` to the grid low + k * width / steps, k = 0..steps.
 
     Without ``clip`` the range must come from ``x`` itself: its extremes then round to 0 and n.
@@ -141,7 +148,9 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Ten
     return (k.round() * scale + low).to(x.dtype)
 
 
-def round_with_zero_point(x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None) -> Tensor:
+def round_with_zero_point(
+    x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None
+) -> Tensor:
     """Round ``x`` to a grid with a zero point: k * scale, k = -zero..steps - zero; arguments as ``round_to_grid``.
 
     The range is extended to 0 where it lies on one side of it, then shifted by at most half a step. So 0 stays exactly
@@ -169,11 +178,15 @@ def hash_noise(key: Tensor, count: int) -> Tensor:
     """
     first, second = key_halves(key)
     pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
-    h = pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * GOLDEN  # wraps, as all that follows
+    h = (
+        pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * GOLDEN
+    )  # wraps, as all that follows
     h = (h ^ ((h >> 16) & 0xFFFF)) * MIX[0] ^ second
     h = (h ^ ((h >> 15) & 0x1FFFF)) * MIX[1]
     h = h ^ ((h >> 16) & 0xFFFF)
-    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, 0, count)
+    halves = (
+        torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, 0, count)
+    )
     return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
 
 
@@ -192,4 +205,7 @@ def _signed(word: int, bits: int) -> int:
 
 GOLDEN = _signed(0x9E3779B1, 32)
 MIX = (0x7FEB352D, _signed(0x846CA68B, 32))
-_STEP, *_MIX64 = (_signed(word, 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, *_MIX64 = (
+    _signed(word, 64)
+    for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)

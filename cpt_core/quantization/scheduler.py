@@ -67,19 +67,31 @@ class PrecisionScheduler:
     _searched_at = -1  # the step at which modules that came late were last looked for
 
     def __init__(
-        self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None,
+        self,
+        model: nn.Module,
+        schedule: Schedules,
+        q_grad: int | None = None,
+        *,
+        optimizer: Optimizer | None = None,
         eval_bits: EvalBits = "current",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._eval_bits = check_eval_bits(eval_bits)
         self._layers = all_precisions(model)
         self.schedules = assign_schedules(schedule, self._layers)
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
-        self.follows = False  # whether the steps of an optimizer are those of the scheduler
-        self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
+        self.follows = (
+            False  # whether the steps of an optimizer are those of the scheduler
+        )
+        self._groups = {
+            p: [self._layers[n] for n in names]
+            for p, (_, names) in self.schedules.items()
+        }
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
         for pattern, (s, _) in self.schedules.items():
-            used = set(zip(*(levels.tolist() for levels in s.levels(self.q_grad)), strict=True))
+            used = set(
+                zip(*(levels.tolist() for levels in s.levels(self.q_grad)), strict=True)
+            )
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         if optimizer is not None:
@@ -102,7 +114,9 @@ class PrecisionScheduler:
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
         if self.follows:
-            raise RuntimeError("this scheduler follows its optimizer: every optimizer.step() calls step() already")
+            raise RuntimeError(
+                "this scheduler follows its optimizer: every optimizer.step() calls step() already"
+            )
         self.advance()
 
     def advance(self) -> None:
@@ -110,10 +124,14 @@ class PrecisionScheduler:
         self.last_step += 1
         if self.last_step == self.total_steps + 1:
             warnings.warn(
-                f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept", stacklevel=3
+                f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept",
+                stacklevel=3,
             )
         self._apply()
-        if self.last_step & (self.last_step - 1) == 0 or self.last_step % SEARCH_EVERY == 0:
+        if (
+            self.last_step & (self.last_step - 1) == 0
+            or self.last_step % SEARCH_EVERY == 0
+        ):
             self._search_added_modules()
 
     def _search_added_modules(self) -> None:
@@ -140,7 +158,9 @@ class PrecisionScheduler:
             for layer in layers if only is None else [x for x in layers if x in only]:
                 layer.highest, levels = schedule.highest, of_step
                 if not layer.training and self.eval_bits != "current":
-                    levels = merged(resolve("eval_bits", self.eval_bits, layer, pattern), levels)
+                    levels = merged(
+                        resolve("eval_bits", self.eval_bits, layer, pattern), levels
+                    )
                 if not layer.fixed:
                     layer.set_levels(levels, self)
 
@@ -158,7 +178,10 @@ class PrecisionScheduler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drive the layers that were copied together with their scheduler, and follow no optimizer."""
         if state["follows"]:
-            warnings.warn("the copy of a PrecisionScheduler follows no optimizer: call its step()", stacklevel=2)
+            warnings.warn(
+                "the copy of a PrecisionScheduler follows no optimizer: call its step()",
+                stacklevel=2,
+            )
         vars(self).update(state, follows=False)
         self._apply()
 
@@ -168,44 +191,78 @@ class PrecisionScheduler:
             "numerics": NUMERICS,
             "last_step": self.last_step,
             "q_grad": self.q_grad,
-            "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
-            "ladders": {name: d for name, p in self._layers.items() if (d := p.grids.to_dict())},
-            "layers": {name: layer.get_running() for name, layer in self._layers.items() if layer.listed},
+            "schedules": {
+                pattern: schedule.to_dict()
+                for pattern, (schedule, _) in self.schedules.items()
+            },
+            "ladders": {
+                name: d for name, p in self._layers.items() if (d := p.grids.to_dict())
+            },
+            "layers": {
+                name: layer.get_running()
+                for name, layer in self._layers.items()
+                if layer.listed
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``, after a warning from other numerics; ValueError for another run's."""
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
-            raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}"
+            )
         whole("last_step", state["last_step"], 0)
         numerics = whole("numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1)
-        theirs = {**state, "ladders": {n: d for n, d in state.get("ladders", {}).items() if any(d.values())}}
+        theirs = {
+            **state,
+            "ladders": {
+                n: d for n, d in state.get("ladders", {}).items() if any(d.values())
+            },
+        }
         mine = {**self.state_dict(), "layers": self._layers}
         if unknown := sorted(map(repr, set(state) - set(mine))):
             said = f"state has entries that this release does not know: {', '.join(unknown)}. It is of another "
-            raise ValueError(f"{said}release: go on with that one, or load the weights alone and start a new schedule")
+            raise ValueError(
+                f"{said}release: go on with that one, or load the weights alone and start a new schedule"
+            )
         wrappers = extensions.services("wrappers")
-        theirs, mine = wrappers.unwrapped(theirs) or theirs, wrappers.unwrapped(mine) or mine
+        theirs, mine = (
+            wrappers.unwrapped(theirs) or theirs,
+            wrappers.unwrapped(mine) or mine,
+        )
         for key in ("schedules", "q_grad", "ladders"):
-            if json.dumps(theirs[key]) != json.dumps(mine[key]):  # tuples are lists there
+            if json.dumps(theirs[key]) != json.dumps(
+                mine[key]
+            ):  # tuples are lists there
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = mine["layers"]
-        odd = set(theirs["layers"]) ^ {name for name, layer in layers.items() if layer.listed}
+        odd = set(theirs["layers"]) ^ {
+            name for name, layer in layers.items() if layer.listed
+        }
         # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
-        if odd := {name for name in odd if name not in layers or layers[name].has_weights}:
-            raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
+        if odd := {
+            name for name in odd if name not in layers or layers[name].has_weights
+        }:
+            raise ValueError(
+                f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}"
+            )
         for name, running in theirs["layers"].items():
             if set(running) != (known := set(layers[name].get_running())):
-                raise ValueError(f"the checkpoint holds {sorted(running)} of layer {name!r}, which has {sorted(known)}")
+                raise ValueError(
+                    f"the checkpoint holds {sorted(running)} of layer {name!r}, which has {sorted(known)}"
+                )
         for name, running in theirs["layers"].items():
             layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
         if numerics != NUMERICS:
             said = f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other"
-            warnings.warn(f"{said} noise, so its losses are not those of one run; see cpt_core.numerics", stacklevel=2)
+            warnings.warn(
+                f"{said} noise, so its losses are not those of one run; see cpt_core.numerics",
+                stacklevel=2,
+            )
 
 
 def assign_schedules(
@@ -218,26 +275,40 @@ def assign_schedules(
         raise ValueError("schedule must name one for every layer, got {}")
     given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
     if len({s.total_steps for s in given.values()}) != 1:
-        raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
-    assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
+        raise ValueError(
+            f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps"
+        )
+    assigned: dict[str, tuple[Schedule, list[str]]] = {
+        pattern: (s, []) for pattern, s in given.items()
+    }
     for name, pattern in _patterns_of(layers, given, "schedule").items():
         assigned[pattern][1].append(name)
     if idle := [p for p, (_, names) in assigned.items() if not names]:
-        raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
+        raise ValueError(
+            f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}"
+        )
     return assigned
 
 
-def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collection[str], what: str) -> dict[str, str]:
+def _patterns_of(
+    layers: Mapping[str, LayerPrecision | None], patterns: Collection[str], what: str
+) -> dict[str, str]:
     """Return layer -> the first pattern that matches; ValueError when a layer that has to match one matches none."""
     found = {}
     order = {pattern: number for number, pattern in enumerate(patterns)}
-    wild = [pattern for pattern in patterns if any(sign in pattern for sign in "*?[")]  # others match their own name
+    wild = [
+        pattern for pattern in patterns if any(sign in pattern for sign in "*?[")
+    ]  # others match their own name
     for layer, own in layers.items():
-        candidates = [p for p in wild if fnmatchcase(layer, p)] + [layer] * (layer in order)
+        candidates = [p for p in wild if fnmatchcase(layer, p)] + [layer] * (
+            layer in order
+        )
         pattern = min(candidates, key=lambda candidate: order[candidate], default=None)
         if pattern is not None:
             found[layer] = pattern
-        elif own is None or own.has_weights:  # others may never multiply, and need no precision then
+        elif (
+            own is None or own.has_weights
+        ):  # others may never multiply, and need no precision then
             raise ValueError(
                 f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
             )
@@ -246,7 +317,9 @@ def _patterns_of(layers: Mapping[str, LayerPrecision | None], patterns: Collecti
 
 @contextmanager
 def precision(
-    model: nn.Module, bits: int | str | Mapping[str, int], q_grad: int | str | None = None
+    model: nn.Module,
+    bits: int | str | Mapping[str, int],
+    q_grad: int | str | None = None,
 ) -> Iterator[nn.Module]:
     """Run ``model`` at a fixed precision inside a ``with`` block, also while it trains, then put the former one back.
 
@@ -267,10 +340,15 @@ def precision(
     Warns:
         QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
     """
-    layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
+    layers, by_pattern = (
+        all_precisions(model),
+        bits if isinstance(bits, Mapping) else {"*": bits},
+    )
     patterns = _patterns_of(layers, by_pattern, "bits")
     warn_of_added_modules(model)
-    before = [(layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()]
+    before = [
+        (layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()
+    ]
     try:
         for name, pattern in patterns.items():
             layer = layers[name]
@@ -278,14 +356,20 @@ def precision(
             if q_grad is None:
                 layer.set_levels(merged(values, layer.in_force or values))
             else:
-                layer.set_levels(Levels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:]))
+                layer.set_levels(
+                    Levels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:])
+                )
             layer.fixed = True
         yield model
     finally:
         for layer, in_force, driver, fixed in before:
             layer.in_force, layer.driver, layer.fixed = in_force, driver, fixed
-        for driver in dict.fromkeys(driver for _, _, driver, _ in before if driver is not None):
-            driver._apply(set(layers.values()))  # a step, or another mode, may have come inside
+        for driver in dict.fromkeys(
+            driver for _, _, driver, _ in before if driver is not None
+        ):
+            driver._apply(
+                set(layers.values())
+            )  # a step, or another mode, may have come inside
 
 
 def copy_ranges(source: nn.Module, target: nn.Module) -> None:
@@ -301,11 +385,21 @@ def copy_ranges(source: nn.Module, target: nn.Module) -> None:
         ValueError: for models whose quantised layers differ.
     """
     declared(copy_ranges, {"source": source, "target": target})
-    source_layers, target_layers = _precisions_in("source", source), _precisions_in("target", target)
+    source_layers, target_layers = (
+        _precisions_in("source", source),
+        _precisions_in("target", target),
+    )
     pairs = list(zip(source_layers.items(), target_layers.items(), strict=False))
-    if len(source_layers) != len(target_layers) or not all(_correspond(*first, *second) for first, second in pairs):
-        names = [", ".join(name or "the model itself" for name in layers) for layers in (source_layers, target_layers)]
-        raise ValueError(f"source and target must have the same quantised layers, got {names[0]}; and {names[1]}")
+    if len(source_layers) != len(target_layers) or not all(
+        _correspond(*first, *second) for first, second in pairs
+    ):
+        names = [
+            ", ".join(name or "the model itself" for name in layers)
+            for layers in (source_layers, target_layers)
+        ]
+        raise ValueError(
+            f"source and target must have the same quantised layers, got {names[0]}; and {names[1]}"
+        )
     for (_, layer), (_, target_layer) in pairs:
         target_layer.set_running(layer.ranges())
 
@@ -318,7 +412,9 @@ def _precisions_in(argument: str, model: nn.Module) -> dict[str, LayerPrecision]
         raise ValueError(f"{argument}: {error}") from None
 
 
-def _correspond(name: str, layer: LayerPrecision, wrapped_name: str, wrapped_layer: LayerPrecision) -> bool:
+def _correspond(
+    name: str, layer: LayerPrecision, wrapped_name: str, wrapped_layer: LayerPrecision
+) -> bool:
     """Return whether two layers have the same ranges and, but for wrappers, the same name."""
     has_same_name = not name or f".{wrapped_name}".endswith(f".{name}")
     return has_same_name and set(layer.ranges()) == set(wrapped_layer.ranges())
@@ -326,7 +422,9 @@ def _correspond(name: str, layer: LayerPrecision, wrapped_name: str, wrapped_lay
 
 def merged(values: Levels, gradients: Levels) -> Levels:
     """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
-    return Levels(*values[:2], *(values if values.activation is None else gradients)[2:])
+    return Levels(
+        *values[:2], *(values if values.activation is None else gradients)[2:]
+    )
 
 
 def check_eval_bits(value: Any) -> EvalBits:
@@ -342,10 +440,14 @@ def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Le
         return ALL_FLOAT32
     if isinstance(value, str) and value == "q_max":
         if layer.highest is None:
-            raise ValueError(f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number")
+            raise ValueError(
+                f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number"
+            )
         return layer.highest
     if isinstance(value, str):
-        raise ValueError(f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}")
+        raise ValueError(
+            f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}"
+        )
     return Levels(*[check_bits(what, value)] * 4)
 
 

@@ -20,8 +20,12 @@ from cpt_core import extensions
 from cpt_core.validation import MOST_BITS, check_bits, shown
 
 FULL_PRECISION = 32  # bits of an unquantised operand
-Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``
-StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as seconds
+Ladders = (
+    Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``
+)
+StepCost = Callable[
+    [int], float
+]  # bits -> what a step at them costs in another unit, such as seconds
 
 
 def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
@@ -68,7 +72,9 @@ def relative_cost(
     q_max = check_bits("q_max", q_max)
     q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
     if cost is not None or ladder is not None:
-        return float(extensions.load("prices").relative_cost(bits, q_max, q_grad, cost, ladder))
+        return float(
+            extensions.load("prices").relative_cost(bits, q_max, q_grad, cost, ladder)
+        )
     return float(step_cost(bits, q_grad).mean() / step_cost(q_max, q_max))
 
 
@@ -89,5 +95,7 @@ def whole_bits(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
         raise ValueError(f"{name} must be whole numbers, got {shown(values)}")
     if array.size and not (array.min() >= 1 and array.max() <= MOST_BITS):
-        raise ValueError(f"{name} must lie between 1 and {MOST_BITS}, got {shown(values)}")
+        raise ValueError(
+            f"{name} must lie between 1 and {MOST_BITS}, got {shown(values)}"
+        )
     return array.astype(np.int64)

@@ -41,7 +41,10 @@ class DeficitSchedule(Schedule):
         set_integers(self, "q_low", "q_high", "total_steps")
         set_range(self, self.q_low, self.q_high, self.total_steps)
         pairs = check_pairs("windows", self.windows, "(start, stop)")
-        windows = sorted((whole("start of windows", a), whole("stop of windows", b)) for a, b in pairs)
+        windows = sorted(
+            (whole("start of windows", a), whole("stop of windows", b))
+            for a, b in pairs
+        )
         for start, stop in windows:
             if not 0 <= start < stop <= self.total_steps:
                 raise ValueError(

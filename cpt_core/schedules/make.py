@@ -7,7 +7,12 @@ from typing import Any
 from cpt_core import extensions
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
-from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.schedule import (
+    CyclicSchedule,
+    Schedule,
+    ShortCycleWarning,
+    StaticSchedule,
+)
 from cpt_core.validation import choose, declared, shown
 
 ORDER = "name, q_min, q_max, total_steps, n_cycles"
@@ -44,8 +49,14 @@ def make_schedule(
     """
     choose("schedule", name, (*SCHEDULES, STATIC))
     if q_max is None or total_steps is None:
-        missing = [what for what, value in (("q_max", q_max), ("total_steps", total_steps)) if value is None]
-        raise TypeError(f"make_schedule needs {' and '.join(missing)}; the order is {ORDER}")
+        missing = [
+            what
+            for what, value in (("q_max", q_max), ("total_steps", total_steps))
+            if value is None
+        ]
+        raise TypeError(
+            f"make_schedule needs {' and '.join(missing)}; the order is {ORDER}"
+        )
     if name == STATIC:
         if q_min not in (None, q_max) or profile is not None:
             raise ValueError(
@@ -54,11 +65,15 @@ def make_schedule(
             )
         return StaticSchedule(q_max, total_steps)
     if q_min is None:
-        raise ValueError(f"{name} needs q_min, an integer between 1 and q_max = {q_max}")
+        raise ValueError(
+            f"{name} needs q_min, an integer between 1 and q_max = {q_max}"
+        )
     entry = SCHEDULES[name]
     standard = PROFILES[entry.profile]()
     if profile is not None and type(profile) is not type(standard):
-        raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")
+        raise ValueError(
+            f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes"
+        )
     chosen = standard if profile is None else profile
     return CyclicSchedule(
         profile=chosen,
@@ -85,7 +100,9 @@ def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
         extensions.load_optional(kind)
         return KINDS[choose("kind", kind, KINDS)](**fields)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"description must be what to_dict() returned, got {shown(description)}: {error!r}") from None
+        raise ValueError(
+            f"description must be what to_dict() returned, got {shown(description)}: {error!r}"
+        ) from None
 
 
 def _cyclic_from_dict(profile: dict[str, Any], **fields: Any) -> Schedule:

@@ -59,7 +59,9 @@ class Exponential(Profile):
         declared(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
-        object.__setattr__(self, "rate", float(self.rate))  # no number of numpy's, which checkpoints would hold
+        object.__setattr__(
+            self, "rate", float(self.rate)
+        )  # no number of numpy's, which checkpoints would hold
 
     def growth(self, x: Array) -> Array:
         """Return 1 - exp(-rate x)."""
@@ -99,7 +101,12 @@ class Rex(Profile):
         return z / ((1.0 - self.d) + self.d * z)
 
 
-PROFILES: dict[str, type[Profile]] = {"linear": Linear, "cosine": Cosine, "exponential": Exponential, "rex": Rex}
+PROFILES: dict[str, type[Profile]] = {
+    "linear": Linear,
+    "cosine": Cosine,
+    "exponential": Exponential,
+    "rex": Rex,
+}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class Schedule:
 
     @cached_property
     def _bits(self) -> NDArray[np.int64]:
-        bits = np.rint(self.values()).astype(np.int64)  # half to even, as the authors round
+        bits = np.rint(self.values()).astype(
+            np.int64
+        )  # half to even, as the authors round
         bits.setflags(write=False)
         return bits
 
@@ -64,7 +66,9 @@ class Schedule:
     def _check_step(self, step: int) -> int:
         step = whole("step", step)
         if not 0 <= step < self.total_steps:
-            raise ValueError(f"step {step} is outside the schedule; steps run from 0 to {self.total_steps - 1}")
+            raise ValueError(
+                f"step {step} is outside the schedule; steps run from 0 to {self.total_steps - 1}"
+            )
         return step
 
     def __call__(self, step: int) -> int:
@@ -99,7 +103,9 @@ class Schedule:
         Gradients have ``q_grad`` (``q_max``) bits.
         By BitOps, a name of ``COSTS``, or a function, bits -> cost of a step; on a ladder, bits are its levels.
         """
-        return self._relative_cost(self.q_max if q_max is None else q_max, q_grad, cost, ladder)
+        return self._relative_cost(
+            self.q_max if q_max is None else q_max, q_grad, cost, ladder
+        )
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         return relative_cost(self._bits, q_max, q_grad, *priced)
@@ -126,7 +132,14 @@ class Schedule:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {"kind": self.kind, **{name: _plain(value) for name, value in values.items() if value is not None}}
+        return {
+            "kind": self.kind,
+            **{
+                name: _plain(value)
+                for name, value in values.items()
+                if value is not None
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -184,9 +197,13 @@ class CyclicSchedule(Schedule):
         set_integers(self, "q_min", "q_max", "total_steps", "n_cycles")
         check_range(self.q_min, self.q_max, self.total_steps)
         if not 1 <= self.n_cycles <= self.total_steps:
-            raise ValueError(f"n_cycles must lie in 1..total_steps = 1..{self.total_steps}, got {self.n_cycles}")
+            raise ValueError(
+                f"n_cycles must lie in 1..total_steps = 1..{self.total_steps}, got {self.n_cycles}"
+            )
         if self.triangular and self.n_cycles % 2:
-            raise ValueError(f"a triangular schedule needs an even n_cycles, or it ends at q_min; got {self.n_cycles}")
+            raise ValueError(
+                f"a triangular schedule needs an even n_cycles, or it ends at q_min; got {self.n_cycles}"
+            )
         _check_growth(self.profile)
         choose("mirror", self.mirror, MIRRORS)
         choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
@@ -201,7 +218,9 @@ class CyclicSchedule(Schedule):
 
     def _values_at(self, steps: NDArray[np.int64]) -> Array:
         total, n = self.total_steps, self.n_cycles
-        if self.cycle_rule == "exact":  # c = floor(t n / T), x = (t n mod T) / T: integers until the last division
+        if (
+            self.cycle_rule == "exact"
+        ):  # c = floor(t n / T), x = (t n mod T) / T: integers until the last division
             cycle, rest = np.divmod(steps * n, total)
             x = rest / total
         else:
@@ -210,7 +229,11 @@ class CyclicSchedule(Schedule):
             x = rest / length
         shape = self.profile.growth(x)
         if self.triangular:
-            turned = self.profile.horizontal(x) if self.mirror == "horizontal" else self.profile.vertical(x)
+            turned = (
+                self.profile.horizontal(x)
+                if self.mirror == "horizontal"
+                else self.profile.vertical(x)
+            )
             shape = np.where(cycle % 2 == 0, turned, shape)
         # S = q_min + (q_max - q_min) f(x)
         return self.q_min + (self.q_max - self.q_min) * shape
@@ -241,7 +264,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Profile):
         names = {kind: name for name, kind in PROFILES.items()}
         if type(value) not in names:
-            raise ValueError(f"{type(value).__name__} is not in PROFILES; add it there, or use FunctionSchedule")
+            raise ValueError(
+                f"{type(value).__name__} is not in PROFILES; add it there, or use FunctionSchedule"
+            )
         return {"name": names[type(value)], **asdict(value)}
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
@@ -249,14 +274,20 @@ def _plain(value: Any) -> Any:
 def set_integers(schedule: Schedule, *names: str) -> None:
     """Turn fields of a frozen schedule into plain integers; ValueError for one that is none, or any odd field."""
     declared(type(schedule), vars(schedule))
-    for name in names:  # numpy integers become int, so that equal schedules hash and serialise alike
+    for name in (
+        names
+    ):  # numpy integers become int, so that equal schedules hash and serialise alike
         object.__setattr__(schedule, name, whole(name, getattr(schedule, name)))
 
 
 def set_range(schedule: Schedule, q_min: int, q_max: int, total_steps: int) -> None:
     """Give a frozen schedule bits and length that are no fields of it; ValueError as ``check_range``."""
     check_range(q_min, q_max, total_steps)
-    for name, value in (("q_min", q_min), ("q_max", q_max), ("total_steps", total_steps)):
+    for name, value in (
+        ("q_min", q_min),
+        ("q_max", q_max),
+        ("total_steps", total_steps),
+    ):
         object.__setattr__(schedule, name, value)
 
 
@@ -265,11 +296,15 @@ def check_pairs(name: str, pairs: Any, meaning: str) -> list[tuple[Any, Any]]:
     try:
         return [(first, second) for first, second in pairs]
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be pairs {meaning}, got {shown(pairs)}") from None
+        raise ValueError(
+            f"{name} must be pairs {meaning}, got {shown(pairs)}"
+        ) from None
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
     """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
     if not 1 <= q_min <= q_max <= MOST_BITS:
-        raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MOST_BITS}, got q_min={q_min}, q_max={q_max}")
+        raise ValueError(
+            f"bits must satisfy 1 <= q_min <= q_max <= {MOST_BITS}, got q_min={q_min}, q_max={q_max}"
+        )
     whole("total_steps", total_steps, 1, MOST_STEPS)

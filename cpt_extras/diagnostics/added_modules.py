@@ -9,8 +9,18 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from cpt_core.quantization.convert import ModelMode, has_own_forward, holds_weights, parts_of_layers
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, HOOK, OP_HANDLERS, Interception
+from cpt_core.quantization.convert import (
+    ModelMode,
+    has_own_forward,
+    holds_weights,
+    parts_of_layers,
+)
+from cpt_core.quantization.op_interception import (
+    COMPOSITE_OPS,
+    HOOK,
+    OP_HANDLERS,
+    Interception,
+)
 from cpt_extras.diagnostics.float32_weights import QuantizationWarning
 
 REMEDY = (
@@ -27,17 +37,34 @@ def added_modules(model: nn.Module) -> dict[str, str | None]:
         they run in float32. Modules that the user left out are not among them.
     """
     modules = dict(model.named_modules())
-    added = [name for name, module in modules.items() if HOOK not in vars(module) and holds_weights(module)]
+    added = [
+        name
+        for name, module in modules.items()
+        if HOOK not in vars(module) and holds_weights(module)
+    ]
     if not added:
         return {}
     roots, parts = _converted_roots(modules), parts_of_layers(model)
     found: dict[str, str | None] = {}
     for name in added:
-        root = next((root for root in roots if name != root and f"{name}.".startswith(root and f"{root}.")), None)
-        if root is None or name in parts or _is_left_out(roots[root], name, root, modules):
+        root = next(
+            (
+                root
+                for root in roots
+                if name != root and f"{name}.".startswith(root and f"{root}.")
+            ),
+            None,
+        )
+        if (
+            root is None
+            or name in parts
+            or _is_left_out(roots[root], name, root, modules)
+        ):
             continue
         caller = _caller(name, modules)
-        found[name] = None if caller is None or caller.precision is None else caller.name
+        found[name] = (
+            None if caller is None or caller.precision is None else caller.name
+        )
     return found
 
 
@@ -55,7 +82,9 @@ def _converted_roots(modules: Mapping[str, nn.Module]) -> dict[str, Interception
     return roots
 
 
-def _is_left_out(interception: Interception, name: str, root: str, modules: Mapping[str, nn.Module]) -> bool:
+def _is_left_out(
+    interception: Interception, name: str, root: str, modules: Mapping[str, nn.Module]
+) -> bool:
     """Return whether the user named a module, or what it is in, when the model was converted."""
     own_name = name.removeprefix(root).removeprefix(".")
     mode: Any = interception.mode
@@ -88,28 +117,52 @@ def _traced_products(model: nn.Module) -> dict[str, list[str]]:
     for name, module in model.named_modules():
         if isinstance(module, fx.GraphModule) and HOOK not in vars(module):
             if any(HOOK in vars(part) for part in module.modules()):
-                products = [str(node.name) for node in module.graph.nodes if _is_product(node)]
+                products = [
+                    str(node.name) for node in module.graph.nodes if _is_product(node)
+                ]
                 if products:
                     found[name] = products
     return found
 
 
 def _is_product(node: fx.Node) -> bool:
-    target: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return node.op in ("call_function", "call_method") and (target in OP_HANDLERS or target in COMPOSITE_OPS)
+    target: Any = (
+        getattr(Tensor, str(node.target), None)
+        if node.op == "call_method"
+        else node.target
+    )
+    return node.op in ("call_function", "call_method") and (
+        target in OP_HANDLERS or target in COMPOSITE_OPS
+    )
 
 
 def warn_of_added_modules(model: nn.Module) -> None:
     """Warn once of every module that was added to a converted model and runs in float32."""
-    modes = (getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK))
-    given = next((mode.given_warnings for mode in modes if isinstance(mode, ModelMode)), set[str]())
-    in_float32 = [name for name, layer in added_modules(model).items() if layer is None and name not in given]
+    modes = (
+        getattr(module, HOOK).mode
+        for module in model.modules()
+        if hasattr(module, HOOK)
+    )
+    given = next(
+        (mode.given_warnings for mode in modes if isinstance(mode, ModelMode)),
+        set[str](),
+    )
+    in_float32 = [
+        name
+        for name, layer in added_modules(model).items()
+        if layer is None and name not in given
+    ]
     if in_float32:
         given.update(in_float32)
-        listed = ", ".join(f"{name!r} ({type(model.get_submodule(name)).__name__})" for name in in_float32[:5])
+        listed = ", ".join(
+            f"{name!r} ({type(model.get_submodule(name)).__name__})"
+            for name in in_float32[:5]
+        )
         more = f" and {len(in_float32) - 5} more" if len(in_float32) > 5 else ""
         warnings.warn(
-            f"added after quantize_, and in float32: {listed}{more}. {REMEDY}", QuantizationWarning, stacklevel=4
+            f"added after quantize_, and in float32: {listed}{more}. {REMEDY}",
+            QuantizationWarning,
+            stacklevel=4,
         )
     for name, products in _traced_products(model).items():
         if f"{name} traced" not in given:

@@ -31,7 +31,12 @@ from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, declared
-from cpt_extras.diagnostics.invariances import BROKEN, NOT_APPLICABLE, Invariance, find_invariances
+from cpt_extras.diagnostics.invariances import (
+    BROKEN,
+    NOT_APPLICABLE,
+    Invariance,
+    find_invariances,
+)
 from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 from cpt_extras.diagnostics.repeated_runs import simulated
 
@@ -85,7 +90,11 @@ class Check:
     @property
     def ok(self) -> bool:
         """Whether both passes were seen, all of their operations intercepted, and no invariance is broken."""
-        return not self.no_gradient and all(e.intercepted for e in self.operations) and not self.broken
+        return (
+            not self.no_gradient
+            and all(e.intercepted for e in self.operations)
+            and not self.broken
+        )
 
     @property
     def broken(self) -> list[Invariance]:
@@ -119,7 +128,9 @@ class Check:
             note = "" if e.intercepted else " (not intercepted)"
             kind = "quantised" if e.quantized else "float32"
             pass_ = "backward" if e.backward else "forward"
-            rows.append((e.layer or "(model)", e.operation, pass_, f"{e.macs:,}", kind + note))
+            rows.append(
+                (e.layer or "(model)", e.operation, pass_, f"{e.macs:,}", kind + note)
+            )
         return _table(rows, numbers=(3,))
 
     def _layers(self) -> str:
@@ -128,32 +139,57 @@ class Check:
         for layer in dict.fromkeys(e.layer for e in self.operations):
             executed = [e for e in self.operations if e.layer == layer]
             names = ", ".join(dict.fromkeys(e.operation for e in executed))
-            macs = [sum(e.macs for e in executed if e.backward == backward) for backward in (False, True)]
-            rows.append((layer or "(model)", names, f"{macs[0]:,}", f"{macs[1]:,}", _precision_of(executed)))
+            macs = [
+                sum(e.macs for e in executed if e.backward == backward)
+                for backward in (False, True)
+            ]
+            rows.append(
+                (
+                    layer or "(model)",
+                    names,
+                    f"{macs[0]:,}",
+                    f"{macs[1]:,}",
+                    _precision_of(executed),
+                )
+            )
         return _table(rows, numbers=(2, 3))
 
     def __str__(self) -> str:
         lines = [self.details() if self.has_details else self._layers()]
         macs = self.forward.total
-        lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
+        lines.append(
+            f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass"
+        )
         for what, names in (
             ("listed as quantised, but used in float32", self.bypassed),
             ("took no part in the step", self.unused),
         ):
             if names:
-                lines.append(f"{what}: {', '.join(name or '(model)' for name in names)}")
+                lines.append(
+                    f"{what}: {', '.join(name or '(model)' for name in names)}"
+                )
         if self.no_gradient:
-            lines.append("no parameter got a gradient: no backward pass was seen from the tensors that forward returns")
+            lines.append(
+                "no parameter got a gradient: no backward pass was seen from the tensors that forward returns"
+            )
         if self.invariances:
             lines += ["", *self._answers()]
         return "\n".join(lines)
 
     def _answers(self) -> list[str]:
         """Return the invariances in words; those that are not applicable in one line."""
-        asked = [answer for answer in self.invariances if answer.status != NOT_APPLICABLE]
+        asked = [
+            answer for answer in self.invariances if answer.status != NOT_APPLICABLE
+        ]
         rows = [("invariance", "")]
-        lines = _table(rows + [(answer.name, str(answer)) for answer in asked]).splitlines()
-        others = [answer.name for answer in self.invariances if answer.status == NOT_APPLICABLE]
+        lines = _table(
+            rows + [(answer.name, str(answer)) for answer in asked]
+        ).splitlines()
+        others = [
+            answer.name
+            for answer in self.invariances
+            if answer.status == NOT_APPLICABLE
+        ]
         if others:
             lines.append(f"not applicable: {'; '.join(others)}")
         if self.filled and asked:
@@ -181,13 +217,21 @@ def _table(rows: Sequence[tuple[str, ...]], numbers: Collection[int] = ()) -> st
 def _precision_of(executed: Sequence[Executed]) -> str:
     """Return in words what ran quantised of the forward operations of a layer, and what nothing intercepted."""
     forward = [e for e in executed if not e.backward] or executed
-    share = sum(e.macs for e in forward if e.quantized) / max(1, sum(e.macs for e in forward))
+    share = sum(e.macs for e in forward if e.quantized) / max(
+        1, sum(e.macs for e in forward)
+    )
     missed = dict.fromkeys(e.operation for e in executed if not e.intercepted)
     words = {1.0: "quantised", 0.0: "float32"}.get(share, f"{share:.0%} quantised")
     return f"{words} (not intercepted: {', '.join(missed)})" if missed else words
 
 
-def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True, details: bool = False) -> Check:
+def check(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    invariances: bool = True,
+    details: bool = False,
+) -> Check:
     """Run a converted model and tell what of it is quantised, and whether low precision breaks an invariance.
 
     A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
@@ -217,19 +261,27 @@ def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True
 
     def report(operation: Operation) -> Callable[[], None] | None:
         layer, function = operation.layer, operation.function
-        if operation.part not in ("", PRODUCTS) or not operation.macs:  # an expert may have no token
+        if (
+            operation.part not in ("", PRODUCTS) or not operation.macs
+        ):  # an expert may have no token
             return None
         is_quantized = operation.precision is not None
         macs[layer, function, False, is_quantized, True] += operation.macs
 
         def on_gradient() -> None:
             if gradients := operation.error + operation.weight:
-                macs[layer, function, True, is_quantized, True] += gradients * operation.macs
+                macs[layer, function, True, is_quantized, True] += (
+                    gradients * operation.macs
+                )
 
         return on_gradient
 
     not_intercepted = NotIntercepted(model, macs)
-    with as_it_was(model, inputs), simulated(all_precisions(model)), precision(model, BITS, BITS):
+    with (
+        as_it_was(model, inputs),
+        simulated(all_precisions(model)),
+        precision(model, BITS, BITS),
+    ):
         with warnings.catch_warnings(), counting(model, report), not_intercepted:
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
@@ -240,16 +292,22 @@ def check(model: nn.Module, inputs: tuple[Any, ...], *, invariances: bool = True
     is_complete = all(e.intercepted for e in operations)
     in_float32 = {e.layer for e in operations if not e.quantized}
     bypassed = tuple(
-        name for name in silent if name in with_gradient and (not is_complete or _is_below(name, in_float32))
+        name
+        for name in silent
+        if name in with_gradient and (not is_complete or _is_below(name, in_float32))
     )
     unused = tuple(name for name in silent if name not in with_gradient)
     needs_gradient = any(p.requires_grad for p in model.parameters())
-    no_gradient = needs_gradient and not trained and not any(e.backward for e in operations)
+    no_gradient = (
+        needs_gradient and not trained and not any(e.backward for e in operations)
+    )
     answers, filled = _ask(model, inputs) if invariances else ((), ())
     return Check(operations, bypassed, unused, no_gradient, answers, filled, details)
 
 
-def _ask(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
+def _ask(
+    model: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
     """Return the answers of ``find_invariances``; the model is afterwards what it was."""
     with as_it_was(model, inputs), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -259,23 +317,37 @@ def _ask(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[tuple[Invariance, .
 
 def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return inputs without the graphs that they hang on; parameters stay parameters."""
-    parameters: dict[int, Any] = {id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)}
+    parameters: dict[int, Any] = {
+        id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)
+    }
     copied: tuple[Any, ...] = copy_of_inputs(inputs, False, parameters)
     return copied
 
 
 def _is_below(name: str, layers: Collection[str]) -> bool:
     """Return whether a layer is inside of one of others."""
-    return any(layer != name and f"{name}.".startswith(layer and f"{layer}.") for layer in layers)
+    return any(
+        layer != name and f"{name}.".startswith(layer and f"{layer}.")
+        for layer in layers
+    )
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     """Run forward and backward; return the names of the parameters that got a gradient."""
     sums = [y.real.float().sum() for y in tensors_in(model(*inputs)) if y.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sources = [*parameters.values(), *(x for x in tensors_in(inputs) if x.requires_grad)]
+    sources = [
+        *parameters.values(),
+        *(x for x in tensors_in(inputs) if x.requires_grad),
+    ]
     if not sums or not sources:
         return set()
-    with torch.autocast(sums[0].device.type, enabled=False):  # as in training: the block is around the forward pass
+    with torch.autocast(
+        sums[0].device.type, enabled=False
+    ):  # as in training: the block is around the forward pass
         gradients = torch.autograd.grad(sums, sources, allow_unused=True)
-    return {name for name, gradient in zip(parameters, gradients, strict=False) if gradient is not None}
+    return {
+        name
+        for name, gradient in zip(parameters, gradients, strict=False)
+        if gradient is not None
+    }

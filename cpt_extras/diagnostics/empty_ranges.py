@@ -20,7 +20,12 @@ def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) ->
     trained.
     """
     given = precision.given_warnings
-    if given is None or EMPTY_RANGES in given or not _can_read(weight) or float(weight) > 0:
+    if (
+        given is None
+        or EMPTY_RANGES in given
+        or not _can_read(weight)
+        or float(weight) > 0
+    ):
         return
     if precision.highest is not None and not precision.has_loaded:
         return
@@ -38,5 +43,9 @@ def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) ->
 def _can_read(weight: Tensor) -> bool:
     """Return whether a number may be read from the device now."""
     is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    is_plain = type(weight) is Tensor and not weight.is_meta and torch._C._len_torch_dispatch_stack() == 0
+    is_plain = (
+        type(weight) is Tensor
+        and not weight.is_meta
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
     return is_plain and not is_captured

@@ -29,25 +29,34 @@ class ExactSums(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _is_exact_in_float64(func) or kwargs.get("dtype") is not None:
             return func(*args, **kwargs)
         is_grouped = func._schema.name == "aten::_grouped_mm"
         function = grouped_matmul if is_grouped else func
         try:
-            output = function(*tree_map(_as_float64, args), **tree_map(_as_float64, kwargs))
+            output = function(
+                *tree_map(_as_float64, args), **tree_map(_as_float64, kwargs)
+            )
         except (RuntimeError, NotImplementedError):  # nothing computes it in float64
             return func(*args, **kwargs)
         return tree_map(_as_float32, output) if _has_float32((args, kwargs)) else output
 
 
-def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+def grouped_matmul(
+    a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any, **more: Any
+) -> Tensor:
     """Multiply groups of rows of a (M, K) by one of the matrices b (G, K, N) each; RuntimeError for other shapes."""
     if ends is None or (a.dim(), b.dim()) != (2, 3):
         raise RuntimeError("only groups of rows are multiplied in float64")
     starts = [0, *ends.tolist()]
-    parts = [a[start:end] @ matrix for start, end, matrix in zip(starts[:-1], starts[1:], b, strict=True)]
+    parts = [
+        a[start:end] @ matrix
+        for start, end, matrix in zip(starts[:-1], starts[1:], b, strict=True)
+    ]
     return torch.cat([*parts, a.new_zeros(len(a) - starts[-1], b.shape[-1])])
 
 
@@ -67,8 +76,16 @@ def _has_float32(value: Any) -> bool:
 
 
 def _as_float64(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+    return (
+        value.double()
+        if isinstance(value, Tensor) and value.dtype == torch.float32
+        else value
+    )
 
 
 def _as_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
+    return (
+        value.float()
+        if isinstance(value, Tensor) and value.dtype == torch.float64
+        else value
+    )

@@ -31,8 +31,16 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
 
 def _can_read(weight: Tensor) -> bool:
     """Return whether numbers of a weight may be read now."""
-    is_plain = type(weight) in (Tensor, nn.Parameter) and not weight.is_meta and weight.dim() > 1
-    is_captured = weight.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_plain = (
+        type(weight) in (Tensor, nn.Parameter)
+        and not weight.is_meta
+        and weight.dim() > 1
+    )
+    is_captured = (
+        weight.is_cuda
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    )
     return is_plain and not is_captured and torch._C._len_torch_dispatch_stack() == 0
 
 

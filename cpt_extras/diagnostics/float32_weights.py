@@ -18,7 +18,9 @@ class QuantizationWarning(UserWarning):
     """Something runs in float32 that a user of ``quantize_`` may believe to be quantised."""
 
 
-def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float, Counter[str]]:
+def float32_weights(
+    model: nn.Module, excluded: Collection[str]
+) -> tuple[float, Counter[str]]:
     """Return the share of the weights that stay in float32 unasked, and the modules that hold them, kind -> count.
 
     Weights are tensors of two or more dimensions that are no embedding, nor (1, T, C) as positions and tokens to add.
@@ -28,9 +30,14 @@ def float32_weights(model: nn.Module, excluded: Collection[str]) -> tuple[float,
     kinds: Counter[str] = Counter()
     for name, module in modules.items():
         layer = modules[parts.get(name, name)]
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or parts.get(name, name) in excluded:
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            or parts.get(name, name) in excluded
+        ):
             continue
-        held = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+        held = [
+            p for p in module._parameters.values() if p is not None and not is_lazy(p)
+        ]
         size = sum(p.numel() for p in held if p.dim() > 1 and len(p) > 1)
         total += size
         if precision_of(layer) is not None:

@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import PackedSequence
 from cpt_core.bitops.counting import copy_of_inputs, tensors_in
 
 MAX_VALUES = 16  # of a tensor that takes a few values alone
-STRENGTH = 3.0  # of the second change of a position, in standard deviations of the input
+STRENGTH = (
+    3.0  # of the second change of a position, in standard deviations of the input
+)
 
 
 class Axis(NamedTuple):
@@ -51,7 +53,11 @@ def find_masks(tensors: list[Tensor]) -> dict[int, Tensor]:
     """Return the tensors that are masks of positions of another one, by number."""
     two_valued = {number: x for number, x in enumerate(tensors) if _may_mask(x)}
     others = [x for number, x in enumerate(tensors) if number not in two_valued]
-    return {n: x for n, x in two_valued.items() if any(list(places_of(x, other)) for other in others)}
+    return {
+        n: x
+        for n, x in two_valued.items()
+        if any(list(places_of(x, other)) for other in others)
+    }
 
 
 def _may_mask(x: Tensor) -> bool:
@@ -82,7 +88,9 @@ def new_contents(x: Tensor) -> list[Tensor]:
         return []
     values, places = torch.unique(x, return_inverse=True)
     if not x.is_floating_point() or len(values) <= min(MAX_VALUES, x.numel() // 2):
-        shifts = [] if len(values) < 2 else [1] if len(values) < 4 else [1, len(values) // 2]
+        shifts = (
+            [] if len(values) < 2 else [1] if len(values) < 4 else [1, len(values) // 2]
+        )
         return [values[(places + shift) % len(values)] for shift in shifts]
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(x.numel(), generator=generator).to(x.device)
@@ -98,7 +106,13 @@ def at(x: Tensor, content: Tensor, dim: int, position: int) -> Tensor:
     return changed
 
 
-def cut(inputs: tuple[Any, ...], sizes: dict[int, set[int]], size: int, start: int, length: int) -> tuple[Any, ...]:
+def cut(
+    inputs: tuple[Any, ...],
+    sizes: dict[int, set[int]],
+    size: int,
+    start: int,
+    length: int,
+) -> tuple[Any, ...]:
     """Return inputs of which only a part is left: number in ``leaves`` -> the dimensions of ``size`` that are cut."""
     new = {}
     for number, leaf in enumerate(leaves(inputs)):

@@ -33,8 +33,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_extras.diagnostics.input_changes import Axis, at, cut, find_masks, leaves, new_contents, places_of, replaced
-from cpt_extras.diagnostics.repeated_runs import LayerCall, RepeatedRuns, floating, relaid
+from cpt_extras.diagnostics.input_changes import (
+    Axis,
+    at,
+    cut,
+    find_masks,
+    leaves,
+    new_contents,
+    places_of,
+    replaced,
+)
+from cpt_extras.diagnostics.repeated_runs import (
+    LayerCall,
+    RepeatedRuns,
+    floating,
+    relaid,
+)
 
 TOLERANCE = 1e-6  # of the largest output: below, two numbers are the same
 HOLDS, BROKEN, NOT_APPLICABLE = "holds", "broken", "not applicable"
@@ -112,7 +126,9 @@ class Part:
     length: int
 
 
-def find_invariances(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Invariance], list[str]]:
+def find_invariances(
+    model: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[list[Invariance], list[str]]:
     """Ask all questions; return the answers, and the layers whose empty running ranges were filled for them.
 
     The caller puts the model back, see ``as_it_was``.
@@ -162,31 +178,52 @@ class _Questions:
         """Change single positions of every axis that an output may share, and note what float32 keeps."""
         sizes = {size for y in self.float32 for size in y.shape}
         for number, leaf in enumerate(self.leaves):
-            axes = [Axis(number, dim, size) for dim, size in enumerate(leaf.shape) if size > 1 and size in sizes]
+            axes = [
+                Axis(number, dim, size)
+                for dim, size in enumerate(leaf.shape)
+                if size > 1 and size in sizes
+            ]
             contents = [] if number in self.masks else new_contents(leaf)
             if not axes or not contents:
                 continue
-            with suppress(Exception):  # a model may not take other contents, such as other edges
-                other = self.runs.outputs(replaced(self.inputs, {number: contents[0]}), False)
-                depends = [~_same(a, b) for a, b in zip(self.float32, other, strict=True)]
+            with suppress(
+                Exception
+            ):  # a model may not take other contents, such as other edges
+                other = self.runs.outputs(
+                    replaced(self.inputs, {number: contents[0]}), False
+                )
+                depends = [
+                    ~_same(a, b) for a, b in zip(self.float32, other, strict=True)
+                ]
                 for axis in axes:
                     self._look_at(axis, contents, depends)
         self._name_axes()
 
-    def _look_at(self, axis: Axis, contents: list[Tensor], depends: list[Tensor]) -> None:
+    def _look_at(
+        self, axis: Axis, contents: list[Tensor], depends: list[Tensor]
+    ) -> None:
         """Note what float32 keeps when positions of one axis change."""
         found = []
         for position in dict.fromkeys((axis.size - 1, (axis.size - 1) // 2)):
             kept = self._kept_at(axis, position, contents)
             found.append(kept)
-        aligned = {key for kept in found for key, slices in kept.slices.items() if slices.any() and not slices.all()}
+        aligned = {
+            key
+            for kept in found
+            for key, slices in kept.slices.items()
+            if slices.any() and not slices.all()
+        }
         if not aligned:
             return
         for kept in found:
-            kept.slices = {key: slices for key, slices in kept.slices.items() if key in aligned}
+            kept.slices = {
+                key: slices for key, slices in kept.slices.items() if key in aligned
+            }
             for (number, dim), slices in kept.slices.items():
                 elements = _along(slices, dim, self.float32[number]) & depends[number]
-                kept.outputs[number] = kept.outputs.get(number, torch.zeros_like(elements)) | elements
+                kept.outputs[number] = (
+                    kept.outputs.get(number, torch.zeros_like(elements)) | elements
+                )
         self.kept[axis] = found
         self.kinds[axis] = _kind_of(found)
 
@@ -194,7 +231,9 @@ class _Questions:
         leaf = self.leaves[axis.number]
         kept = Kept(self.inputs, position)
         for content in contents:
-            kept.changed = replaced(self.inputs, {axis.number: at(leaf, content, axis.dim, position)})
+            kept.changed = replaced(
+                self.inputs, {axis.number: at(leaf, content, axis.dim, position)}
+            )
             after = self.runs.outputs(kept.changed, False)
             for key, slices in _equal_slices(self.float32, after, axis.size).items():
                 kept.slices[key] = kept.slices.get(key, slices) & slices
@@ -205,15 +244,27 @@ class _Questions:
     def _name_axes(self) -> None:
         """Take the first axis along which outputs are independent as that of the samples, for all inputs."""
         aligned = {axis: self._output_dims(axis) for axis in self.kinds}
-        others = [aligned[axis] for axis, kind in self.kinds.items() if kind != INDEPENDENT]
+        others = [
+            aligned[axis] for axis, kind in self.kinds.items() if kind != INDEPENDENT
+        ]
         independent = [axis for axis, kind in self.kinds.items() if kind == INDEPENDENT]
-        self.samples: dict[int, Axis] = {}  # number of a tensor -> the axis of its samples
-        first = next((axis for axis in independent if aligned[axis] not in others), None)
+        self.samples: dict[
+            int, Axis
+        ] = {}  # number of a tensor -> the axis of its samples
+        first = next(
+            (axis for axis in independent if aligned[axis] not in others), None
+        )
         for axis in independent:
-            if first is not None and axis.size == first.size and aligned[axis] == aligned[first]:
+            if (
+                first is not None
+                and axis.size == first.size
+                and aligned[axis] == aligned[first]
+            ):
                 self.samples.setdefault(axis.number, axis)
         for axis in independent:
-            self.kinds[axis] = SAMPLES if axis in self.samples.values() else OUT_OF_REACH
+            self.kinds[axis] = (
+                SAMPLES if axis in self.samples.values() else OUT_OF_REACH
+            )
 
     def _output_dims(self, axis: Axis) -> dict[int, int]:
         """Return number of an output -> its dimension that belongs to an axis of the inputs."""
@@ -228,24 +279,37 @@ class _Questions:
         for axis in axes:
             for kept in self.kept[axis]:
                 where = f"input {axis.number + 1}, dimension {axis.dim}"
-                answers.append(self._try(name, partial(self._perturb, kept=kept, where=where)))
+                answers.append(
+                    self._try(name, partial(self._perturb, kept=kept, where=where))
+                )
         if not answers:
             return Invariance(name, NOT_APPLICABLE, note=note)
         order = (BROKEN, HOLDS, NOT_APPLICABLE)
-        return min(answers, key=lambda answer: (order.index(answer.status), -answer.moved))
+        return min(
+            answers, key=lambda answer: (order.index(answer.status), -answer.moved)
+        )
 
     def _perturb(self, name: str, kept: Kept, where: str) -> Invariance:
         after = self.runs.outputs(kept.changed, True)
-        pairs: Pairs = [(self.quantized[i], after[i], elements) for i, elements in kept.outputs.items()]
+        pairs: Pairs = [
+            (self.quantized[i], after[i], elements)
+            for i, elements in kept.outputs.items()
+        ]
         moved = largest_move(pairs)
         if moved <= TOLERANCE:
             return Invariance(name, HOLDS)
         matched = partial(_kept_slices, list(kept.slices.values()))
-        layer = self._first_layer(self._forward(self.inputs), self._forward(kept.changed), matched)
+        layer = self._first_layer(
+            self._forward(self.inputs), self._forward(kept.changed), matched
+        )
         return Invariance(name, BROKEN, moved, layer, where)
 
     def _repeat(self, name: str) -> Invariance:
-        return self._compare(name, self._forward(self.inputs), "two float32 passes over the same inputs differ")
+        return self._compare(
+            name,
+            self._forward(self.inputs),
+            "two float32 passes over the same inputs differ",
+        )
 
     def _alone(self, name: str) -> Invariance:
         if not self.samples:
@@ -257,7 +321,11 @@ class _Questions:
         for start in (first.size - 1, 0):
             alone = cut(self.inputs, dims, first.size, start, 1)
             part = Part(self._output_dims(first), first.size, start, 1)
-            answers.append(self._compare(name, self._forward(alone), "float32 gives other outputs, too", part))
+            answers.append(
+                self._compare(
+                    name, self._forward(alone), "float32 gives other outputs, too", part
+                )
+            )
         return max(answers, key=lambda answer: answer.moved)
 
     def _prefix(self, name: str) -> Invariance:
@@ -268,41 +336,69 @@ class _Questions:
         dims = {}
         for number, leaf in enumerate(self.leaves):
             of_samples = {self.samples[number].dim} if number in self.samples else set()
-            like = {d for d, size in enumerate(leaf.shape) if size == axis.size} - of_samples
-            own = {a.dim for a, kind in self.kinds.items() if kind == LATER and a.number == number}
+            like = {
+                d for d, size in enumerate(leaf.shape) if size == axis.size
+            } - of_samples
+            own = {
+                a.dim
+                for a, kind in self.kinds.items()
+                if kind == LATER and a.number == number
+            }
             dims[number] = own or (like if number in self.masks else like & {axis.dim})
         prefix = cut(self.inputs, dims, axis.size, 0, length)
         part = Part(self._output_dims(axis), axis.size, 0, length)
-        return self._compare(name, self._forward(prefix), "float32 gives other outputs, too", part)
+        return self._compare(
+            name, self._forward(prefix), "float32 gives other outputs, too", part
+        )
 
     def _cached(self, name: str) -> Invariance:
         axis = self._axis_of(LATER)
         names = list(inspect.signature(self.runs.model.forward).parameters)
         if axis is None or not {"past_key_values", "use_cache"} <= set(names):
-            return Invariance(name, NOT_APPLICABLE, note="forward takes no past_key_values and use_cache")
+            return Invariance(
+                name,
+                NOT_APPLICABLE,
+                note="forward takes no past_key_values and use_cache",
+            )
         decode = partial(_decode, self.runs.model, names)
 
-        def run(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
-            outputs = self.runs.outputs(self.inputs, is_quantized, calls, partial(decode, is_cached=True))
+        def run(
+            is_quantized: bool, calls: list[LayerCall] | None = None
+        ) -> list[Tensor]:
+            outputs = self.runs.outputs(
+                self.inputs, is_quantized, calls, partial(decode, is_cached=True)
+            )
             if calls is not None:  # those of the last token
                 ends = [i for i, call in enumerate(calls) if call.caller is None]
                 del calls[: ends[-2] + 1]
             return outputs
 
-        def full(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
-            return self.runs.outputs(self.inputs, is_quantized, calls, partial(decode, is_cached=False))
+        def full(
+            is_quantized: bool, calls: list[LayerCall] | None = None
+        ) -> list[Tensor]:
+            return self.runs.outputs(
+                self.inputs, is_quantized, calls, partial(decode, is_cached=False)
+            )
 
         last = Part({}, axis.size, axis.size - 1, 1)
-        return self._compare(name, run, "float32 gives other outputs, too", full=full, of_layers=last)
+        return self._compare(
+            name, run, "float32 gives other outputs, too", full=full, of_layers=last
+        )
 
     def _masked(self, name: str) -> Invariance:
         answers = [self._perturb(name, kept, "") for kept in self._masked_changes()]
         if not answers:
-            return Invariance(name, NOT_APPLICABLE, note="no input is a mask of positions that float32 leaves out")
+            return Invariance(
+                name,
+                NOT_APPLICABLE,
+                note="no input is a mask of positions that float32 leaves out",
+            )
         return max(answers, key=lambda answer: answer.moved)
 
     def _masked_changes(self) -> Iterator[Kept]:
-        for mask, (number, leaf) in itertools.product(self.masks.values(), enumerate(self.leaves)):
+        for mask, (number, leaf) in itertools.product(
+            self.masks.values(), enumerate(self.leaves)
+        ):
             contents = [] if number in self.masks else new_contents(leaf)
             for places in places_of(mask, leaf) if contents else ():
                 kept = self._kept_beside(number, places, contents)
@@ -314,15 +410,21 @@ class _Questions:
         leaf, kept = self.leaves[number], Kept(self.inputs, 0)
         for content in contents:
             where = places.reshape(*places.shape, *(1,) * (leaf.dim() - places.dim()))
-            kept.changed = replaced(self.inputs, {number: torch.where(where, content, leaf)})
+            kept.changed = replaced(
+                self.inputs, {number: torch.where(where, content, leaf)}
+            )
             after = self.runs.outputs(kept.changed, False)
             for i, (a, b) in enumerate(zip(self.float32, after, strict=True)):
                 elements = torch.ones_like(a, dtype=torch.bool)
                 if a.shape[: places.dim()] == places.shape:
-                    elements &= ~places.reshape(*places.shape, *(1,) * (a.dim() - places.dim()))
+                    elements &= ~places.reshape(
+                        *places.shape, *(1,) * (a.dim() - places.dim())
+                    )
                 is_kept = bool((_same(a, b) | ~elements).all())
                 kept.outputs[i] = elements & is_kept & kept.outputs.get(i, elements)
-        kept.outputs = {i: elements for i, elements in kept.outputs.items() if elements.any()}
+        kept.outputs = {
+            i: elements for i, elements in kept.outputs.items() if elements.any()
+        }
         if kept.outputs and not self._depends_on(number, kept.outputs):
             kept.outputs = {}
         kept.slices = {(-1, 0): ~places}
@@ -332,29 +434,55 @@ class _Questions:
         """Return whether elements of outputs move at all when a tensor changes everywhere."""
         content = new_contents(self.leaves[number])[0]
         after = self.runs.outputs(replaced(self.inputs, {number: content}), False)
-        return any(bool((~_same(self.float32[i], after[i]) & kept).any()) for i, kept in elements.items())
+        return any(
+            bool((~_same(self.float32[i], after[i]) & kept).any())
+            for i, kept in elements.items()
+        )
 
     def _checkpointed(self, name: str) -> Invariance:
         def moves(is_quantized: bool) -> dict[str, float]:
-            before, after = (self.runs.gradients(self.inputs, is_quantized, again) for again in (False, True))
-            return {key: largest_move([(before[key], after[key], None)]) for key in before if key in after}
+            before, after = (
+                self.runs.gradients(self.inputs, is_quantized, again)
+                for again in (False, True)
+            )
+            return {
+                key: largest_move([(before[key], after[key], None)])
+                for key in before
+                if key in after
+            }
 
         try:
             found = moves(True)
         except RuntimeError as problem:  # torch compares what a recomputed pass saves
             moves(False)
-            return Invariance(name, BROKEN, math.inf, None, f"the quantised model raises: {_shortened(problem)}")
+            return Invariance(
+                name,
+                BROKEN,
+                math.inf,
+                None,
+                f"the quantised model raises: {_shortened(problem)}",
+            )
         if max(found.values(), default=0.0) <= TOLERANCE:
             return Invariance(name, HOLDS)
         if max(moves(False).values()) > TOLERANCE:
-            return Invariance(name, NOT_APPLICABLE, note="float32 gives other gradients, too")
-        return Invariance(name, BROKEN, max(found.values()), self._first_recomputed(), "outputs and gradients")
+            return Invariance(
+                name, NOT_APPLICABLE, note="float32 gives other gradients, too"
+            )
+        return Invariance(
+            name,
+            BROKEN,
+            max(found.values()),
+            self._first_recomputed(),
+            "outputs and gradients",
+        )
 
     def _layout(self, name: str) -> Invariance:
         new = {n: relaid(x) for n, x in enumerate(self.leaves) if x.is_floating_point()}
         changed = replaced(self.inputs, new)
 
-        def run(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
+        def run(
+            is_quantized: bool, calls: list[LayerCall] | None = None
+        ) -> list[Tensor]:
             return self.runs.outputs_relaid(changed, is_quantized, calls)
 
         return self._compare(name, run, "float32 gives other outputs, too")
@@ -389,16 +517,24 @@ class _Questions:
         before = self.float32 if full is None else full(False)
         if largest_move(_matched_outputs(before, run(False), part)) > TOLERANCE:
             return Invariance(name, NOT_APPLICABLE, note=note)
-        layer = self._first_layer(full or self._forward(self.inputs), run, partial(_same_part, of_layers or part))
+        layer = self._first_layer(
+            full or self._forward(self.inputs),
+            run,
+            partial(_same_part, of_layers or part),
+        )
         return Invariance(name, BROKEN, moved, layer)
 
     def _forward(self, inputs: tuple[Any, ...]) -> Run:
-        def run(is_quantized: bool, calls: list[LayerCall] | None = None) -> list[Tensor]:
+        def run(
+            is_quantized: bool, calls: list[LayerCall] | None = None
+        ) -> list[Tensor]:
             return self.runs.outputs(inputs, is_quantized, calls)
 
         return run
 
-    def _first_layer(self, before: Run, after: Run, matched: Callable[[Tensor, Tensor], Pairs]) -> str | None:
+    def _first_layer(
+        self, before: Run, after: Run, matched: Callable[[Tensor, Tensor], Pairs]
+    ) -> str | None:
         """Return the first layer whose float32 output stays in ``matched`` parts, and whose quantised one moves."""
         recorded: list[list[LayerCall]] = []
         for is_quantized, run in itertools.product((False, True), (before, after)):
@@ -406,7 +542,9 @@ class _Questions:
             run(is_quantized, recorded[-1])
 
         def moves(calls: Sequence[LayerCall], attribute: str) -> bool:
-            for a, b, c, d in zip(*(getattr(call, attribute) for call in calls), strict=False):
+            for a, b, c, d in zip(
+                *(getattr(call, attribute) for call in calls), strict=False
+            ):
                 for plain, rounded in zip(matched(a, b), matched(c, d), strict=True):
                     if largest_move([plain]) <= TOLERANCE < largest_move([rounded]):
                         return True
@@ -422,7 +560,11 @@ class _Questions:
 
         def moves(calls: Sequence[LayerCall], attribute: str) -> bool:
             before, after = (getattr(call, attribute) for call in calls)
-            pairs: Pairs = [(a, b, None) for a, b in zip(before, after, strict=False) if a.shape == b.shape]
+            pairs: Pairs = [
+                (a, b, None)
+                for a, b in zip(before, after, strict=False)
+                if a.shape == b.shape
+            ]
             return largest_move(pairs) > TOLERANCE
 
         return _first_of(zip(calls[:first], calls[first:], strict=False), moves)
@@ -434,7 +576,10 @@ class _Questions:
         return "outputs are independent of each other along no axis"
 
 
-def _first_of(groups: Iterable[Sequence[LayerCall]], moves: Callable[[Sequence[LayerCall], str], bool]) -> str | None:
+def _first_of(
+    groups: Iterable[Sequence[LayerCall]],
+    moves: Callable[[Sequence[LayerCall], str], bool],
+) -> str | None:
     """Return the first layer whose outputs move, in the order in which calls end; "" where it is the model itself.
 
     ``groups``: the same call in every run.
@@ -444,7 +589,9 @@ def _first_of(groups: Iterable[Sequence[LayerCall]], moves: Callable[[Sequence[L
             return None  # the model takes another way
         if not moves(calls, "outputs"):
             continue
-        while calls[0].caller is not None and moves(calls, "inputs"):  # moved by what called it
+        while calls[0].caller is not None and moves(
+            calls, "inputs"
+        ):  # moved by what called it
             calls = [call.caller or call for call in calls]
         return calls[0].layer
     return ""  # no part of the model
@@ -457,7 +604,9 @@ def largest_move(pairs: Pairs) -> float:
     """Return the largest move of an element, relative to the largest of its output."""
     largest = 0.0
     for before, after, elements in pairs:
-        difference = torch.where(_same(before, after), 0.0, (before - after).abs().double()).nan_to_num(torch.inf)
+        difference = torch.where(
+            _same(before, after), 0.0, (before - after).abs().double()
+        ).nan_to_num(torch.inf)
         if elements is not None:
             difference = difference * elements
         finite = before[before.isfinite()]
@@ -479,23 +628,35 @@ def _along(slices: Tensor, dim: int, like: Tensor) -> Tensor:
     return slices.reshape(shape).expand_as(like)
 
 
-def _equal_slices(before: list[Tensor], after: list[Tensor], size: int) -> dict[tuple[int, int], Tensor]:
+def _equal_slices(
+    before: list[Tensor], after: list[Tensor], size: int
+) -> dict[tuple[int, int], Tensor]:
     """Return (number of an output, its dimension of a size) -> the slices that are equal bit for bit."""
     found = {}
     for number, (a, b) in enumerate(zip(before, after, strict=True)):
         for dim in range(a.dim()):
             if a.shape[dim] == size:
-                found[number, dim] = _same(a, b).movedim(dim, 0).reshape(size, -1).all(1)
+                found[number, dim] = (
+                    _same(a, b).movedim(dim, 0).reshape(size, -1).all(1)
+                )
     return found
 
 
 def _kind_of(found: list[Kept]) -> str:
     """Return what kind of axis it is by the slices that float32 keeps."""
     keys = found[0].slices.keys()
-    others = [all(int((~k.slices[key]).sum()) == 1 and not k.slices[key][k.position] for k in found) for key in keys]
+    others = [
+        all(
+            int((~k.slices[key]).sum()) == 1 and not k.slices[key][k.position]
+            for k in found
+        )
+        for key in keys
+    ]
     if any(others):
         return INDEPENDENT
-    earlier = [all(bool(k.slices[key][: k.position].all()) for k in found) for key in keys]
+    earlier = [
+        all(bool(k.slices[key][: k.position].all()) for k in found) for key in keys
+    ]
     return LATER if any(earlier) else OUT_OF_REACH
 
 
@@ -511,7 +672,13 @@ def _kept_slices(kept: list[Tensor], before: Tensor, after: Tensor) -> Pairs:
         for dim in range(before.dim()):
             if slices.dim() == 1 and before.shape[dim] == len(slices) and slices.any():
                 chosen = slices.nonzero()[:, 0]
-                pairs.append((before.index_select(dim, chosen), after.index_select(dim, chosen), None))
+                pairs.append(
+                    (
+                        before.index_select(dim, chosen),
+                        after.index_select(dim, chosen),
+                        None,
+                    )
+                )
     return pairs
 
 
@@ -521,21 +688,32 @@ def _same_part(part: Part | None, before: Tensor, after: Tensor) -> Pairs:
         return [(before, after, None)]
     if part is None or before.dim() != after.dim():
         return []
-    other = [dim for dim in range(before.dim()) if before.shape[dim] != after.shape[dim]]
-    if len(other) != 1 or (before.shape[other[0]], after.shape[other[0]]) != (part.size, part.length):
+    other = [
+        dim for dim in range(before.dim()) if before.shape[dim] != after.shape[dim]
+    ]
+    if len(other) != 1 or (before.shape[other[0]], after.shape[other[0]]) != (
+        part.size,
+        part.length,
+    ):
         return []
     return [(before.narrow(other[0], part.start, part.length), after, None)]
 
 
-def _matched_outputs(before: list[Tensor], after: list[Tensor], part: Part | None) -> Pairs:
+def _matched_outputs(
+    before: list[Tensor], after: list[Tensor], part: Part | None
+) -> Pairs:
     """Return outputs and those of another run, side by side; ValueError where they cannot be."""
     pairs: Pairs = []
     for number, (a, b) in enumerate(zip(before, after, strict=True)):
         if part is not None and number not in part.dims:
             continue
-        wanted = a if part is None else a.narrow(part.dims[number], part.start, part.length)
+        wanted = (
+            a if part is None else a.narrow(part.dims[number], part.start, part.length)
+        )
         if wanted.shape != b.shape:
-            raise ValueError(f"the output has shape {tuple(b.shape)} where {tuple(wanted.shape)} was expected")
+            raise ValueError(
+                f"the output has shape {tuple(b.shape)} where {tuple(wanted.shape)} was expected"
+            )
         pairs.append((wanted, b, None))
     return pairs
 
@@ -545,12 +723,18 @@ def _dim_like(axis: Axis, x: Tensor) -> int:
     return axis.dim if x.dim() > axis.dim and x.shape[axis.dim] == axis.size else 0
 
 
-def _decode(model: nn.Module, names: list[str], *inputs: Any, is_cached: bool) -> Tensor:
+def _decode(
+    model: nn.Module, names: list[str], *inputs: Any, is_cached: bool
+) -> Tensor:
     """Return the outputs of a decoder with a key and value cache, or without: the last tokens one by one.
 
     Its inputs have (batch, tokens, ...); a mask of attention grows with the tokens.
     """
-    given = {name: value for name, value in zip(names, inputs, strict=False) if value is not None}
+    given = {
+        name: value
+        for name, value in zip(names, inputs, strict=False)
+        if value is not None
+    }
     given.pop("labels", None)
     length = inputs[0].shape[1]
     first = max(1, length - NUM_CACHED)
@@ -560,10 +744,18 @@ def _decode(model: nn.Module, names: list[str], *inputs: Any, is_cached: bool) -
     for start, stop in [(0, first), *((t, t + 1) for t in range(first, length))]:
         now = dict(given)
         for name, value in given.items():
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+            if (
+                isinstance(value, Tensor)
+                and value.dim() > 1
+                and value.shape[1] == length
+            ):
                 now[name] = value[:, (0 if name == "attention_mask" else start) : stop]
         output = model(**now, past_key_values=past, use_cache=True)
-        past = output["past_key_values"] if isinstance(output, Mapping) else output.past_key_values
+        past = (
+            output["past_key_values"]
+            if isinstance(output, Mapping)
+            else output.past_key_values
+        )
         pieces.append(_logits(output))
     return torch.cat(pieces, 1)
 

@@ -56,7 +56,9 @@ class BitOpsLedger:
         """Start to count."""
         unseen = frozenset(self.unseen)
         self._widest = None  # layers may have been converted or restored
-        skipped = {name for name, _ in self.model.named_modules() if is_within(name, unseen)}
+        skipped = {
+            name for name, _ in self.model.named_modules() if is_within(name, unseen)
+        }
         self._context = counting(self.model, self._report, skipped, NativeCountingMode)
         self._context.__enter__()
         return self
@@ -81,12 +83,18 @@ class BitOpsLedger:
 
     def by_layer(self, convention: str = "per_op") -> dict[str, float]:
         """Return the BitOps of every layer so far."""
-        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops(convention).items()}
+        return {
+            layer: sum(passes.values()) / FULL_PRECISION**2
+            for layer, passes in self.bitops(convention).items()
+        }
 
     def by_pass(self, convention: str = "per_op") -> dict[str, float]:
         """Return the BitOps so far of the forward pass, of input gradients ("error") and of weight gradients."""
         layers = self.bitops(convention).values()
-        return {name: sum(passes[name] for passes in layers) / FULL_PRECISION**2 for name in PASSES}
+        return {
+            name: sum(passes[name] for passes in layers) / FULL_PRECISION**2
+            for name in PASSES
+        }
 
     def total(self, convention: str = "per_op") -> float:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
@@ -108,7 +116,11 @@ class BitOpsLedger:
         if not self.model.training:
             return None
         precision = operation.precision
-        active = None if precision is None or operation.owner is None else _active_formats(precision)
+        active = (
+            None
+            if precision is None or operation.owner is None
+            else _active_formats(precision)
+        )
         formats = {"per_op": active or IN_FLOAT32}
         if operation.once:
             computed = row_name(operation), formats["per_op"]
@@ -122,7 +134,11 @@ class BitOpsLedger:
 
         def count(passes: Iterable[str]) -> None:
             for convention, at in formats.items():
-                priced = [name for name in priced_passes(operation, convention) if name in passes]
+                priced = [
+                    name
+                    for name in priced_passes(operation, convention)
+                    if name in passes
+                ]
                 self._tallies[convention].add(operation, priced, at)
 
         count(["forward"])
@@ -132,19 +148,32 @@ class BitOpsLedger:
         """Return the widest formats of all layers, read again only after a change: a model may have 10,000 layers."""
         num_changes = LayerPrecision.num_changes
         if self._widest is None or self._widest[0] != num_changes:
-            precisions = [p for p in map(precision_of, self.model.modules()) if p is not None]
-            self._widest = num_changes, widest([_active_formats(p) for p in precisions] or [IN_FLOAT32])
+            precisions = [
+                p for p in map(precision_of, self.model.modules()) if p is not None
+            ]
+            self._widest = (
+                num_changes,
+                widest([_active_formats(p) for p in precisions] or [IN_FLOAT32]),
+            )
         return self._widest[1]
 
 
 def _active_formats(precision: LayerPrecision) -> Formats:
-    return IN_FLOAT32 if precision.in_force is None else precision.grids.priced(precision.in_force)
+    return (
+        IN_FLOAT32
+        if precision.in_force is None
+        else precision.grids.priced(precision.in_force)
+    )
 
 
 def compiled_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
     modules = model.named_modules()
-    return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
+    return tuple(
+        n
+        for n, m in modules
+        if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
+    )
 
 
 def is_within(name: str, outer: Collection[str]) -> bool:
@@ -152,4 +181,6 @@ def is_within(name: str, outer: Collection[str]) -> bool:
     if not outer:
         return False
     parts = name.split(".")
-    return "" in outer or any(".".join(parts[:depth]) in outer for depth in range(1, len(parts) + 1))
+    return "" in outer or any(
+        ".".join(parts[:depth]) in outer for depth in range(1, len(parts) + 1)
+    )

@@ -27,20 +27,33 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
     closures and several optimizers of one model are no further updates. Not counted is what happens inside a
     ``precision`` block, at the last step of the schedule, or while another scheduler drives the model.
     """
-    levels = [role for schedule, _ in scheduler.schedules.values() for role in schedule.levels(scheduler.q_grad)]
+    levels = [
+        role
+        for schedule, _ in scheduler.schedules.values()
+        for role in schedule.levels(scheduler.q_grad)
+    ]
     if not any(np.ptp(role) for role in levels):  # static
         return
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         return
-    scheduler_reference, weight_reference = weakref.ref(scheduler), weakref.ref(trained[-1])
+    scheduler_reference, weight_reference = (
+        weakref.ref(scheduler),
+        weakref.ref(trained[-1]),
+    )
     updates: Counter[int] = Counter()  # of the present step of the schedule
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scheduler, weight = scheduler_reference(), weight_reference()
-        if scheduler is None or not is_driving(scheduler) or scheduler.last_step >= scheduler.total_steps - 1:
+        if (
+            scheduler is None
+            or not is_driving(scheduler)
+            or scheduler.last_step >= scheduler.total_steps - 1
+        ):
             return
-        if not any(p is weight for group in optimizer.param_groups for p in group["params"]):
+        if not any(
+            p is weight for group in optimizer.param_groups for p in group["params"]
+        ):
             return
         step = scheduler.last_step
         if step not in updates:
@@ -48,7 +61,9 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
         updates[step] += 1
         if updates[step] > MAX_UPDATES:
             handle.remove()
-            remedy = "call step() of the PrecisionScheduler after every optimizer.step()"
+            remedy = (
+                "call step() of the PrecisionScheduler after every optimizer.step()"
+            )
             if scheduler.follows:
                 remedy = "the optimizer that the PrecisionScheduler follows has not stepped: give it the one that does"
             warnings.warn(

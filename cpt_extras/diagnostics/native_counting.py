@@ -8,7 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from cpt_core.bitops.counting import CountingMode, copy_of_inputs, tensors_in
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Interception, Operation
+from cpt_core.quantization.op_interception import (
+    COUNTED_FUNCTIONS,
+    Interception,
+    Operation,
+)
 
 
 class NativeCountingMode(CountingMode):
@@ -18,7 +22,9 @@ class NativeCountingMode(CountingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._originals: dict[int, Tensor] = {}  # id of a tensor without data -> the one that it stands for
+        self._originals: dict[
+            int, Tensor
+        ] = {}  # id of a tensor without data -> the one that it stands for
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether a tensor is, or stands for, a weight."""
@@ -34,7 +40,9 @@ class NativeCountingMode(CountingMode):
             return function(*args, **kwargs)
         return super().run_function(function, args, kwargs)
 
-    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_handler(
+        self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Compute a function, and let its handler report the operations of tensors without data."""
         output = function(*args, **kwargs)
         report = self.on_operation

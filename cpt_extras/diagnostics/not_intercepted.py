@@ -29,27 +29,41 @@ class NotIntercepted(TorchDispatchMode):
         super().__init__()
         self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
         self._total = total
-        self._mode: QuantizedOpsMode = next(getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
-        self._origins: dict[int, tuple[str, bool]] = {}  # number of a node -> its module, and whether in a handler
+        self._mode: QuantizedOpsMode = next(
+            getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)
+        )
+        self._origins: dict[
+            int, tuple[str, bool]
+        ] = {}  # number of a node -> its module, and whether in a handler
 
     def __exit__(self, *exception: Any) -> None:
         """End the mode."""
         self._total.update(self.macs)
         super().__exit__(*exception)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         stack = self._mode.running.stack
-        node = None if stack else torch._C._current_autograd_node()  # modules run in a backward pass that recomputes
+        node = (
+            None if stack else torch._C._current_autograd_node()
+        )  # modules run in a backward pass that recomputes
         if node is None:
             is_intercepted = not torch._C._is_torch_function_enabled()
             layer = stack[-1].interception.name if stack else ""
-            self._origins.setdefault(torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted))
+            self._origins.setdefault(
+                torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted)
+            )
         else:
             layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
             function = getattr(type(node), "_forward_cls", None)
-            if function is not None and not function.__module__.startswith("torch."):  # written in Python
-                is_intercepted = function.__module__.startswith(("cpt_core.", "cpt_extras."))
+            if function is not None and not function.__module__.startswith(
+                "torch."
+            ):  # written in Python
+                is_intercepted = function.__module__.startswith(
+                    ("cpt_core.", "cpt_extras.")
+                )
         output = func(*args, **kwargs)
         if not is_intercepted:
             macs = macs_of(func, args, kwargs, output)
@@ -70,14 +84,19 @@ def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
         return int(formula(args, output))
     if isinstance(func, HigherOrderOperator):
         return 0
-    out_of_place = getattr(torch.ops.aten, _name(func), None)  # torch counts addmm, and not addmm_
+    out_of_place = getattr(
+        torch.ops.aten, _name(func), None
+    )  # torch counts addmm, and not addmm_
     flops = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
 
 
 def _attention_macs(args: Any, output: Any) -> int:
     query, key, value = args[:3]
-    return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1])
+    return int(
+        query.numel() * key.shape[-2]
+        + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1]
+    )
 
 
 def _rows_macs(args: Any, output: Any) -> int:
@@ -87,14 +106,23 @@ def _rows_macs(args: Any, output: Any) -> int:
 
 # of operators that torch's own counter does not know
 OPERATOR_MACS = {
-    **dict.fromkeys(("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"), _rows_macs),
+    **dict.fromkeys(
+        ("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"),
+        _rows_macs,
+    ),
     **dict.fromkeys(("mv", "dot", "vdot"), lambda args, output: args[0].numel()),
     "addmv": lambda args, output: args[1].numel(),
     "_cdist_backward": lambda args, output: args[0].numel() * args[1].shape[-1],
     "conv_tbc": lambda args, output: output.numel() * args[1][..., 0].numel(),
-    "linalg_matrix_exp": lambda args, output: 5 * output.numel() * output.shape[-1],  # of small matrices
+    "linalg_matrix_exp": lambda args, output: (
+        5 * output.numel() * output.shape[-1]
+    ),  # of small matrices
     "_sparse_addmm": lambda args, output: args[1]._nnz() * args[2].shape[-1],
-    "torchvision::deform_conv2d": lambda args, output: output.numel() * args[1][0].numel(),
-    "_trilinear": lambda args, output: math.prod(args[1].shape) * (args[0].numel() // max(1, args[0].shape[-1])),
+    "torchvision::deform_conv2d": lambda args, output: (
+        output.numel() * args[1][0].numel()
+    ),
+    "_trilinear": lambda args, output: (
+        math.prod(args[1].shape) * (args[0].numel() // max(1, args[0].shape[-1]))
+    ),
     "flex_attention": _attention_macs,
 }

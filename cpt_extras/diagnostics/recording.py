@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
-STATISTICS = ("low", "high", "relative_error", "snr_db", "clipped", "underflow", "levels_used", "gradient_to_noise")
+STATISTICS = (
+    "low",
+    "high",
+    "relative_error",
+    "snr_db",
+    "clipped",
+    "underflow",
+    "levels_used",
+    "gradient_to_noise",
+)
 COLUMNS = ("step", "layer", "role", "level", "bits", "grid", "elements", *STATISTICS)
 MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
 
@@ -87,7 +96,9 @@ class Recording:
         declared(type(self).__init__, {"model": model})
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
         if "" in compiled_parts(model):
-            raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
+            raise ValueError(
+                "a compiled model says nothing of its roundings; record one that is not compiled"
+            )
         self._layers = all_precisions(model)
         self._model, self._modules = model, dict(model.named_modules())
         self._first = self.step
@@ -106,9 +117,13 @@ class Recording:
     def __enter__(self) -> Self:
         """Start; ValueError when a layer is recorded already."""
         if odd := [name for name, p in self._layers.items() if p in _RECORDED]:
-            raise ValueError(f"layer {odd[0]!r} is recorded already; leave that block first")
+            raise ValueError(
+                f"layer {odd[0]!r} is recorded already; leave that block first"
+            )
         _RECORDED.update(self._layers.values())
-        self._hooks.enter_context(self._model.register_forward_pre_hook(self._before_pass))
+        self._hooks.enter_context(
+            self._model.register_forward_pre_hook(self._before_pass)
+        )
         self._hooks.enter_context(register_optimizer_step_post_hook(self._after_step))
         self.open = True
         self._watch((self.step - self._first) % self.every == 0)
@@ -129,9 +144,15 @@ class Recording:
             self._passes += 1
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+        if not any(
+            id(p) in self._own
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ):
             return
-        if self._passes and self._passes == self._counted:  # another optimizer of the same step
+        if (
+            self._passes and self._passes == self._counted
+        ):  # another optimizer of the same step
             return
         self._counted = self._passes
         self._collect()
@@ -147,7 +168,9 @@ class Recording:
         if not self._sums:
             return
         found = [sums for of_key in self._sums.values() for sums in of_key]
-        host = iter(torch.stack([sums.to(found[0].device) for sums in found]).cpu().numpy())  # the one transfer
+        host = iter(
+            torch.stack([sums.to(found[0].device) for sums in found]).cpu().numpy()
+        )  # the one transfer
         kept = {}
         for key, of_key in self._sums.items():
             several = np.stack([next(host) for _ in of_key])
@@ -175,12 +198,18 @@ class Recording:
             if not precision.listed:
                 continue
             roles = _own_roles(self._modules[name], precision)
-            if precision.kind == "attention":  # what such a module multiplies is known when it has run
+            if (
+                precision.kind == "attention"
+            ):  # what such a module multiplies is known when it has run
                 has_run = any(place.startswith(f"{name}/") for place in self._seen)
                 roles = [] if has_run else ["its operations"]
             for role in roles:
-                if not self._seen & {f"{name}/{other}" for other in SAME_ROLES.get(role, (role,))}:
-                    reasons[f"{name}/{role}"] = COMPILED if is_within(name, compiled) else NOT_SEEN
+                if not self._seen & {
+                    f"{name}/{other}" for other in SAME_ROLES.get(role, (role,))
+                }:
+                    reasons[f"{name}/{role}"] = (
+                        COMPILED if is_within(name, compiled) else NOT_SEEN
+                    )
             if "hidden_l0" in precision.quantizers:
                 reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
         return reasons
@@ -208,7 +237,11 @@ class Recording:
             are one layer's gradient of its output and the noise of rounding this tensor.
         """
         rows = [row for step in self._kept for row in self._rows(step)]
-        return library("pandas", "lab").DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))
+        return (
+            library("pandas", "lab")
+            .DataFrame(rows, columns=list(COLUMNS))
+            .astype(dict.fromkeys(STATISTICS, float))
+        )
 
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".
@@ -220,13 +253,19 @@ class Recording:
         """
         step = (self.steps or [-1])[-1] if step is None else whole("step", step)
         if step not in self._kept:
-            known = f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}" if self._kept else "none"
+            known = (
+                f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}"
+                if self._kept
+                else "none"
+            )
             raise ValueError(f"step {step!r} is not recorded; recorded steps: {known}")
         found: dict[str, float | None] = {}
         for row in self._rows(step):
             place = f"{row['layer'] or 'model'}/{row['role']}"
             found |= {f"{place}/{name}": row[name] for name in ("level", *STATISTICS)}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        return {
+            name: float(value) for name, value in found.items() if value is not None
+        }
 
     def _rows(self, step: int) -> Iterator[dict[str, Any]]:
         for (layer, role, level, bits, grid), sums in self._kept[step].items():
@@ -245,7 +284,9 @@ class Recording:
                 "high": -s["-high"],
                 "relative_error": 1 / ratio if ratio else math.inf,
                 "snr_db": 20 * math.log10(ratio) if ratio else -math.inf,
-                "clipped": None if math.isnan(s["clipped"]) else s["clipped"] / s["elements"],
+                "clipped": None
+                if math.isnan(s["clipped"])
+                else s["clipped"] / s["elements"],
                 "underflow": s["underflow"] / max(s["nonzero"], 1),
                 "levels_used": s["used"] / s["available"],
                 "gradient_to_noise": ratio if level_role(role) in GRADIENTS else None,
@@ -254,7 +295,9 @@ class Recording:
 
 def _own_roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
     """Return the roles of a layer's own kind; that of a bias only where the layer, or a part of it, has one."""
-    has_bias = any("bias" in name.split(".")[-1] for name, _ in layer.named_parameters())
+    has_bias = any(
+        "bias" in name.split(".")[-1] for name, _ in layer.named_parameters()
+    )
     other = "linear_", "conv_", "attention_", "computed_", "masked_"
     own = [role for role in precision.quantizers if not role.startswith(other)]
     return [role for role in own if has_bias or role != "bias"]

@@ -24,7 +24,16 @@ from cpt_core.schedules.schedule import Levels
 from cpt_extras.diagnostics.exact_sums import ExactSums
 from cpt_extras.kernels.backend import reference
 
-LEVELS = (4, 3, 5, 6, 2, 8, 7, *range(9, 24))  # the first that all layers can take: few bits show much
+LEVELS = (
+    4,
+    3,
+    5,
+    6,
+    2,
+    8,
+    7,
+    *range(9, 24),
+)  # the first that all layers can take: few bits show much
 
 
 @dataclass(eq=False)
@@ -49,23 +58,42 @@ class RepeatedRuns:
         filled: names of layers whose running ranges were empty, and are filled from the inputs at hand.
     """
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], undo: ExitStack) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: tuple[Any, ...], undo: ExitStack
+    ) -> None:
         """Prepare a model; ``undo`` puts back what ``as_it_was`` does not."""
         self.model = model
         self.precisions = all_precisions(model)
-        level = next((q for q in LEVELS if all(_takes(p, q) for p in self.precisions.values())), None)
+        level = next(
+            (q for q in LEVELS if all(_takes(p, q) for p in self.precisions.values())),
+            None,
+        )
         undo.enter_context(simulated(self.precisions, on_affine_grids=level is None))
         self.level = LEVELS[0] if level is None else level
         undo.enter_context(_evaluation_mode(model, self.precisions))
         undo.enter_context(reference())
         self._random_states = random.getstate(), np.random.get_state()  # noqa: NPY002
         self._torch_state = torch.get_rng_state()
-        self._devices = sorted({t.device.index or 0 for t in (*model.parameters(), *tensors_in(inputs)) if t.is_cuda})
-        self._cuda_states = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._devices = sorted(
+            {
+                t.device.index or 0
+                for t in (*model.parameters(), *tensors_in(inputs))
+                if t.is_cuda
+            }
+        )
+        self._cuda_states = [
+            torch.cuda.get_rng_state(device) for device in self._devices
+        ]
         self.filled = self._fill_ranges(inputs)
         modules = [*model.modules(), *self.precisions.values()]
         self._buffers = [
-            (m._buffers, {name: (t, None if t is None else t.clone()) for name, t in m._buffers.items()})
+            (
+                m._buffers,
+                {
+                    name: (t, None if t is None else t.clone())
+                    for name, t in m._buffers.items()
+                },
+            )
             for m in modules
             if not isinstance(m, torch.jit.ScriptModule)
         ]
@@ -86,12 +114,21 @@ class RepeatedRuns:
         self._reset()
         level: int | str = self.level if is_quantized else "float"
         recorded = nullcontext() if calls is None else self._recorded(calls)
-        with precision(self.model, level, level), torch.no_grad(), recorded, ExactSums():
+        with (
+            precision(self.model, level, level),
+            torch.no_grad(),
+            recorded,
+            ExactSums(),
+        ):
             return floating((call or self.model)(*copy_of_inputs(inputs, False, {})))
 
-    def outputs_relaid(self, inputs: tuple[Any, ...], is_quantized: bool, calls: Any = None) -> list[Tensor]:
+    def outputs_relaid(
+        self, inputs: tuple[Any, ...], is_quantized: bool, calls: Any = None
+    ) -> list[Tensor]:
         """Return the outputs where all operands that are no weights have another memory layout."""
-        mode = next(getattr(m, HOOK).mode for m in self.model.modules() if hasattr(m, HOOK))
+        mode = next(
+            getattr(m, HOOK).mode for m in self.model.modules() if hasattr(m, HOOK)
+        )
         vars(mode)["run_function"] = partial(_run_relaid, mode, mode.run_function)
         try:
             return self.outputs(inputs, is_quantized, calls)
@@ -99,20 +136,32 @@ class RepeatedRuns:
             del vars(mode)["run_function"]
 
     def gradients(
-        self, inputs: tuple[Any, ...], is_quantized: bool, is_checkpointed: bool, calls: list[LayerCall] | None = None
+        self,
+        inputs: tuple[Any, ...],
+        is_quantized: bool,
+        is_checkpointed: bool,
+        calls: list[LayerCall] | None = None,
     ) -> dict[str, Tensor]:
         """Return the outputs, and the gradients of all parameters by name, of a forward and a backward pass."""
         self._reset()
         level: int | str = self.level if is_quantized else "float"
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        call = partial(checkpoint, self.model, use_reentrant=False) if is_checkpointed else self.model
+        parameters = {
+            name: p for name, p in self.model.named_parameters() if p.requires_grad
+        }
+        call = (
+            partial(checkpoint, self.model, use_reentrant=False)
+            if is_checkpointed
+            else self.model
+        )
         recorded = nullcontext() if calls is None else self._recorded(calls)
         with precision(self.model, level, level), torch.enable_grad(), recorded:
             outputs = floating(call(*copy_of_inputs(inputs, False, {})))
             losses = [(y * _pattern(y)).sum() for y in outputs if y.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
             if losses and parameters:
-                gradients = torch.autograd.grad(losses, list(parameters.values()), allow_unused=True)
+                gradients = torch.autograd.grad(
+                    losses, list(parameters.values()), allow_unused=True
+                )
         by_name = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
         for name, gradient in zip(parameters, gradients, strict=False):
             if gradient is not None:
@@ -131,12 +180,20 @@ class RepeatedRuns:
         for buffers, before in self._buffers:
             for name, (tensor, value) in before.items():
                 buffers[name] = tensor
-                if tensor is not None and value is not None and not torch.equal(tensor, value):
+                if (
+                    tensor is not None
+                    and value is not None
+                    and not torch.equal(tensor, value)
+                ):
                     tensor.copy_(value)
 
     def _fill_ranges(self, inputs: tuple[Any, ...]) -> list[str]:
         """Fill empty running ranges with those of the inputs; return the names of their layers."""
-        empty = {name: p for name, p in self.precisions.items() if any(float(r[2]) == 0 for r in p.ranges().values())}
+        empty = {
+            name: p
+            for name, p in self.precisions.items()
+            if any(float(r[2]) == 0 for r in p.ranges().values())
+        }
         if not empty:
             return []
         modules = dict(self.model.named_modules())
@@ -148,7 +205,9 @@ class RepeatedRuns:
         for name, p in empty.items():
             for running in p.ranges().values():
                 if float(running[2]) > 0:
-                    running.div_(running[2].clone())  # as if it had been seen long enough
+                    running.div_(
+                        running[2].clone()
+                    )  # as if it had been seen long enough
                     filled.append(name)
             modules[name].training = False
             p.train(False)
@@ -170,14 +229,22 @@ class RepeatedRuns:
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
-                    hooks.enter_context(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(
+                            partial(begin, name), with_kwargs=True
+                        )
+                    )
                     hooks.enter_context(module.register_forward_hook(end))
             yield
 
 
 def floating(output: Any) -> list[Tensor]:
     """Return the real floating-point tensors of an output, complex ones as pairs."""
-    tensors = [torch.view_as_real(y) if y.is_complex() else y for y in tensors_in(output) if y.layout == torch.strided]
+    tensors = [
+        torch.view_as_real(y) if y.is_complex() else y
+        for y in tensors_in(output)
+        if y.layout == torch.strided
+    ]
     return [y for y in tensors if y.is_floating_point() and y.numel()]
 
 
@@ -189,12 +256,20 @@ def relaid(x: Tensor) -> Tensor:
     return x.contiguous() if is_swapped else x.mT.contiguous().mT
 
 
-def _run_relaid(mode: QuantizedOpsMode, run_function: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_relaid(
+    mode: QuantizedOpsMode,
+    run_function: Any,
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
     if function not in OP_HANDLERS:
         return run_function(function, args, kwargs)
 
     def other_layout(x: Any) -> Any:
-        is_activation = isinstance(x, Tensor) and x.is_floating_point() and not mode.is_weight(x)
+        is_activation = (
+            isinstance(x, Tensor) and x.is_floating_point() and not mode.is_weight(x)
+        )
         return relaid(x) if is_activation else x
 
     with torch._C.DisableTorchFunction():
@@ -205,7 +280,11 @@ def _run_relaid(mode: QuantizedOpsMode, run_function: Any, function: Any, args: 
 
 def _pattern(y: Tensor) -> Tensor:
     """Return weights of a sum whose gradient is not the same everywhere."""
-    return torch.arange(1, y.numel() + 1, device=y.device, dtype=y.dtype).cos().reshape(y.shape)
+    return (
+        torch.arange(1, y.numel() + 1, device=y.device, dtype=y.dtype)
+        .cos()
+        .reshape(y.shape)
+    )
 
 
 def _takes(layer: LayerPrecision, level: int) -> bool:
@@ -217,11 +296,16 @@ def _takes(layer: LayerPrecision, level: int) -> bool:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module, precisions: Mapping[str, LayerPrecision]) -> Iterator[None]:
+def _evaluation_mode(
+    model: nn.Module, precisions: Mapping[str, LayerPrecision]
+) -> Iterator[None]:
     """Evaluate inside the block, with gradients rounded to nearest."""
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
-    layers = [(p, p.training, p.calibrated, p._roles, p.in_force, p.fixed) for p in precisions.values()]
+    layers = [
+        (p, p.training, p.calibrated, p._roles, p.in_force, p.fixed)
+        for p in precisions.values()
+    ]
     for m in modules:
         m.training = False
     for p in precisions.values():
@@ -235,20 +319,37 @@ def _evaluation_mode(model: nn.Module, precisions: Mapping[str, LayerPrecision])
         for m, training in modes:
             m.training = training
         for p, training, calibrated, roles, in_force, fixed in layers:
-            p.training, p.calibrated, p._roles, p.fixed = training, calibrated, roles, fixed
+            p.training, p.calibrated, p._roles, p.fixed = (
+                training,
+                calibrated,
+                roles,
+                fixed,
+            )
             p.in_force = in_force
 
 
 @contextmanager
-def simulated(precisions: Mapping[str, LayerPrecision], on_affine_grids: bool = True) -> Iterator[None]:
+def simulated(
+    precisions: Mapping[str, LayerPrecision], on_affine_grids: bool = True
+) -> Iterator[None]:
     """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
-    before = [(p, p.execution, p.grids, p.in_force, p.zeros_unknown, p.given_warnings) for p in precisions.values()]
+    before = [
+        (p, p.execution, p.grids, p.in_force, p.zeros_unknown, p.given_warnings)
+        for p in precisions.values()
+    ]
     for p, *_ in before:
         p.given_warnings = None
-        p.execution, p.grids, p.in_force = "simulated", AFFINE_GRIDS if on_affine_grids else p.grids, None
+        p.execution, p.grids, p.in_force = (
+            "simulated",
+            AFFINE_GRIDS if on_affine_grids else p.grids,
+            None,
+        )
     try:
         yield
     finally:
         for p, execution, grids, levels, zeros_unknown, given_warnings in before:
             p.execution, p.grids, p.in_force = execution, grids, levels
-            p.zeros_unknown, p.given_warnings = zeros_unknown, given_warnings  # a warning is still to come
+            p.zeros_unknown, p.given_warnings = (
+                zeros_unknown,
+                given_warnings,
+            )  # a warning is still to come

@@ -20,14 +20,27 @@ from cpt_extras.kernels.operators import fake_quantize
 
 GRADIENTS = ("error", "weight_gradient")  # what is rounded in the backward pass
 # what is summed of a tensor; of the last two the least is kept
-SUMS = ("elements", "squares", "errors", "clipped", "nonzero", "underflow", "used", "available", "low", "-high")
+SUMS = (
+    "elements",
+    "squares",
+    "errors",
+    "clipped",
+    "nonzero",
+    "underflow",
+    "used",
+    "available",
+    "low",
+    "-high",
+)
 Key = tuple[str, str, int, int, str]  # layer, role, level, bits, grid
 
 
 class Observer:
     """Sums up what rounding does to the tensors of one layer; ``LayerPrecision.observe`` calls it."""
 
-    def __init__(self, name: str, precision: LayerPrecision, sums: dict[Key, list[Tensor]]) -> None:
+    def __init__(
+        self, name: str, precision: LayerPrecision, sums: dict[Key, list[Tensor]]
+    ) -> None:
         self.name, self.precision, self.sums = name, precision, sums
 
     @torch.no_grad()
@@ -54,7 +67,9 @@ class Observer:
                 grid = replace(quantizer, granularity="per_channel", running=False).grid
             else:
                 parts = list(parts[0].split(list(rows)))
-        of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.grid), [])
+        of_key = self.sums.setdefault(
+            (self.name, role, level, format.bits, quantizer.grid), []
+        )
         of_key += [summed(part, levels, grid, key, format) for part in parts]
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -62,19 +77,29 @@ class Observer:
         return type(None), ()
 
 
-def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format) -> Tensor:
+def summed(
+    x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format
+) -> Tensor:
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high = low + width
-    if parts_of(grid)[1] is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
+    if (
+        parts_of(grid)[1] is None and format.bits <= CODE_BITS
+    ):  # codes are counted ten times as fast
         if has_zero_point(grid):  # what is on the grid has its code
-            codes = operators.active.encode(rounded, *shift_to_zero(low, width, levels), levels, None, True)
+            codes = operators.active.encode(
+                rounded, *shift_to_zero(low, width, levels), levels, None, True
+            )
         else:
-            codes = operators.active.encode(x, low, width, levels, key, clips(grid, key is not None))
+            codes = operators.active.encode(
+                x, low, width, levels, key, clips(grid, key is not None)
+            )
         used = _distinct(codes, low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block
-        blocks = torch.cat([rounded, rounded[..., -1:].expand(*x.shape[:-1], rest)], -1).reshape(-1, format.block)
+        blocks = torch.cat(
+            [rounded, rounded[..., -1:].expand(*x.shape[:-1], rest)], -1
+        ).reshape(-1, format.block)
         used = _distinct(blocks, blocks[:, :1])
     else:
         used = _distinct(rounded, low)
@@ -100,13 +125,19 @@ def _clipped(x: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
     if format.kind != "affine":
         high = torch.maximum(-low, high)
         low = -high
-    slack = 1e-6 * torch.maximum(low.abs(), high.abs())  # the ends themselves are rounded
+    slack = 1e-6 * torch.maximum(
+        low.abs(), high.abs()
+    )  # the ends themselves are rounded
     return torch.count_nonzero((x < low - slack) | (x > high + slack))
 
 
 @lru_cache
 def _values(format: Format) -> int:
-    return 2**format.bits if format.kind == "affine" or format.bits > 16 else len(format.values())
+    return (
+        2**format.bits
+        if format.kind == "affine" or format.bits > 16
+        else len(format.values())
+    )
 
 
 def _distinct(rounded: Tensor, low: Tensor) -> Tensor:
@@ -126,4 +157,7 @@ def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor holds numbers now: no tracer, simulation or recording of kernels looks at them."""
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
         return False
-    return not (is_in_torch_dispatch_mode() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not (
+        is_in_torch_dispatch_mode()
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

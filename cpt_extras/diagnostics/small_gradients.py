@@ -14,7 +14,10 @@ def warn_of_small_gradient(precision: LayerPrecision, gradient: Tensor) -> None:
     """Warn where a layer's gradient is so small that its grid has fewer steps than its bits."""
     if not isinstance(precision.now.formats.error, int) or not gradient.numel():
         return
-    width, fewest = gradient.max() - gradient.min(), MIN_SCALE * precision.grad_levels.clamp(max=2**8 - 1)
+    width, fewest = (
+        gradient.max() - gradient.min(),
+        MIN_SCALE * precision.grad_levels.clamp(max=2**8 - 1),
+    )
     if bool((width > 0) & (width < fewest)):
         warnings.warn(  # one text for all layers: it is shown once
             "gradients are so small that they keep fewer bits than asked for, as no grid has a step below "

@@ -47,11 +47,19 @@ class _UncountedFunctions(TorchFunctionMode):
         super().__init__()
         self.elements: Counter[str] = Counter()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = function(*args, **(kwargs or {}))
-        first = next(tensors_in(output), None) if isinstance(output, (torch.Tensor, tuple)) else None
+        first = (
+            next(tensors_in(output), None)
+            if isinstance(output, (torch.Tensor, tuple))
+            else None
+        )
         name = getattr(function, "__name__", "").strip("_")
-        is_work = first is not None and first.is_floating_point() and not first._is_view()
+        is_work = (
+            first is not None and first.is_floating_point() and not first._is_view()
+        )
         if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
             self.elements[name] += first.numel()  # type: ignore[union-attr]
         return output

@@ -59,7 +59,13 @@ class Cost:
     per_mac: Callable[[Format, Format], float] = lambda a, b: 0.0
     per_element: Callable[[Format], float] = lambda f: 0.0
 
-    def product(self, a: Format, b: Format, macs: float = 1, elements: tuple[float, float, float] = (1, 1, 1)) -> float:
+    def product(
+        self,
+        a: Format,
+        b: Format,
+        macs: float = 1,
+        elements: tuple[float, float, float] = (1, 1, 1),
+    ) -> float:
         """Return the price of a product: its MACs, and each element moved once; results are written in float32.
 
         Args:
@@ -69,7 +75,11 @@ class Cost:
             elements: of the first operand, of the second, of the result.
         """
         first, second, result = elements
-        moved = first * self.per_element(a) + second * self.per_element(b) + result * self.per_element(FLOAT32)
+        moved = (
+            first * self.per_element(a)
+            + second * self.per_element(b)
+            + result * self.per_element(FLOAT32)
+        )
         return macs * self.per_mac(a, b) + moved
 
     def step(self, operands: Operands) -> float:
@@ -77,7 +87,10 @@ class Cost:
 
         Of a cost by elements: per element, of products whose operands and results have as many elements each.
         """
-        return sum(self.product(getattr(operands, a), getattr(operands, b)) for a, b in PASSES.values())
+        return sum(
+            self.product(getattr(operands, a), getattr(operands, b))
+            for a, b in PASSES.values()
+        )
 
 
 def _bits(a: Format, b: Format) -> float:
@@ -93,7 +106,10 @@ ACCUMULATOR = 32  # bits: an integer, or a float32, of which 24 are added and 8 
 
 
 # picojoules at 45 nm and 0.9 V: kind -> significands of the two multiplications of the table, with their energies
-MULTIPLICATION = {"integer": ((8, 0.2), (32, 3.1)), "float": ((11, 1.1), (24, 3.7))}  # int8, int32; fp16, fp32
+MULTIPLICATION = {
+    "integer": ((8, 0.2), (32, 3.1)),
+    "float": ((11, 1.1), (24, 3.7)),
+}  # int8, int32; fp16, fp32
 ADDITION = {"integer": 0.1, "float": 0.9}  # int32, fp32
 
 
@@ -131,7 +147,11 @@ COSTS: Mapping[str, Cost] = {
             "last for the accumulation in 32 bits. A float's significand is its mantissa with the leading one, a whole "
             "number's all its bits, a power of two's one bit; shifters, normalisation and signs are not counted. Of "
             "whole numbers 1024 times BitOps, and 32 for every MAC.",
-            per_mac=lambda a, b: float(a.significand * b.significand + max(_exponent(a), _exponent(b)) + ACCUMULATOR),
+            per_mac=lambda a, b: float(
+                a.significand * b.significand
+                + max(_exponent(a), _exponent(b))
+                + ACCUMULATOR
+            ),
         ),
         Cost(
             "traffic",

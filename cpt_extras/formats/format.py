@@ -31,8 +31,15 @@ KINDS = ("affine", "symmetric", "minifloat", "log2")
 SPECIALS = ("none", "nan", "infinity")
 FULL = 32  # bits of what is not quantised
 UNSCALED = "unscaled"  # instead of a granularity: the values of an element as they are
-MOST_AFFINE = 23  # float32 has 24 significant bits: from there on an affine grid changes nothing
-BITS = {"affine": (1, MOST_AFFINE), "symmetric": (2, MOST_AFFINE), "minifloat": (3, FULL), "log2": (2, 8)}
+MOST_AFFINE = (
+    23  # float32 has 24 significant bits: from there on an affine grid changes nothing
+)
+BITS = {
+    "affine": (1, MOST_AFFINE),
+    "symmetric": (2, MOST_AFFINE),
+    "minifloat": (3, FULL),
+    "log2": (2, 8),
+}
 
 
 @dataclass(frozen=True)
@@ -69,22 +76,33 @@ class Format:
         declared(type(self), vars(self))
         choose("specials", self.specials, SPECIALS)
         for name in ("bits", "exponent", "mantissa", "block"):
-            object.__setattr__(self, name, whole(f"{name} of a format", getattr(self, name), 0))
+            object.__setattr__(
+                self, name, whole(f"{name} of a format", getattr(self, name), 0)
+            )
         whole(f"bits of {self.kind} formats", self.bits, *BITS[self.kind])
         if self.kind == "minifloat":
             self._check_minifloat()
         elif self.exponent or self.mantissa or self.specials != "none":
-            raise ValueError(f"only minifloats have exponent, mantissa and specials, got {self!r}")
+            raise ValueError(
+                f"only minifloats have exponent, mantissa and specials, got {self!r}"
+            )
         if self.block or self.scale:
-            if not (self.block and self.scale) or self.kind not in ("minifloat", "symmetric"):
-                raise ValueError("blocks of minifloats or whole numbers have a size and a scale, 'e8m0' or 'e4m3'")
+            if not (self.block and self.scale) or self.kind not in (
+                "minifloat",
+                "symmetric",
+            ):
+                raise ValueError(
+                    "blocks of minifloats or whole numbers have a size and a scale, 'e8m0' or 'e4m3'"
+                )
             choose("scale of a block", self.scale, ("e8m0", "e4m3"))
 
     def _check_minifloat(self) -> None:
         whole("bits of a minifloat's exponent", self.exponent, 2, 8)
         whole("bits of a minifloat's mantissa", self.mantissa, 0, 23)
         if self.bits != 1 + self.exponent + self.mantissa:
-            raise ValueError(f"bits of a minifloat are 1 + exponent + mantissa, got {self.bits}")
+            raise ValueError(
+                f"bits of a minifloat are 1 + exponent + mantissa, got {self.bits}"
+            )
         if self.largest >= 2.0**128:
             raise ValueError(
                 f"e{self.exponent}m{self.mantissa} with specials {self.specials!r} has numbers beyond the largest of "
@@ -104,7 +122,9 @@ class Format:
         return cls("symmetric", bits, **options)
 
     @classmethod
-    def minifloat(cls, exponent: int, mantissa: int, specials: str | None = None, **options: Any) -> Format:
+    def minifloat(
+        cls, exponent: int, mantissa: int, specials: str | None = None, **options: Any
+    ) -> Format:
         """Return a floating-point format with a sign, subnormals and the usual bias, 2**(exponent - 1) - 1.
 
         Args:
@@ -113,9 +133,19 @@ class Format:
             specials: see ``Format``; None: as OCP has them, "nan" for e4m3, "none" below 8 bits, else "infinity".
             options: of the other fields.
         """
-        bits = 1 + whole("exponent", exponent, 0, FULL) + whole("mantissa", mantissa, 0, FULL)
+        bits = (
+            1
+            + whole("exponent", exponent, 0, FULL)
+            + whole("mantissa", mantissa, 0, FULL)
+        )
         if specials is None:
-            specials = "none" if bits < 8 else "nan" if (exponent, mantissa) == (4, 3) else "infinity"
+            specials = (
+                "none"
+                if bits < 8
+                else "nan"
+                if (exponent, mantissa) == (4, 3)
+                else "infinity"
+            )
         return cls("minifloat", bits, exponent, mantissa, specials, **options)
 
     @classmethod
@@ -132,13 +162,19 @@ class Format:
             block: elements that share a scale.
             options: of the other fields.
         """
-        chosen = cls.symmetric(8) if isinstance(element, str) and element == "int8" else cls.of(element)
+        chosen = (
+            cls.symmetric(8)
+            if isinstance(element, str) and element == "int8"
+            else cls.of(element)
+        )
         return replace(chosen, block=whole("block", block, 1), scale="e8m0", **options)
 
     @classmethod
     def nvfp4(cls, block: int = 16, **options: Any) -> Format:
         """Return blocks of e2m1 with e4m3 scales and one float32 scale per tensor: NVFP4."""
-        return replace(cls.minifloat(2, 1), block=whole("block", block, 1), scale="e4m3", **options)
+        return replace(
+            cls.minifloat(2, 1), block=whole("block", block, 1), scale="e4m3", **options
+        )
 
     @classmethod
     def of(cls, value: Format | str) -> Format:
@@ -155,9 +191,17 @@ class Format:
         if bare in _NAMES:
             name = _NAMES[bare]
         else:
-            name = f"e{self.exponent}m{self.mantissa}" if self.kind == "minifloat" else f"{self.kind}{self.bits}"
+            name = (
+                f"e{self.exponent}m{self.mantissa}"
+                if self.kind == "minifloat"
+                else f"{self.kind}{self.bits}"
+            )
             name = f"{_MAKERS[self.scale]}({name},{self.block})" if self.block else name
-            if self.kind == "minifloat" and self.specials != Format.minifloat(self.exponent, self.mantissa).specials:
+            if (
+                self.kind == "minifloat"
+                and self.specials
+                != Format.minifloat(self.exponent, self.mantissa).specials
+            ):
                 name += f":specials={self.specials}"
         return name + ":partial=1" * self.partial + ":saturate=0" * (not self.saturate)
 
@@ -193,10 +237,16 @@ class Format:
             return 1.0
         if self.kind == "symmetric":
             return 2.0 ** (self.bits - 1) - 1
-        top = 2**self.exponent - 1 - self.bias - (self.specials == "infinity")  # the highest exponent of numbers
+        top = (
+            2**self.exponent - 1 - self.bias - (self.specials == "infinity")
+        )  # the highest exponent of numbers
         if self.specials != "nan":
             return (2 - 2.0**-self.mantissa) * 2.0**top
-        return (2 - 2.0 ** (1 - self.mantissa)) * 2.0**top if self.mantissa else 2.0 ** (top - 1)
+        return (
+            (2 - 2.0 ** (1 - self.mantissa)) * 2.0**top
+            if self.mantissa
+            else 2.0 ** (top - 1)
+        )
 
     @property
     def significand(self) -> int:
@@ -218,7 +268,9 @@ class Format:
         import torch  # descriptions are read without it
 
         if self.bits > 16:
-            raise ValueError(f"{self} has 2**{self.bits} values; formats of at most 16 bits list them")
+            raise ValueError(
+                f"{self} has 2**{self.bits} values; formats of at most 16 bits list them"
+            )
         if self.kind == "affine":
             found = np.arange(2**self.bits) / (2**self.bits - 1)
         else:
@@ -227,7 +279,9 @@ class Format:
             elif self.kind == "log2":
                 half = 2.0 ** np.arange(self.least_exponent, 1.0)
             else:
-                stored, mantissa = np.divmod(np.arange(1, 2 ** (self.bits - 1)), 2**self.mantissa)
+                stored, mantissa = np.divmod(
+                    np.arange(1, 2 ** (self.bits - 1)), 2**self.mantissa
+                )
                 normal = stored > 0
                 exponents = np.where(normal, stored - self.bias, self.least_exponent)
                 half = (normal + mantissa * 2.0**-self.mantissa) * 2.0**exponents
@@ -256,7 +310,9 @@ def _parsed(text: str) -> Format:
         return replace(FORMATS[name], **options)
     if found := re.fullmatch(r"(mx|nv)\((\w+),(\d+)\)", name):
         scale = {v: k for k, v in _MAKERS.items()}[found[1]]
-        return replace(_element(found[2], text), block=int(found[3]), scale=scale, **options)
+        return replace(
+            _element(found[2], text), block=int(found[3]), scale=scale, **options
+        )
     return replace(_element(name, text), **options)
 
 
@@ -274,7 +330,10 @@ def _element(name: str, text: str) -> Format:
 FORMATS: Mapping[str, Format] = {
     **{f"affine{q}": Format.affine(q) for q in range(1, 9)},
     **{f"symmetric{q}": Format.symmetric(q) for q in range(2, 9)},
-    **{f"e{e}m{m}": Format.minifloat(e, m) for e, m in ((4, 3), (5, 2), (3, 2), (2, 3), (2, 1))},
+    **{
+        f"e{e}m{m}": Format.minifloat(e, m)
+        for e, m in ((4, 3), (5, 2), (3, 2), (2, 3), (2, 1))
+    },
     "mxfp8_e4m3": Format.mx(Format.minifloat(4, 3)),
     "mxfp8_e5m2": Format.mx(Format.minifloat(5, 2)),
     "mxfp6_e3m2": Format.mx(Format.minifloat(3, 2)),
@@ -292,7 +351,9 @@ _NAMES = {value: name for name, value in FORMATS.items()}
 
 def check_blocks(shape: Sequence[int], format: Format) -> None:
     """Raise ValueError unless the blocks of a format divide the last dimension, or the last block may be shorter."""
-    if format.block and (not shape or (shape[-1] % format.block and not format.partial)):
+    if format.block and (
+        not shape or (shape[-1] % format.block and not format.partial)
+    ):
         raise ValueError(
             f"blocks of {format.block} do not divide the last dimension of a tensor of shape {tuple(shape)}; "
             f"with partial=True the last block of a row of {format} may be shorter"

@@ -38,7 +38,12 @@ def into(own: Tensor) -> Tensor | None:
 
 
 def round_to_format(
-    x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    granularity: str,
+    format: Format,
+    key: Tensor | None,
 ) -> Tensor:
     """Round to a format on a given range; as ``grids.round_in_range``."""
     if format.is_identity:
@@ -48,7 +53,9 @@ def round_to_format(
         rounded = _in_blocks(y, low, width, format, key)
     elif format.kind == "affine":
         rounded = affine(y, low, width, format, key)
-    elif granularity == UNSCALED or (format.kind == "minifloat" and format.bits >= WIDE):
+    elif granularity == UNSCALED or (
+        format.kind == "minifloat" and format.bits >= WIDE
+    ):
         rounded = round_elements(y, None, format, key)
     else:
         scale = (_largest(low, width) / format.largest).clamp_min(LEAST_SCALE)
@@ -61,7 +68,9 @@ def _largest(low: Tensor, width: Tensor) -> Tensor:
     return torch.maximum(-low, low + width)
 
 
-def _in_blocks(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None) -> Tensor:
+def _in_blocks(
+    x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None
+) -> Tensor:
     check_blocks(x.shape, format)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
@@ -71,9 +80,15 @@ def _in_blocks(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tenso
     if format.scale == "e8m0":
         scale = _power_of_two(largest, format)
     else:
-        whole = (_largest(low, width) / (format.largest * SCALE.largest)).clamp_min(LEAST_SCALE)
+        whole = (_largest(low, width) / (format.largest * SCALE.largest)).clamp_min(
+            LEAST_SCALE
+        )
         if whole.dim():
-            whole = whole.expand((*x.shape[:-1], 1)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
+            whole = (
+                whole.expand((*x.shape[:-1], 1))
+                .expand(*x.shape[:-1], shape[-1] // format.block)
+                .reshape(-1, 1)
+            )
         scale = _two_scales(largest, whole, format)
     y = round_elements(rows, scale, format, key)
     return y.reshape(shape)[..., :size]
@@ -81,9 +96,13 @@ def _in_blocks(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tenso
 
 def _power_of_two(largest: Tensor, format: Format) -> Tensor:
     """Return the e8m0 scales of blocks; OCP's NaN where a number is not finite."""
-    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2**floor(log2), and 0 of subnormal numbers
+    power = (largest.view(torch.int32) & 0x7F800000).view(
+        torch.float32
+    )  # 2**floor(log2), and 0 of subnormal numbers
     shift = 2.0**-format.greatest_exponent
-    if format.kind == "symmetric":  # OCP's integers are fractions of 1, and the limits are those of their scale
+    if (
+        format.kind == "symmetric"
+    ):  # OCP's integers are fractions of 1, and the limits are those of their scale
         scale = power.clamp(2.0**-127, 2.0**127) * shift
     else:
         scale = (power * shift).clamp(2.0**-127, 2.0**127)
@@ -95,7 +114,9 @@ def _two_scales(largest: Tensor, whole: Tensor, format: Format) -> Tensor:
     return round_elements(largest / format.largest / whole, None, SCALE, None) * whole
 
 
-def affine(x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None) -> Tensor:
+def affine(
+    x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None
+) -> Tensor:
     """Round to the affine grid of a range, as ``rounding.round_to_grid``; infinity is NaN."""
     n = 2.0**format.bits - 1
     scale = (width / n).clamp_min(MIN_SCALE)
@@ -121,7 +142,9 @@ EXPONENT = 0x7F800000  # the bits of a float32's exponent
 NATIVE = {(8, 7, "infinity"): torch.bfloat16, (5, 10, "infinity"): torch.float16}
 
 
-def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor | None = None) -> Tensor:
+def round_elements(
+    x: Tensor, scale: Tensor | None, format: Format, key: Tensor | None = None
+) -> Tensor:
     """Round x / scale to the values of an element, and multiply by the scale again.
 
     Args:
@@ -133,7 +156,9 @@ def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor 
     return _rounded(x, scale, format, None if key is None else noise(key, x))
 
 
-def _rounded(x: Tensor, scale: Tensor | None, format: Format, noise: Tensor | None) -> Tensor:
+def _rounded(
+    x: Tensor, scale: Tensor | None, format: Format, noise: Tensor | None
+) -> Tensor:
     if scale is None:
         return _bounded(x, format, noise)
     y = _bounded(x / torch.where(scale == 0, 1.0, scale), format, noise)
@@ -145,7 +170,9 @@ def _bounded(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     largest = format.largest
     if format.kind == "symmetric":
         y = _whole(x, noise)
-    elif noise is None and (native := NATIVE.get((format.exponent, format.mantissa, format.specials))):
+    elif noise is None and (
+        native := NATIVE.get((format.exponent, format.mantissa, format.specials))
+    ):
         y = x.to(native).float()
     else:
         y = _floating(x, format, noise)
@@ -155,7 +182,9 @@ def _bounded(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
             return torch.where(x.isinf(), x, y)
         return torch.add(y, x * 0, out=into(y))  # NaN of infinity
     beyond = x.isinf() | (y.abs() > largest)
-    return torch.where(beyond, x * math.inf if format.specials == "infinity" else math.nan, y)
+    return torch.where(
+        beyond, x * math.inf if format.specials == "infinity" else math.nan, y
+    )
 
 
 def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
@@ -166,12 +195,23 @@ def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
 def _floating(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     mantissa = format.mantissa
     power = (x.view(torch.int32) & EXPONENT).view(torch.float32)  # 2**e
-    power = torch.clamp(power, 2.0**format.least_exponent, 2.0**format.greatest_exponent, out=into(power))
-    if wide := mantissa > 20 or format.greatest_exponent + 24 - mantissa > 127:  # beyond what float32 holds
+    power = torch.clamp(
+        power,
+        2.0**format.least_exponent,
+        2.0**format.greatest_exponent,
+        out=into(power),
+    )
+    if (
+        wide := mantissa > 20 or format.greatest_exponent + 24 - mantissa > 127
+    ):  # beyond what float32 holds
         x, power = x.double(), power.double()
     shift = 1.5 * 2.0 ** ((52 if wide else 23) - mantissa)
     if mantissa or noise is not None:
-        magic = power * shift if noise is not None else torch.mul(power, shift, out=into(power))
+        magic = (
+            power * shift
+            if noise is not None
+            else torch.mul(power, shift, out=into(power))
+        )
     else:  # a code is even where its exponent is, not where the multiple is
         odd = (power.float().view(torch.int32) >> 23) & 1
         magic = power * (shift + 1 - odd.to(power.dtype))
@@ -208,7 +248,9 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
         ValueError: for a size that does not divide F.
     """
     if not x.dim() or x.shape[-1] % size:
-        raise ValueError(f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}"
+        )
     step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < size:

@@ -40,10 +40,13 @@ class FormatLadder:
     def __init__(self, formats: Mapping[int, Format | FormatQuantizer | str]) -> None:
         """Read the formats."""
         if not isinstance(formats, Mapping) or not formats:
-            raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
+            raise ValueError(
+                f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}"
+            )
         try:
             found = {
-                whole("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value) for level, value in formats.items()
+                whole("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value)
+                for level, value in formats.items()
             }
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
@@ -100,7 +103,9 @@ class FormatLadder:
             return Format.minifloat(8, level - 9)
         return found
 
-    def cost(self, name: str = "bitops", gradients: Format | str | int | None = None) -> Callable[[int], float]:
+    def cost(
+        self, name: str = "bitops", gradients: Format | str | int | None = None
+    ) -> Callable[[int], float]:
         """Return a function, level -> cost of a training step, such as ``solve_schedule(budget, ..., cost=...)`` takes.
 
         A step is a forward product and two backward products of the same size, see ``Cost.step``; weights and
@@ -121,7 +126,11 @@ class FormatLadder:
         cost = cost_named(name)
         if gradients is None:
             gradients = self.levels[-1]
-        g = Format.of(gradients) if isinstance(gradients, (Format, str)) else self.priced(gradients)
+        g = (
+            Format.of(gradients)
+            if isinstance(gradients, (Format, str))
+            else self.priced(gradients)
+        )
 
         @cache
         def step(level: int) -> float:
@@ -154,7 +163,9 @@ class FormatLadder:
         try:
             return cls({int(level): value for level, value in description.items()})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"description of a ladder: {error}; got {shown(description)}") from None
+            raise ValueError(
+                f"description of a ladder: {error}; got {shown(description)}"
+            ) from None
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same formats at the same levels."""
@@ -175,7 +186,9 @@ class FormatLadder:
         return f"FormatLadder({ {level: str(value) for level, value in self._levels.items()} })"
 
 
-def ladder_of(value: FormatLadder | Mapping[int, Format | FormatQuantizer | str] | None) -> FormatLadder:
+def ladder_of(
+    value: FormatLadder | Mapping[int, Format | FormatQuantizer | str] | None,
+) -> FormatLadder:
     """Return a ladder given as one, as a mapping, or None for the paper's."""
     if value is None:
         return AFFINE
@@ -188,5 +201,12 @@ AFFINE = FormatLadder({q: Format.affine(q) for q in range(1, MOST_AFFINE + 1)} |
 LADDERS: Mapping[str, FormatLadder] = {
     "affine": AFFINE,
     "minifloat": FormatLadder({4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3", 8: "e4m3"}),
-    "mx": FormatLadder({1: "mxfp4:partial=1", 2: "mxfp6_e2m3:partial=1", 3: "mxfp8_e4m3:partial=1", 4: "bf16"}),
+    "mx": FormatLadder(
+        {
+            1: "mxfp4:partial=1",
+            2: "mxfp6_e2m3:partial=1",
+            3: "mxfp8_e4m3:partial=1",
+            4: "bf16",
+        }
+    ),
 }

@@ -56,8 +56,12 @@ def price_table(tally: Tally) -> pd.DataFrame:
     """Return a row per layer and one of totals, a column per cost, with its unit."""
     rows = {**layer_prices(tally), "total": total_prices(tally)}
     pandas = library("pandas", "lab")
-    frame = pandas.DataFrame(list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(COSTS))
-    return frame.rename(columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()})
+    frame = pandas.DataFrame(
+        list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(COSTS)
+    )
+    return frame.rename(
+        columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()}
+    )
 
 
 def _format_of(priced: Format | int) -> Format:
@@ -73,7 +77,9 @@ def ladder_by_role(ladder: Any) -> tuple[FormatLadder, ...]:
     if not isinstance(ladder, tuple):
         return (ladder_of(ladder),) * 4
     if len(ladder) != 4:
-        raise ValueError(f"ladder must be one, or a tuple of four, in the order of Levels; got {ladder!r}")
+        raise ValueError(
+            f"ladder must be one, or a tuple of four, in the order of Levels; got {ladder!r}"
+        )
     return tuple(map(ladder_of, ladder))
 
 
@@ -85,24 +91,35 @@ def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
         cost: a name of ``COSTS``; None for "bitops".
         ladder: on which they are levels, or that of every role; None for the paper's.
     """
-    formats = (rungs.priced(level) for rungs, level in zip(ladder_by_role(ladder), levels, strict=True))
+    formats = (
+        rungs.priced(level)
+        for rungs, level in zip(ladder_by_role(ladder), levels, strict=True)
+    )
     return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
 
 
 def relative_cost(
-    bits: ArrayLike, q_max: int, q_grad: int, cost: StepCost | str | None, ladder: Ladders | None
+    bits: ArrayLike,
+    q_max: int,
+    q_grad: int,
+    cost: StepCost | str | None,
+    ladder: Ladders | None,
 ) -> float:
     """Return the mean cost of the steps divided by that of static ``q_max``, see ``schedules.cost.relative_cost``."""
     spent = costs_of(bits, q_grad, function_of(cost, q_grad, ladder))
     return float(spent.mean() / static_cost(q_max, cost, ladder))
 
 
-def static_cost(q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None) -> float:
+def static_cost(
+    q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
+) -> float:
     """Return what a step of the baseline costs: static ``q_max``, gradients too."""
     return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
 
 
-def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
+def function_of(
+    cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None
+) -> StepCost | None:
     """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
 
     Raises:
@@ -111,27 +128,38 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
         by_role = ladder_by_role(ladder)
-        return cache(lambda level: step_price([level, level, q_grad, q_grad], cost, by_role))
+        return cache(
+            lambda level: step_price([level, level, q_grad, q_grad], cost, by_role)
+        )
     if cost is not None and not callable(cost):
         raise ValueError(
             f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"
         )
     if ladder is not None:
-        raise ValueError("a cost that is a function knows its formats; give a ladder with the name of a cost")
+        raise ValueError(
+            "a cost that is a function knows its formats; give a ladder with the name of a cost"
+        )
     return cost
 
 
-def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDArray[Any]:
+def costs_of(
+    bits: ArrayLike, q_grad: int, cost: StepCost | None = None
+) -> NDArray[Any]:
     """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
     if cost is None:
         return step_cost(bits, q_grad)
     distinct, where = np.unique(whole_bits("bits", bits), return_inverse=True)
-    prices = [number("cost must return what a step costs", cost(int(q))) for q in distinct]
+    prices = [
+        number("cost must return what a step costs", cost(int(q))) for q in distinct
+    ]
     return np.array(prices)[where].reshape(np.shape(bits))
 
 
 def role_prices(
-    levels: Sequence[ArrayLike], q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
+    levels: Sequence[ArrayLike],
+    q_max: int,
+    cost: StepCost | str | None = None,
+    ladder: Ladders | None = None,
 ) -> tuple[NDArray[Any], float]:
     """Return the cost of every step, shape (steps,), and of one at static ``q_max``, where roles have levels apart.
 
@@ -148,14 +176,22 @@ def role_prices(
     """
     q_max = check_bits("q_max", q_max)
     if cost is None and ladder is None:
-        activation, weight, error, weight_gradient = (whole_bits("levels", each) for each in levels)
+        activation, weight, error, weight_gradient = (
+            whole_bits("levels", each) for each in levels
+        )
         spent = activation * weight + error * weight + weight_gradient * activation
         return spent, int(step_cost(q_max, q_max))
     if callable(cost):
-        raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
+        raise ValueError(
+            "roles with levels of their own are priced by the name of a cost; a function knows one level"
+        )
     by_role = np.stack([whole_bits("levels", each) for each in levels])
     has_own_ladders = len(set(ladder_by_role(ladder))) > 1
     baseline = by_role.max(1).tolist() if has_own_ladders else [q_max] * 4
-    combinations, where = np.unique(np.column_stack([by_role, baseline]), axis=1, return_inverse=True)
-    prices = np.array([step_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
+    combinations, where = np.unique(
+        np.column_stack([by_role, baseline]), axis=1, return_inverse=True
+    )
+    prices = np.array([step_price(c, cost, ladder) for c in combinations.T.tolist()])[
+        where.ravel()
+    ]
     return prices[:-1], float(prices[-1])

@@ -45,10 +45,14 @@ class FormatQuantizer(Quantizer):
         if self.rounding is not None:
             choose("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
-            raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
+            raise ValueError(
+                f"a running range needs granularity 'per_tensor', got {self.granularity!r}"
+            )
         size = whole("hadamard", self.hadamard, 0)
         if size & (size - 1):
-            raise ValueError(f"a Hadamard rotation has a power of two as its size, got {size}")
+            raise ValueError(
+                f"a Hadamard rotation has a power of two as its size, got {size}"
+            )
         object.__setattr__(self, "hadamard", size)
         granularity = (self.granularity or "") + (ZERO_POINT if self.zero_point else "")
         object.__setattr__(self, "grid", grid_of(granularity, self.format))
@@ -56,7 +60,9 @@ class FormatQuantizer(Quantizer):
     @property
     def plain(self) -> bool:
         """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
-        return self.format.plain_affine and not (self.running or self.granularity or self.rounding or self.hadamard)
+        return self.format.plain_affine and not (
+            self.running or self.granularity or self.rounding or self.hadamard
+        )
 
     @classmethod
     def of(cls, value: FormatQuantizer | Format | str) -> FormatQuantizer:
@@ -73,8 +79,12 @@ class FormatQuantizer(Quantizer):
 
     def __str__(self) -> str:
         """Return the name of its format with options; ``FormatQuantizer.of`` reads it."""
-        options = {name: getattr(self, name) for name in _OPTION_TYPES if getattr(self, name)}
-        return str(self.format) + "".join(f":{name}={value}" for name, value in options.items())
+        options = {
+            name: getattr(self, name) for name in _OPTION_TYPES if getattr(self, name)
+        }
+        return str(self.format) + "".join(
+            f":{name}={value}" for name, value in options.items()
+        )
 
 
 def grid_of(granularity: str, format: Format) -> str:
@@ -99,5 +109,7 @@ def _parsed(text: str) -> FormatQuantizer:
         try:
             options[key] = _OPTION_TYPES[key](value)
         except ValueError:
-            raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}") from None
+            raise ValueError(
+                f"option {key!r} of format {text!r} cannot be {value!r}"
+            ) from None
     return FormatQuantizer(format=Format.of(":".join(format_parts)), **options)

@@ -45,9 +45,13 @@ def quantize(
     """
     fake_quantize.check_floating(x)
     if x.layout != torch.strided:
-        raise ValueError(f"only dense tensors can be quantised, got {x.layout}; convert it with .to_dense() first")
+        raise ValueError(
+            f"only dense tensors can be quantised, got {x.layout}; convert it with .to_dense() first"
+        )
     if (bits is None) == (format is None):
-        raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
+        raise ValueError(
+            f"give either bits or a format, got bits={bits!r} and format={format!r}"
+        )
     if format is not None:
         return quantize_to_format(x, format, quantizer, seed)
     if seed is not None:

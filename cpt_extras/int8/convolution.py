@@ -72,7 +72,11 @@ class Grid(NamedTuple):
 
 
 def conv2d(
-    a: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, geometry: Geometry, channels_last: bool = False
+    a: QuantizedTensor,
+    w: QuantizedTensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    channels_last: bool = False,
 ) -> Tensor:
     """Return the convolution (N, O, P, Q), float32.
 
@@ -83,16 +87,26 @@ def conv2d(
         channels_last: the layout of the result in memory.
     """
     grid = Grid.of(a)
-    shifts = torch.zeros(1, len(w.codes), device=a.low.device) if bias is None else bias.float().view(1, -1)
+    shifts = (
+        torch.zeros(1, len(w.codes), device=a.low.device)
+        if bias is None
+        else bias.float().view(1, -1)
+    )
     if grid.has_rest:
         ones = torch.ones(1, 1, *a.codes.shape[2:], device=a.low.device)
-        inside = nn.functional.conv2d(ones, w.dequantize().sum(1, keepdim=True), None, *geometry)
+        inside = nn.functional.conv2d(
+            ones, w.dequantize().sum(1, keepdim=True), None, *geometry
+        )
         shifts = shifts + grid.rest * inside[0].flatten(1).t()
     return _convolve(a, w, grid, shifts, geometry, channels_last)
 
 
 def conv2d_input(
-    g: QuantizedTensor, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool = False
+    g: QuantizedTensor,
+    w: QuantizedTensor,
+    shape: torch.Size,
+    geometry: Geometry,
+    channels_last: bool = False,
 ) -> Tensor:
     """Return the gradient of a convolution's input, of ``shape`` (N, C, H, W), float32.
 
@@ -110,24 +124,32 @@ def conv2d_input(
     shifts = torch.zeros(1, shape[1], device=g.low.device)
     if grid.has_rest:
         ones = torch.ones(1, 1, *g.codes.shape[2:], device=g.low.device)
-        inside = conv2d_input_of((1, *shape[1:]), w.dequantize().sum(0, keepdim=True), ones, *geometry)
+        inside = conv2d_input_of(
+            (1, *shape[1:]), w.dequantize().sum(0, keepdim=True), ones, *geometry
+        )
         shifts = grid.rest * inside[0].flatten(1).t()
     around = Geometry((1, 1), (max(0, before[0]), max(0, before[1])), dilation)
     return _convolve(apart, turned, grid, shifts, around, channels_last)
 
 
-def _apart(g: QuantizedTensor, grid: Grid, stride: Pair, size: list[int], cut: list[int]) -> QuantizedTensor:
+def _apart(
+    g: QuantizedTensor, grid: Grid, stride: Pair, size: list[int], cut: list[int]
+) -> QuantizedTensor:
     """Return a tensor of ``size`` with the pixels of g ``stride`` apart, zeros between, less ``cut`` at every side."""
     codes = g.codes.permute(0, 2, 3, 1)
     if size != list(codes.shape[1:3]):
         spread = _filled(codes, (len(codes), *size, codes.shape[3]), grid.zero)
-        spread[:, : size[0] : stride[0], : size[1] : stride[1]][:, : codes.shape[1], : codes.shape[2]] = codes
+        spread[:, : size[0] : stride[0], : size[1] : stride[1]][
+            :, : codes.shape[1], : codes.shape[2]
+        ] = codes
         codes = spread
     codes = codes[:, cut[0] : size[0] - cut[0], cut[1] : size[1] - cut[1]].contiguous()
     return g._replace(codes=codes.permute(0, 3, 1, 2))
 
 
-def conv2d_weight(g: QuantizedTensor, a: QuantizedTensor, kernel: torch.Size, geometry: Geometry) -> Tensor:
+def conv2d_weight(
+    g: QuantizedTensor, a: QuantizedTensor, kernel: torch.Size, geometry: Geometry
+) -> Tensor:
     """Return the gradient of a convolution's weights, (O, C, I, J), float32.
 
     Args:
@@ -137,20 +159,42 @@ def conv2d_weight(g: QuantizedTensor, a: QuantizedTensor, kernel: torch.Size, ge
     """
     gradient, x = g.codes.permute(0, 2, 3, 1), a.codes.permute(0, 2, 3, 1)
     of_g, of_a = Grid.of(g), Grid.of(a)
-    sums = operators.active.pixel_products(gradient, x, _filled(x, (), of_a.zero), kernel, *geometry).double()
+    sums = operators.active.pixel_products(
+        gradient, x, _filled(x, (), of_a.zero), kernel, *geometry
+    ).double()
     products, seen = sums[:-1], sums[-1]
-    y = (of_g.scale * of_a.scale) * (products - of_g.zero * seen) + (of_g.rest * of_a.scale) * seen
+    y = (of_g.scale * of_a.scale) * (products - of_g.zero * seen) + (
+        of_g.rest * of_a.scale
+    ) * seen
     y = y.view(len(y), *kernel, -1)
     if of_a.has_rest:
         N, P, Q, _ = gradient.shape
-        rows, columns = (_inside(x, *sizes) for sizes in zip(x.shape[1:3], (P, Q), kernel, *geometry, strict=True))
-        batch = sum_codes(gradient.reshape(N, -1), -2).view(P, Q, -1).double() - N * of_g.zero
+        rows, columns = (
+            _inside(x, *sizes)
+            for sizes in zip(x.shape[1:3], (P, Q), kernel, *geometry, strict=True)
+        )
+        batch = (
+            sum_codes(gradient.reshape(N, -1), -2).view(P, Q, -1).double()
+            - N * of_g.zero
+        )
         unpadded = of_g.scale * batch + N * of_g.rest
-        y = y + of_a.rest * torch.einsum("pqo,pi,qj->oij", unpadded, rows, columns).unsqueeze(-1)
-    return y.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        y = y + of_a.rest * torch.einsum(
+            "pqo,pi,qj->oij", unpadded, rows, columns
+        ).unsqueeze(-1)
+    return y.permute(0, 3, 1, 2).to(
+        torch.float32, memory_format=torch.contiguous_format
+    )
 
 
-def _inside(like: Tensor, size: int, outer: int, kernel: int, stride: int, padding: int, dilation: int) -> Tensor:
+def _inside(
+    like: Tensor,
+    size: int,
+    outer: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+) -> Tensor:
     """Return where a tap of a window stands on the tensor and not on padding, 0.0 or 1.0, (outer, kernel) float64."""
     places, taps = (torch.arange(n, device=like.device) for n in (outer, kernel))
     at = (places * stride - padding).unsqueeze(1) + taps * dilation
@@ -158,22 +202,37 @@ def _inside(like: Tensor, size: int, outer: int, kernel: int, stride: int, paddi
 
 
 def _convolve(
-    a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor, geometry: Geometry, channels_last: bool
+    a: QuantizedTensor,
+    w: QuantizedTensor,
+    grid: Grid,
+    shifts: Tensor,
+    geometry: Geometry,
+    channels_last: bool,
 ) -> Tensor:
     """Return the convolution; ``shifts``: the terms without codes of a, (P * Q, O), or (1, O) where they are alike."""
     outputs, C, *kernel = w.codes.shape
     if C * kernel[0] * kernel[1] > LONGEST:
         if C == 1:
-            raise ValueError(f"a kernel of {kernel[0]} x {kernel[1]}: its sums may overflow, at most {LONGEST} codes")
-        first, second = (_channels(a, w, half) for half in (slice(C // 2), slice(C // 2, C)))
+            raise ValueError(
+                f"a kernel of {kernel[0]} x {kernel[1]}: its sums may overflow, at most {LONGEST} codes"
+            )
+        first, second = (
+            _channels(a, w, half) for half in (slice(C // 2), slice(C // 2, C))
+        )
         none = torch.zeros_like(shifts[:1])
         y = _convolve(*first, grid, shifts, geometry, channels_last)
         return y.add_(_convolve(*second, grid, none, geometry, channels_last))
     sums, least = window_products(a.codes, grid.zero, w.codes, geometry)
     codes = a.codes.permute(0, 2, 3, 1)
-    seen = operators.active.window_sums(codes, _filled(codes, (), grid.zero), kernel, *geometry)
-    zero, rest, scale = Grid.of(w) if w.one_step else (v.view(-1) for v in (w.zero, w.rest, w.scale))
-    scales = shifts.new_empty((2, outputs), dtype=torch.float64)  # what exceeds float32 is infinite there, no error
+    seen = operators.active.window_sums(
+        codes, _filled(codes, (), grid.zero), kernel, *geometry
+    )
+    zero, rest, scale = (
+        Grid.of(w) if w.one_step else (v.view(-1) for v in (w.zero, w.rest, w.scale))
+    )
+    scales = shifts.new_empty(
+        (2, outputs), dtype=torch.float64
+    )  # what exceeds float32 is infinite there, no error
     scales[0], scales[1] = grid.scale * scale, grid.scale * rest
     scales = scales.float()
     zeros = _filled(seen, (2, outputs), zero)
@@ -183,16 +242,22 @@ def _convolve(
         y = sums.view(torch.float32).view(N, P, Q, outputs).permute(0, 3, 1, 2)
     else:
         y = torch.empty(N, outputs, P, Q, device=sums.device)
-    operators.active.affine_windows(sums, seen.view(-1), zeros, scales, shifts.contiguous(), y)
+    operators.active.affine_windows(
+        sums, seen.view(-1), zeros, scales, shifts.contiguous(), y
+    )
     return y
 
 
-def _channels(a: QuantizedTensor, w: QuantizedTensor, part: slice) -> tuple[QuantizedTensor, QuantizedTensor]:
+def _channels(
+    a: QuantizedTensor, w: QuantizedTensor, part: slice
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     codes = a.codes.permute(0, 2, 3, 1)[..., part].contiguous().permute(0, 3, 1, 2)
     return a._replace(codes=codes), w._replace(codes=w.codes[:, part])
 
 
-def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Any]:
+def window_products(
+    codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
+) -> tuple[Tensor, Any]:
     """Return sums of k_a k_w, whole numbers (N * P * Q, O) in int32 or float32, and the z_a that belongs to them.
 
     By a library, k_a and z_a are the codes plus 128. Padding counts as z_a.
@@ -202,12 +267,21 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
         zero: z_a.
         weight: k_w, (O, C, I, J).
     """
-    x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
-    if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:
+    x, taps = (
+        codes.permute(0, 2, 3, 1),
+        weight[0, 0].numel(),
+    )  # channels can be divided, a channel's taps cannot
+    if (
+        has_library(x.device)
+        and operators.active is torch.ops.cpt
+        and taps * MOST < EXACT
+    ):
         around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
         return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
-    return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero).flatten(0, 2), rows.t()), zero
+    return int_mm(
+        windows(x, weight.shape[2:], *geometry, fill=zero).flatten(0, 2), rows.t()
+    ), zero
 
 
 @lru_cache
@@ -219,10 +293,14 @@ def has_library(device: torch.device) -> bool:
 def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Return sums of k_a k_w as they are for (N, H, W, C) of unsigned bytes with all padding; k_w (O, C, I, J)."""
     outputs, C, *kernel = weight.shape
-    may_exceed = MOST * C * kernel[0] * kernel[1] >= EXACT  # else the weights need not be looked at
+    may_exceed = (
+        MOST * C * kernel[0] * kernel[1] >= EXACT
+    )  # else the weights need not be looked at
     if may_exceed and 255 * weight.float().abs().flatten(1).sum(1).max() >= EXACT:
         halves = slice(C // 2), slice(C // 2, C)
-        first, second = (_by_library(x[..., h].contiguous(), weight[:, h], geometry) for h in halves)
+        first, second = (
+            _by_library(x[..., h].contiguous(), weight[:, h], geometry) for h in halves
+        )
         return first.int() + second.int()
     # Zero points and padding by hand, and no stride where there is one position: oneDNN 3.13 returns wrong sums where
     # a window sees nothing but padding, or with a stride to a single column.
@@ -232,10 +310,28 @@ def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
         if x.shape[i + 1] - reach[i] < stride[i]:
             x, stride[i] = x.narrow(i + 1, 0, reach[i]).contiguous(), 1
     one, none = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-    packed = torch.ops.onednn.qconv_prepack(weight, one, 1.0, 0, stride, [0, 0], dilation, 1)
+    packed = torch.ops.onednn.qconv_prepack(
+        weight, one, 1.0, 0, stride, [0, 0], dilation, 1
+    )
     x = x.permute(0, 3, 1, 2)
     y = torch.ops.onednn.qconv2d_pointwise(
-        x, 1.0, 0, packed, one, none, None, stride, [0, 0], dilation, 1, 1.0, 0, torch.float32, "none", [], ""
+        x,
+        1.0,
+        0,
+        packed,
+        one,
+        none,
+        None,
+        stride,
+        [0, 0],
+        dilation,
+        1,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
     )
     return y.permute(0, 2, 3, 1).reshape(-1, outputs)
 
@@ -250,31 +346,58 @@ def padded(x: Tensor, padding: Any, fill: Any) -> Tensor:
     return around
 
 
-def windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, fill: Any = 0) -> Tensor:
+def windows(
+    x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, fill: Any = 0
+) -> Tensor:
     """Return what every position of a kernel sees of (N, H, W, C), (N, P, Q, I * J * C); ``fill``: the padding."""
     x = padded(x, padding, fill)
     N, *size, C = x.shape
-    outer = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
+    outer = [
+        (n - d * (k - 1) - 1) // s + 1
+        for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)
+    ]
     image, row, column, _ = x.stride()
-    strides = (image, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1)
+    strides = (
+        image,
+        row * stride[0],
+        column * stride[1],
+        row * dilation[0],
+        column * dilation[1],
+        1,
+    )
     # a copy where windows overlap, also where reshape finds strides for a matrix of them, which libraries refuse
     return x.as_strided((N, *outer, *kernel, C), strides).flatten(3).contiguous()
 
 
 def _filled(like: Tensor, shape: tuple[int, ...], value: Any) -> Tensor:
-    return like.new_empty(shape).copy_(value) if isinstance(value, Tensor) else like.new_full(shape, value)
+    return (
+        like.new_empty(shape).copy_(value)
+        if isinstance(value, Tensor)
+        else like.new_full(shape, value)
+    )
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+def window_sums(
+    codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> Tensor:
     """Return the sums of k - z over what every position of a kernel sees, (N, P, Q) int32; padding counts as z."""
     pixels = sum_codes(codes, -1) - codes.shape[3] * zero.int()
-    return windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(3, dtype=torch.int32)
+    return windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(
+        3, dtype=torch.int32
+    )
 
 
-def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor) -> None:
+def affine_windows(
+    product: Tensor,
+    sums: Tensor,
+    zeros: Tensor,
+    scales: Tensor,
+    shifts: Tensor,
+    out: Tensor,
+) -> None:
     """Turn sums of products of codes into values.
 
     Args:
@@ -294,7 +417,13 @@ def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor,
 
 
 def pixel_products(
-    gradient: Tensor, x: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any
+    gradient: Tensor,
+    x: Tensor,
+    zero: Tensor,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
 ) -> Tensor:
     """Return sums over all pixels for every tap, int64 (O + 1, I * J * C); padding counts as z_a.
 
@@ -302,7 +431,9 @@ def pixel_products(
     """
     columns = windows(x, kernel, stride, padding, dilation, zero).flatten(0, 2)
     rows = gradient.reshape(-1, gradient.shape[3])
-    sums = torch.zeros(rows.shape[1] + 1, columns.shape[1], dtype=torch.int64, device=x.device)
+    sums = torch.zeros(
+        rows.shape[1] + 1, columns.shape[1], dtype=torch.int64, device=x.device
+    )
     for start in range(0, len(rows), LONGEST):
         part, seen = rows[start : start + LONGEST], columns[start : start + LONGEST]
         sums[:-1] += int_mm(part.t(), seen)
@@ -318,7 +449,10 @@ SCHEMAS: dict[str, tuple[str, Any]] = {
         "(Tensor product, Tensor sums, Tensor zeros, Tensor scales, Tensor shifts, Tensor(a!) out) -> ()",
         affine_windows,
     ),
-    "pixel_products": (f"(Tensor gradient, Tensor x, Tensor zero, {GEOMETRY}) -> Tensor", pixel_products),
+    "pixel_products": (
+        f"(Tensor gradient, Tensor x, Tensor zero, {GEOMETRY}) -> Tensor",
+        pixel_products,
+    ),
 }
 for _library in operators.LIBRARIES.values():
     for _name, (_schema, _plain) in SCHEMAS.items():

@@ -15,7 +15,11 @@ CODE_BITS = 8  # at most: codes are int8
 
 def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
     """Return whether operations with ``x`` are executed on integers now: the layer is asked to, and the bits fit."""
-    if precision.execution == "simulated" or not precision.int8_operands or x.numel() == 0:
+    if (
+        precision.execution == "simulated"
+        or not precision.int8_operands
+        or x.numel() == 0
+    ):
         return False
     if x.is_meta or x.dtype != torch.float32:
         return False
@@ -61,5 +65,11 @@ def describe_execution(precision: LayerPrecision) -> str:
     """Return the execution of a layer, and where it is another than was asked for."""
     if not precision.int8_operands:
         return f"{precision.execution} (simulated at these bits)"
-    is_slow = precision.execution == "auto" and not multiplies_codes(precision.levels.device)
-    return f"{precision.execution} (simulated on this device)" if is_slow else precision.execution
+    is_slow = precision.execution == "auto" and not multiplies_codes(
+        precision.levels.device
+    )
+    return (
+        f"{precision.execution} (simulated on this device)"
+        if is_slow
+        else precision.execution
+    )

@@ -115,7 +115,9 @@ def export(
         deployed = copy.deepcopy(model)  # which keeps these bits
     with torch.no_grad():
         for module in deployed.modules():
-            if getattr(getattr(module, "config", None), "use_cache", False):  # transformers' decoders; this is a copy
+            if getattr(
+                getattr(module, "config", None), "use_cache", False
+            ):  # transformers' decoders; this is a copy
                 module.config.use_cache = False  # type: ignore[union-attr]
         for layer in all_precisions(deployed).values():
             layer.execution = "simulated"
@@ -126,17 +128,25 @@ def export(
                 _encode_parameters_(module, layer)
         deployed.register_buffer(NUMERICS_BUFFER, torch.tensor(NUMERICS))
         # a program that returns a class of transformers could not be loaded without it
-        deployed.register_forward_hook(lambda module, args, y: dict(y) if isinstance(y, Mapping) else y)
+        deployed.register_forward_hook(
+            lambda module, args, y: dict(y) if isinstance(y, Mapping) else y
+        )
         if dynamic_shapes is None:
             first = {0: torch.export.Dim.AUTO}
-            dynamic_shapes = tree_map(lambda x: first if isinstance(x, Tensor) and x.dim() else None, inputs)
+            dynamic_shapes = tree_map(
+                lambda x: first if isinstance(x, Tensor) and x.dim() else None, inputs
+            )
         with _in_torch_operations():
-            program = torch.export.export(deployed, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(
+                deployed, inputs, dynamic_shapes=dynamic_shapes, strict=False
+            )
     for part in program.graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()  # torch 2.6 cannot read some of it
             for node in part.graph.nodes:
-                node.meta.pop("stack_trace", None)  # a third of a program's text, and the paths of this machine
+                node.meta.pop(
+                    "stack_trace", None
+                )  # a third of a program's text, and the paths of this machine
             part.recompile()
     return program
 
@@ -148,17 +158,31 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:
-            raise ValueError(f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()")
+            raise ValueError(
+                f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()"
+            )
     for name, layer in layers.items():
         module = model.get_submodule(name)
         kind = getattr(module, HOOK).kind
         if kind == "graph":
-            raise ValueError(f"layer {name!r} is a {type(module).__name__}, and a program takes no graphs")
-        if any(p.dtype == torch.float64 for p in module._parameters.values() if p is not None):
-            raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
-        running = [role for role, quantizer in layer.quantizers.items() if quantizer.running]
+            raise ValueError(
+                f"layer {name!r} is a {type(module).__name__}, and a program takes no graphs"
+            )
+        if any(
+            p.dtype == torch.float64
+            for p in module._parameters.values()
+            if p is not None
+        ):
+            raise ValueError(
+                f"layer {name!r} computes in float64, a program in float32: call model.float()"
+            )
+        running = [
+            role for role, quantizer in layer.quantizers.items() if quantizer.running
+        ]
         empty = [role for role in running if not layer.range_tensor(role)[2] > 0]
-        is_ready = kind == "attention"  # it has ranges of its own for all but masked weights
+        is_ready = (
+            kind == "attention"
+        )  # it has ranges of its own for all but masked weights
         if empty and not is_ready:
             raise ValueError(
                 f"layer {name!r} has no running range of its {empty[0]} yet, on which evaluation rounds: train the "
@@ -176,13 +200,21 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
             "evaluate the model itself, or give its weights a ladder of affine formats"
         )
     if bits > CODE_BITS:
-        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}")
+        raise ValueError(
+            f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}"
+        )
 
 
-def _layers_used_elsewhere(model: nn.Module, inputs: tuple[Any, ...]) -> set[LayerPrecision]:
+def _layers_used_elsewhere(
+    model: nn.Module, inputs: tuple[Any, ...]
+) -> set[LayerPrecision]:
     """Run a model and return the layers whose weights another module than their own multiplies by."""
     used_elsewhere: set[LayerPrecision] = set()
-    modes = {getattr(module, HOOK).mode for module in model.modules() if hasattr(module, HOOK)}
+    modes = {
+        getattr(module, HOOK).mode
+        for module in model.modules()
+        if hasattr(module, HOOK)
+    }
 
     def note(mode: QuantizedOpsMode, operation: Operation, output: Any) -> None:
         running = mode.running.stack[-1].interception.precision
@@ -202,7 +234,9 @@ def _layers_used_elsewhere(model: nn.Module, inputs: tuple[Any, ...]) -> set[Lay
 def _can_hold_codes(module: nn.Module) -> bool:
     """Return whether all parameters of a module are operands as they are."""
     if isinstance(module, nn.LSTM):
-        return all(p.dtype == torch.float32 for p in module.parameters(recurse=False))  # it compares types with x
+        return all(
+            p.dtype == torch.float32 for p in module.parameters(recurse=False)
+        )  # it compares types with x
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
     names = {name for name, _ in module.named_parameters(recurse=False)}
     return type(module) in layers and "weight" in names and names <= {"weight", "bias"}
@@ -221,7 +255,11 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     round_operand = layer.round_operand
 
     def round_data(role: str, x: Tensor, along: int | None) -> Tensor:
-        return x if role in ("weight", "computed_weight", "bias") else round_operand(role, x, along)
+        return (
+            x
+            if role in ("weight", "computed_weight", "bias")
+            else round_operand(role, x, along)
+        )
 
     vars(layer)["round_operand"] = round_data
     module.register_forward_pre_hook(partial(_decode_parameters, names))
@@ -233,7 +271,9 @@ def _decode_parameters(names: list[str], module: nn.Module, args: Any) -> None:
     for name in names:
         vars(module)[name] = module.get_submodule(name)()
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        module._flat_weights = [
+            getattr(module, name) for name in module._flat_weights_names
+        ]
 
 
 def _forget_values(names: list[str], module: nn.Module, args: Any, output: Any) -> None:

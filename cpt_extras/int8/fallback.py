@@ -52,14 +52,23 @@ ALWAYS_SIMULATED: Mapping[str, Mapping[str, str]] = {
 def products_of(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of the matmuls of a converted layer."""
     precision = precision_of(layer)
-    return (*PASSES, *SUMS) if precision is not None and "aggregation" in precision.quantizers else PASSES
+    return (
+        (*PASSES, *SUMS)
+        if precision is not None and "aggregation" in precision.quantizers
+        else PASSES
+    )
 
 
 def described(layer: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``LayerSummary`` that say where a layer computes on integers."""
     simulated = simulated_products(layer)
-    on_codes = ", ".join(product for product in products_of(layer) if product not in simulated) or "none"
-    reasons = "; ".join(f"{product} simulated: {reason}" for product, reason in simulated.items())
+    on_codes = (
+        ", ".join(product for product in products_of(layer) if product not in simulated)
+        or "none"
+    )
+    reasons = "; ".join(
+        f"{product} simulated: {reason}" for product, reason in simulated.items()
+    )
     note = f", on codes: {on_codes}" + (f" ({reasons})" if reasons else "")
     return {"simulated": simulated, "note": note}
 
@@ -69,7 +78,9 @@ def simulated_products(layer: nn.Module) -> dict[str, str]:
     precision = precision_of(layer)
     assert precision is not None
     if precision.execution == "auto" and not multiplies_codes(precision.levels.device):
-        reasons = dict.fromkeys(products_of(layer), "auto: this device does not multiply codes")
+        reasons = dict.fromkeys(
+            products_of(layer), "auto: this device does not multiply codes"
+        )
     elif _kind(layer) == "attention":
         reasons = _reasons_of_attention(layer, precision)
     else:
@@ -87,7 +98,9 @@ def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, 
         return dict.fromkeys(products_of(layer), reason)
     one_range = ONE_RANGE_OF_MATRIX if kind == "graph" else ONE_RANGE
     several = {
-        role for role, quantizer in precision.quantizers.items() if grid_without_zero_point(quantizer) not in one_range
+        role
+        for role, quantizer in precision.quantizers.items()
+        if grid_without_zero_point(quantizer) not in one_range
     }
     kinds = [kind, *(base.__name__ for base in type(layer).__mro__)]
     reasons: dict[str, str] = {}
@@ -96,7 +109,11 @@ def _reasons_of_layer(layer: nn.Module, precision: LayerPrecision) -> dict[str, 
             reasons |= simulated if role in several else {}
     for name in kinds:
         reasons |= ALWAYS_SIMULATED.get(name, {})
-    return {product: reasons[product] for product in products_of(layer) if product in reasons}
+    return {
+        product: reasons[product]
+        for product in products_of(layer)
+        if product in reasons
+    }
 
 
 def unsupported_reason(layer: Any, precision: LayerPrecision) -> str:
@@ -122,21 +139,34 @@ def grid_without_zero_point(quantizer: Quantizer) -> str:
     return quantizer.grid.removesuffix(ZERO_POINT)
 
 
-def _reasons_of_attention(layer: nn.Module, precision: LayerPrecision) -> dict[str, str]:
+def _reasons_of_attention(
+    layer: nn.Module, precision: LayerPrecision
+) -> dict[str, str]:
     """Return the reasons for matmuls of two activations; "weight" are the gradients of keys and values."""
     if precision.execution == "auto":
         return dict.fromkeys(PASSES, "many small products are no faster on codes")
     if not getattr(layer, HOOK).is_paper_attention:
         return dict.fromkeys(PASSES, "only the paper's attention has products on codes")
     by_role = {
-        "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
-        "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
+        "forward": {
+            "key": "keys have a range per feature",
+            "value": "values have one per token",
+        },
+        "weight": dict.fromkeys(
+            ("query", "probabilities", "grad"), "the tokens have ranges of their own"
+        ),
     }
     several = "per_row", "per_position"
-    per_row = {role for role, q in precision.quantizers.items() if grid_without_zero_point(q) in several}
+    per_row = {
+        role
+        for role, q in precision.quantizers.items()
+        if grid_without_zero_point(q) in several
+    }
     reasons: dict[str, str] = {}
     for product, of_roles in by_role.items():
-        parts = dict.fromkeys(reason for role, reason in of_roles.items() if role in per_row)
+        parts = dict.fromkeys(
+            reason for role, reason in of_roles.items() if role in per_row
+        )
         if parts:
             reasons[product] = ", ".join(parts)
     return reasons
@@ -146,9 +176,17 @@ def _reasons_of_formats(layer: nn.Module, precision: LayerPrecision) -> dict[str
     """Return the matmuls that some level of a ladder has in formats without integers, with the first such level."""
     forward = ("forward", "aggregation")
     for role, ladder in ladders_of_layer(precision)._asdict().items():
-        odd = [q for q in ladder.levels if not (ladder.quantizer(q).plain or ladder[q].is_identity)]
+        odd = [
+            q
+            for q in ladder.levels
+            if not (ladder.quantizer(q).plain or ladder[q].is_identity)
+        ]
         if odd:
             reason = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder.quantizer(odd[0])}"
             is_gradient = role in ("error", "weight_gradient")
-            return {product: reason for product in products_of(layer) if not (is_gradient and product in forward)}
+            return {
+                product: reason
+                for product in products_of(layer)
+                if not (is_gradient and product in forward)
+            }
     return {}

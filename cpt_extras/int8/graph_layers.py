@@ -29,7 +29,15 @@ from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.fallback import ONE_RANGE_OF_MATRIX
-from cpt_extras.int8.layers import GradientRounding, Operand, encoded, first_order, product, saved_operands, values
+from cpt_extras.int8.layers import (
+    GradientRounding,
+    Operand,
+    encoded,
+    first_order,
+    product,
+    saved_operands,
+    values,
+)
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 
@@ -55,10 +63,18 @@ def project(
         return encoded(precision, "input", x)
 
     def encode_once() -> QuantizedTensor:
-        key = "codes", operand.out_exponent, len(x), quantizer, precision.now.formats.activation
+        key = (
+            "codes",
+            operand.out_exponent,
+            len(x),
+            quantizer,
+            precision.now.formats.activation,
+        )
         return operand.graph.keep(operand.x, key, encode)
 
-    codes = encode if quantizer.running else encode_once  # a running range follows every batch
+    codes = (
+        encode if quantizer.running else encode_once
+    )  # a running range follows every batch
     return _Project.apply(x, weight, codes, operand.is_transposed, precision)
 
 
@@ -107,8 +123,14 @@ def aggregate(
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision) -> Tensor:
-        ctx.graph, ctx.is_mean, ctx.rounding = graph, is_mean, GradientRounding(precision)
+    def forward(
+        ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision
+    ) -> Tensor:
+        ctx.graph, ctx.is_mean, ctx.rounding = (
+            graph,
+            is_mean,
+            GradientRounding(precision),
+        )
         if precision.quantizers["aggregation"].grid in ONE_RANGE_OF_MATRIX:
             h = total(graph, encoded(precision, "aggregation", x))
         else:
@@ -131,14 +153,18 @@ def total(graph: Graph, x: Operand) -> Tensor:
     if not (isinstance(x, QuantizedTensor) and x.one_step):
         return graph.aggregate(values(x))
     if graph.num_edges > LARGEST_DEGREE:
-        degree = graph.derive("largest_in_degree", lambda: int(graph.indptr.diff().max()))
+        degree = graph.derive(
+            "largest_in_degree", lambda: int(graph.indptr.diff().max())
+        )
         if degree > LARGEST_DEGREE:
             raise ValueError(
                 f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {degree:,} edges lead to a node; "
                 "take execution 'simulated'"
             )
     zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
-    return operators.active.sum_neighbours(x.codes, zero, scale, rest, graph.indptr, graph.indices)
+    return operators.active.sum_neighbours(
+        x.codes, zero, scale, rest, graph.indptr, graph.indices
+    )
 
 
 def _divisors(graph: Graph) -> Tensor:
@@ -149,11 +175,19 @@ def _divisors(graph: Graph) -> Tensor:
 
 
 def _sum_neighbours(
-    _: Any, codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
+    _: Any,
+    codes: Tensor,
+    zero: Tensor,
+    scale: Tensor,
+    rest: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
 ) -> Tensor:
     rows, degrees = len(indptr) - 1, indptr.diff()
     totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
-    nodes = torch.arange(rows, device=codes.device).repeat_interleave(degrees, output_size=len(indices))
+    nodes = torch.arange(rows, device=codes.device).repeat_interleave(
+        degrees, output_size=len(indices)
+    )
     edges = max(1, PART // max(1, codes.shape[1]))
     for start in range(0, len(indices), edges):
         part = slice(start, start + edges)
@@ -162,16 +196,26 @@ def _sum_neighbours(
     return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
 
 
-OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and without numbers
+OPERATORS: dict[
+    str, tuple[str, Any, Any]
+] = {  # schema, what it does with and without numbers
     "sum_neighbours": (
         "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
         _sum_neighbours,
-        lambda codes, zero, scale, rest, indptr, _: scale.new_empty(len(indptr) - 1, codes.shape[1]),
+        lambda codes, zero, scale, rest, indptr, _: scale.new_empty(
+            len(indptr) - 1, codes.shape[1]
+        ),
     ),
 }
 for _family, _library in operators.LIBRARIES.items():
     for _name, (_schema, _plain, _fake) in OPERATORS.items():
-        operators.define(_library, _name, _schema, partial(_plain, getattr(torch.ops, _family)), _fake)
+        operators.define(
+            _library,
+            _name,
+            _schema,
+            partial(_plain, getattr(torch.ops, _family)),
+            _fake,
+        )
 for _execution in ("integer", "auto"):
     EXECUTORS[_execution, "graph_linear"] = project
     EXECUTORS[_execution, "aggregation"] = aggregate

@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.quantization import rounding
-from cpt_core.quantization.fake_quantize import check_floating, filled_steps, forward_steps
+from cpt_core.quantization.fake_quantize import (
+    check_floating,
+    filled_steps,
+    forward_steps,
+)
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import clips
 from cpt_extras.int8 import convolution
@@ -49,9 +53,14 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def linear_on_codes(
-    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None,
-    codes: QuantizedTensor | None = None, parts: Sequence[int] = (), weight_role: str = "weight",
-) -> Tensor:  # fmt: skip
+    precision: LayerPrecision,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    codes: QuantizedTensor | None = None,
+    parts: Sequence[int] = (),
+    weight_role: str = "weight",
+) -> Tensor:
     """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
 
     Args:
@@ -60,15 +69,23 @@ def linear_on_codes(
         weight_role: of the weight, in the layer.
     """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Linear.apply(x, weight, quantized_bias, precision, codes, parts, weight_role)
+    return _Linear.apply(
+        x, weight, quantized_bias, precision, codes, parts, weight_role
+    )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision,
-        codes: QuantizedTensor | None, parts: Sequence[int], weight_role: str,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: LayerPrecision,
+        codes: QuantizedTensor | None,
+        parts: Sequence[int],
+        weight_role: str,
+    ) -> Tensor:
         a = (encoded(precision, "input", x) if codes is None else codes).matrix()
         w = encoded(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
@@ -86,35 +103,62 @@ class _Linear(torch.autograd.Function):
         dx = product(g, w).view(ctx.shape) if of_x else None
         if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
             g = g.dequantize()  # once
-        return dx, product(g.t(), a) if of_w else None, sums(g) if of_b else None, *[None] * 4
+        return (
+            dx,
+            product(g.t(), a) if of_w else None,
+            sums(g) if of_b else None,
+            *[None] * 4,
+        )
 
 
 @torch.compiler.disable
 def conv2d_on_codes(
-    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any,
+    precision: LayerPrecision,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *geometry: Any,
     weight_role: str = "weight",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the convolution (N, O, P, Q) of x (N, C, H, W) by weight (O, C, I, J) and bias (O,), all quantised.
 
     ``geometry``: stride, padding and dilation, each (rows, columns).
     """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Conv2d.apply(x, weight, quantized_bias, precision, Geometry(*geometry), weight_role)
+    return _Conv2d.apply(
+        x, weight, quantized_bias, precision, Geometry(*geometry), weight_role
+    )
 
 
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: LayerPrecision,
+        geometry: Geometry,
         weight_role: str,
-    ) -> Tensor:  # fmt: skip
-        a, w = encoded(precision, "input", x, channels_last=True), encoded(precision, weight_role, weight)
+    ) -> Tensor:
+        a, w = (
+            encoded(precision, "input", x, channels_last=True),
+            encoded(precision, weight_role, weight),
+        )
         ctx.save_for_backward(*a, *w)
-        ctx.geometry, ctx.gradient = geometry, GradientRounding(precision, channels_last=True)
+        ctx.geometry, ctx.gradient = (
+            geometry,
+            GradientRounding(precision, channels_last=True),
+        )
         # as a convolution of torch: what follows may rely on the layout, as view does
         last = torch.channels_last
-        ctx.channels_last = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight))
-        return convolution.conv2d(a, w, bias, geometry, ctx.channels_last).detach()  # as above
+        ctx.channels_last = any(
+            t.is_contiguous(memory_format=last) and not t.is_contiguous()
+            for t in (x, weight)
+        )
+        return convolution.conv2d(
+            a, w, bias, geometry, ctx.channels_last
+        ).detach()  # as above
 
     @staticmethod
     @first_order
@@ -124,23 +168,39 @@ class _Conv2d(torch.autograd.Function):
         codes = g if isinstance(g, QuantizedTensor) and g.one_step else None
         dx = dw = db = None
         if ctx.needs_input_grad[0] and codes is not None and w.one_step:
-            dx = convolution.conv2d_input(codes, w, shape, ctx.geometry, ctx.channels_last)
+            dx = convolution.conv2d_input(
+                codes, w, shape, ctx.geometry, ctx.channels_last
+            )
         elif ctx.needs_input_grad[0]:
-            layout = torch.channels_last if ctx.channels_last else torch.contiguous_format
-            dx = conv2d_input(shape, values(w), values(g), *ctx.geometry).contiguous(memory_format=layout)
+            layout = (
+                torch.channels_last if ctx.channels_last else torch.contiguous_format
+            )
+            dx = conv2d_input(shape, values(w), values(g), *ctx.geometry).contiguous(
+                memory_format=layout
+            )
         if ctx.needs_input_grad[1] and codes is not None:
             dw = convolution.conv2d_weight(codes, a, w.codes.shape[2:], ctx.geometry)
         elif ctx.needs_input_grad[1]:
             dw = conv2d_weight(values(a), w.codes.shape, values(g), *ctx.geometry)
-        if ctx.needs_input_grad[2] and isinstance(g, QuantizedTensor):  # of pixels, (N * P * Q, O)
-            db = sums(g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1])))
+        if ctx.needs_input_grad[2] and isinstance(
+            g, QuantizedTensor
+        ):  # of pixels, (N * P * Q, O)
+            db = sums(
+                g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
+            )
         elif ctx.needs_input_grad[2]:
             db = sums(g.transpose(1, -1).flatten(0, -2))
         return dx, dw, db, None, None, None
 
 
 @torch.compiler.disable
-def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], gradient: str, a: Tensor, b: Tensor) -> Tensor:
+def product_on_codes(
+    precision: LayerPrecision,
+    roles: tuple[str, str],
+    gradient: str,
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
     """Return the matmuls (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role.
 
     ``gradient``: role of the result's gradient.
@@ -151,9 +211,16 @@ def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], gradient
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str], gradient: str
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        precision: LayerPrecision,
+        roles: tuple[str, str],
+        gradient: str,
     ) -> Tensor:
-        a_, b_ = (encoded(precision, role, x) for role, x in zip(roles, (a, b), strict=True))
+        a_, b_ = (
+            encoded(precision, role, x) for role, x in zip(roles, (a, b), strict=True)
+        )
         ctx.save_for_backward(*a_, *b_)
         ctx.gradient = GradientRounding(precision, role=gradient)
         return product(a_, b_)
@@ -164,13 +231,19 @@ class _Product(torch.autograd.Function):
         a, b = saved_operands(ctx)
         g = ctx.gradient(gradient)
         of_a, of_b = ctx.needs_input_grad[:2]
-        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, *[None] * 3
+        return (
+            product(g, b.t()) if of_a else None,
+            product(a.t(), g) if of_b else None,
+            *[None] * 3,
+        )
 
 
 # --- what all layers share --------------------------------------------------------------------------------------------
 
 
-def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
+def encoded(
+    p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
+) -> QuantizedTensor:
     """Return what ``p.operand`` returns as codes; for at most ``CODE_BITS`` bits, and without a gradient.
 
     Raises:
@@ -179,7 +252,9 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
     p.require_bits()
     check_floating(x)
     if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
-        raise RuntimeError("torch.jit.trace cannot record products on codes; take execution 'simulated'")
+        raise RuntimeError(
+            "torch.jit.trace cannot record products on codes; take execution 'simulated'"
+        )
     if x.dtype == torch.float64:
         raise RuntimeError(
             f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
@@ -198,7 +273,9 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
     if quantizer.zero_point:
         x = rounding.round_with_zero_point(x, low, width, p.levels_for(role), None)
         low, width = rounding.shift_to_zero(low, width, p.levels_for(role))
-    return QuantizedTensor.on(x, low, width, p.levels_for(role), None, clips_operand(p, role), channels_last)
+    return QuantizedTensor.on(
+        x, low, width, p.levels_for(role), None, clips_operand(p, role), channels_last
+    )
 
 
 def marked(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
@@ -225,10 +302,18 @@ class GradientRounding:
     """
 
     def __init__(
-        self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False, role: str = "grad"
+        self,
+        precision: LayerPrecision,
+        parts: Sequence[int] = (),
+        channels_last: bool = False,
+        role: str = "grad",
     ) -> None:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
-        self.precision, self.quantizes, self.parts = precision, precision.now.gradient, parts
+        self.precision, self.quantizes, self.parts = (
+            precision,
+            precision.now.gradient,
+            parts,
+        )
         self.channels_last, self.role = channels_last, role
         self.encodes = self.quantizes and precision.int8_gradient
         self.filled = filled_steps(precision.grad_levels)
@@ -256,14 +341,19 @@ class GradientRounding:
         if p.observed:
             p.observe(self.role, gradient)
         quantizer = p.quantizers[self.role]
-        grid, key = quantizer.grid, p.noise_key if quantizer.rounding == "stochastic" else None
+        grid, key = (
+            quantizer.grid,
+            p.noise_key if quantizer.rounding == "stochastic" else None,
+        )
         clip = clips(grid, key is not None)
         ranges, levels = range_of(gradient, grid), self.levels
         if quantizer.zero_point:  # its points have their codes, whatever the noise
             gradient = rounding.round_with_zero_point(gradient, *ranges, levels, key)
             ranges = rounding.shift_to_zero(*ranges, levels)
         noise_key = None if quantizer.zero_point else key
-        codes = QuantizedTensor.on(gradient, *ranges, levels, noise_key, clip, self.channels_last)
+        codes = QuantizedTensor.on(
+            gradient, *ranges, levels, noise_key, clip, self.channels_last
+        )
         if key is not None:
             key.add_(1)
         return codes
@@ -271,13 +361,22 @@ class GradientRounding:
 
 def in_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Return matrices on grids of equally many levels below each other; a range is 0-d or one of a row."""
-    low, scale = (torch.cat([getattr(x, name).expand(len(x.codes), 1) for x in parts]) for name in ("low", "scale"))
-    return QuantizedTensor(torch.cat([x.codes for x in parts]), low, scale, parts[0].half)
+    low, scale = (
+        torch.cat([getattr(x, name).expand(len(x.codes), 1) for x in parts])
+        for name in ("low", "scale")
+    )
+    return QuantizedTensor(
+        torch.cat([x.codes for x in parts]), low, scale, parts[0].half
+    )
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias``: on codes where both have them and the product has an integer form, else in float32."""
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and has_integer_form(a, b):
+    if (
+        isinstance(a, QuantizedTensor)
+        and isinstance(b, QuantizedTensor)
+        and has_integer_form(a, b)
+    ):
         return matmul(a, b, bias)
     y = values(a) @ values(b)
     return y if bias is None else y + bias
@@ -285,7 +384,11 @@ def product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
 
 def sums(g: Operand) -> Tensor:
     """Return the sums of a matrix over its rows, for the gradient of a bias."""
-    return sum_values(g) if isinstance(g, QuantizedTensor) and g.one_step else values(g).sum(0)
+    return (
+        sum_values(g)
+        if isinstance(g, QuantizedTensor) and g.one_step
+        else values(g).sum(0)
+    )
 
 
 def values(x: Operand) -> Tensor:

@@ -17,7 +17,13 @@ from torch import Tensor
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
-from cpt_extras.int8.layers import GradientRounding, encoded, first_order, linear_on_codes, marked
+from cpt_extras.int8.layers import (
+    GradientRounding,
+    encoded,
+    first_order,
+    linear_on_codes,
+    marked,
+)
 from cpt_extras.int8.matmul import column_tables, multiply
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
@@ -50,29 +56,43 @@ def int8_reason(precision: LayerPrecision, hidden_size: int) -> str:
     return "sums over the gates overflow 32 bits" if 4 * hidden_size > LONGEST else ""
 
 
-def lstm(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def lstm(
+    direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Run one direction of one layer on 8-bit integers, where these fit; None else."""
     hidden_size = direction.hidden_weight.shape[1]
-    if not multiplies_integers(direction.precision, x) or int8_reason(direction.precision, hidden_size):
+    if not multiplies_integers(direction.precision, x) or int8_reason(
+        direction.precision, hidden_size
+    ):
         return None
     return run_on_codes(direction, x, h, c)
 
 
 @torch.compiler.disable
-def run_on_codes(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_on_codes(
+    direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
     precision, role = direction.precision, f"hidden_{direction.name}"
-    by_row = precision.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
+    by_row = (
+        precision.quantizers["grad"].granularity == "per_row"
+    )  # a row belongs to one step
     parts = () if by_row else direction.rows_of_steps(x)
     encoded_input = _encoded_input(direction, x)
-    x_gates = linear_on_codes(precision, x, direction.input_weight, direction.input_bias, encoded_input, parts)
+    x_gates = linear_on_codes(
+        precision, x, direction.input_weight, direction.input_bias, encoded_input, parts
+    )
 
     bias = direction.hidden_bias
     rounded_bias = None if bias is None else precision.operand("bias", bias)
     operands = x_gates, direction.hidden_weight, rounded_bias, h, c
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    save = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in operands
+    )
     steps = direction.steps, direction.sizes, direction.is_reverse
-    y, last_h, last_c, ranges = _Recurrence.apply(*operands, precision, role, steps, save)
+    y, last_h, last_c, ranges = _Recurrence.apply(
+        *operands, precision, role, steps, save
+    )
     if precision.training and precision.quantizers[role].running:
         track_steps(precision, role, *ranges)
     observe_operands(direction, x, h, y)
@@ -88,25 +108,53 @@ def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     x = x.detach()
     low, width = input_ranges(direction, x)
     low = marked(precision, role, x, low)
-    return QuantizedTensor.on(x, low, width, precision.levels, None, clips_operand(precision, role))
+    return QuantizedTensor.on(
+        x, low, width, precision.levels, None, clips_operand(precision, role)
+    )
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, c: Tensor,
-        p: LayerPrecision, role: str, steps: tuple[int, tuple[int, ...], bool], save: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        x_gates: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        h: Tensor,
+        c: Tensor,
+        p: LayerPrecision,
+        role: str,
+        steps: tuple[int, tuple[int, ...], bool],
+        save: bool,
+    ) -> tuple[Tensor, ...]:
         u = encoded(p, "weight", weight)
         low, width, filled = stored_range(p, role)
         column_codes, column_values = column_tables(u.t(), bias)
-        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(*Forward(
-            x_gates, u.codes, None, h, c, *steps, save=save,
-            levels=p.levels, granularity=p.quantizers[role].grid, low=low, width=width, filled=filled,
-            grad_levels=None, grad_granularity="", key=None, advance=False,
-            column_codes=column_codes, column_values=column_values,
-        ))  # fmt: skip
-        low, scale, half = QuantizedTensor.with_codes(codes, ranges[0], ranges[1], p.levels)[1:]
+        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
+            *Forward(
+                x_gates,
+                u.codes,
+                None,
+                h,
+                c,
+                *steps,
+                save=save,
+                levels=p.levels,
+                granularity=p.quantizers[role].grid,
+                low=low,
+                width=width,
+                filled=filled,
+                grad_levels=None,
+                grad_granularity="",
+                key=None,
+                advance=False,
+                column_codes=column_codes,
+                column_values=column_values,
+            )
+        )
+        low, scale, half = QuantizedTensor.with_codes(
+            codes, ranges[0], ranges[1], p.levels
+        )[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
         ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)
         *ctx.noise, ctx.advance = gradient_noise(p, "grad", steps[0])
@@ -120,11 +168,21 @@ class _Recurrence(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]
         integer = ctx.gradient.encodes and u.one_step
-        weight, tables = (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
+        weight, tables = (
+            (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
+        )
         levels, *noise = ctx.noise
         noise_of_forward = None if levels is None else ctx.gradient.levels, *noise
         d_gates, behind, d_h, d_c = gradients(
-            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, noise_of_forward, ctx.advance, tables
+            operators.active,
+            given[:3],
+            ctx.state,
+            weight,
+            kept,
+            ctx.steps,
+            noise_of_forward,
+            ctx.advance,
+            tables,
         )
         of_w, of_b = ctx.needs_input_grad[1:3]
         d_weight = None
@@ -132,8 +190,13 @@ class _Recurrence(torch.autograd.Function):
             count, sizes, reverse = ctx.steps
             rows = sizes or [len(codes) // count] * count
             of_steps = ((v.flip(0) if reverse else v) for v in (low, scale))
-            low, scale = (torch.cat([x.expand(n, 1) for x, n in zip(v, rows, strict=True)]) for v in of_steps)
-            d_weight = behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
+            low, scale = (
+                torch.cat([x.expand(n, 1) for x, n in zip(v, rows, strict=True)])
+                for v in of_steps
+            )
+            d_weight = (
+                behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
+            )
         return d_gates, d_weight, behind.sum(0) if of_b else None, d_h, d_c, *[None] * 4
 
 

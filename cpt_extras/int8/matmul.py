@@ -37,10 +37,14 @@ CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
 
 def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether no step of two matrices, or of many pairs, differs along the sum of their product."""
-    return (a.one_step or a.scale.shape[-1] == 1) and (b.one_step or b.scale.shape[-2] == 1)
+    return (a.one_step or a.scale.shape[-1] == 1) and (
+        b.one_step or b.scale.shape[-2] == 1
+    )
 
 
-def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None
+) -> Tensor:
     """Return ``a @ b + bias``, float32; of matrices, or of as many pairs as the leading dimensions have.
 
     Args:
@@ -52,7 +56,9 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -
         ValueError: for steps that differ along K.
     """
     if not has_integer_form(a, b):
-        raise ValueError(f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}")
+        raise ValueError(
+            f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}"
+        )
     K = a.codes.shape[-1]
     if K <= LONGEST:
         return multiply(operators.active, a, b.codes, column_tables(b, bias))
@@ -62,12 +68,18 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -
     return y
 
 
-def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+def _part(
+    a: QuantizedTensor, b: QuantizedTensor, start: int
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     end = start + LONGEST
-    return a._replace(codes=a.codes[..., start:end]), b._replace(codes=b.codes[..., start:end, :])
+    return a._replace(codes=a.codes[..., start:end]), b._replace(
+        codes=b.codes[..., start:end, :]
+    )
 
 
-def multiply(ops: Any, a: QuantizedTensor, codes: Tensor, columns: Sequence[Any]) -> Tensor:
+def multiply(
+    ops: Any, a: QuantizedTensor, codes: Tensor, columns: Sequence[Any]
+) -> Tensor:
     """Return the product with codes (..., K, N), given the tables of their columns; ``ops``: as ``torch.ops.cpt``."""
     product = int_mm(a.codes, codes)
     ops.affine_(product.view(-1, product.shape[-1]), *row_tables(a), *columns)
@@ -78,22 +90,31 @@ def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Return what ``integer_reference.affine`` takes of the rows of a product."""
     zero, rest, scale = _along(a, (*a.codes.shape[:-1], 1))
     sums = sum_codes(a.codes, -1).flatten()
-    return torch.stack([sums, zero]), torch.stack([scale, scale * (sums - a.codes.shape[-1] * zero), rest])
+    return torch.stack([sums, zero]), torch.stack(
+        [scale, scale * (sums - a.codes.shape[-1] * zero), rest]
+    )
 
 
-def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def column_tables(
+    b: QuantizedTensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return what ``integer_reference.affine`` takes of the columns of a product, with a bias (N,)."""
     *outer, K, N = b.codes.shape
     zero, rest, scale = _along(b, (*outer, 1, N))
     shifted = sum_codes(b.codes, -2).flatten() - K * zero
-    added = torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
-    return torch.stack([zero, shifted]), torch.stack([scale, rest, scale * shifted + K * rest, added])
+    added = (
+        torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
+    )
+    return torch.stack([zero, shifted]), torch.stack(
+        [scale, rest, scale * shifted + K * rest, added]
+    )
 
 
 def _along(x: QuantizedTensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return z, r and s of every row or column of a product."""
     zero, rest, scale = (
-        (v.reshape(()) if x.one_step else v).expand(shape).flatten() for v in (x.zero, x.rest, x.scale)
+        (v.reshape(()) if x.one_step else v).expand(shape).flatten()
+        for v in (x.zero, x.rest, x.scale)
     )
     return zero.int(), rest, scale
 
@@ -109,19 +130,27 @@ def sum_values(x: QuantizedTensor) -> Tensor:
 def sum_codes(codes: Tensor, dim: int) -> Tensor:
     """Return the sums of codes over columns (dim -1) or rows (dim -2), int32; faster than ``sum``."""
     rows = codes if dim == -1 else codes.transpose(-2, -1)
-    return int_mm(rows.flatten(0, -2), codes.new_ones(codes.shape[dim], 1)).view(rows.shape[:-1])
+    return int_mm(rows.flatten(0, -2), codes.new_ones(codes.shape[dim], 1)).view(
+        rows.shape[:-1]
+    )
 
 
 def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the product of int8 matrices of any size, or of as many pairs as there are, int32; a matrix in ``out``."""
     if a.dim() > 2:  # no library multiplies many at once
         product = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32)
-        for x, y, found in zip(*(t.flatten(0, -3) for t in (a, b, product)), strict=True):
+        for x, y, found in zip(
+            *(t.flatten(0, -3) for t in (a, b, product)), strict=True
+        ):
             int_mm(x, y, found)
         return product
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or 0 in (M, K, N):
-        return torch._int_mm(_row(a), _row(b)) if out is None else torch._int_mm(_row(a), _row(b), out=out)
+        return (
+            torch._int_mm(_row(a), _row(b))
+            if out is None
+            else torch._int_mm(_row(a), _row(b), out=out)
+        )
     rows = max(M, CUDA_LEAST)
     K_, N_ = (-(-size // CUDA_MULTIPLE) * CUDA_MULTIPLE for size in (K, N))
     a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
@@ -134,4 +163,8 @@ def _row(x: Tensor) -> Tensor:
     """Return a matrix of one row or column with the strides of rows: torch 2.6 reads others wrong on the CPU."""
     if x.shape[1] == 1:
         return x.as_strided(x.shape, (x.stride(0), 1))
-    return x.as_strided(x.shape, (x.shape[1], 1)) if x.shape[0] == 1 and x.stride(1) == 1 else x
+    return (
+        x.as_strided(x.shape, (x.shape[1], 1))
+        if x.shape[0] == 1 and x.stride(1) == 1
+        else x
+    )

@@ -30,15 +30,23 @@ class QuantizedTensor(NamedTuple):
 
     @classmethod
     def on(
-        cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False,
+        cls,
+        x: Tensor,
+        low: Tensor,
+        width: Tensor,
+        levels: Tensor,
+        key: Tensor | None = None,
+        clip: bool = False,
         channels_last: bool = False,
-    ) -> QuantizedTensor:  # fmt: skip
+    ) -> QuantizedTensor:
         """Round to a given grid of at most 8 bits; arguments as those of ``integer_reference.encode``."""
         codes = operators.active.encode(x, low, width, levels, key, clip, channels_last)
         return cls.with_codes(codes, low, width, levels)
 
     @classmethod
-    def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:
+    def with_codes(
+        cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor
+    ) -> QuantizedTensor:
         """Return the tensor whose codes are given, and the range and number of steps of its grid."""
         return cls(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2)
 
@@ -51,7 +59,9 @@ class QuantizedTensor(NamedTuple):
     @property
     def zero(self) -> Tensor:
         """The code nearest to the value 0, float32; at the end of the codes where 0 is far outside the range."""
-        return (-self.low / self.scale - self.half).round().clamp(-128, 127).nan_to_num(0)
+        return (
+            (-self.low / self.scale - self.half).round().clamp(-128, 127).nan_to_num(0)
+        )
 
     @property
     def rest(self) -> Tensor:
@@ -69,7 +79,10 @@ class QuantizedTensor(NamedTuple):
 
     def laid_out(self, arrange: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Return the tensor with codes, and ranges where there are several, in another shape or order."""
-        low, scale = (v.reshape(()) if self.one_step else arrange(v) for v in (self.low, self.scale))
+        low, scale = (
+            v.reshape(()) if self.one_step else arrange(v)
+            for v in (self.low, self.scale)
+        )
         return QuantizedTensor(arrange(self.codes), low, scale, self.half)
 
     def t(self) -> QuantizedTensor:
@@ -79,4 +92,6 @@ class QuantizedTensor(NamedTuple):
     def matrix(self) -> QuantizedTensor:
         """Return the tensor as a matrix, all dimensions but the last as its rows."""
         outer = self.codes.shape[:-1]
-        return self.laid_out(lambda v: v.expand(*outer, v.shape[-1]).reshape(-1, v.shape[-1]))
+        return self.laid_out(
+            lambda v: v.expand(*outer, v.shape[-1]).reshape(-1, v.shape[-1])
+        )

@@ -39,7 +39,9 @@ OWN_WEIGHTS = ("weight", "computed_weight")  # roles of a weight of the layer it
 def _own_weight_role(precision: LayerPrecision, roles: Roles, kind: str) -> str:
     """Return the role of the weight of an operation of a layer of a kind by its own weight; "" for any other."""
     input_role, weight_role = _own_roles(precision, roles)
-    is_own = precision.kind == kind and input_role == "input" and weight_role in OWN_WEIGHTS
+    is_own = (
+        precision.kind == kind and input_role == "input" and weight_role in OWN_WEIGHTS
+    )
     return weight_role if is_own else ""
 
 
@@ -47,7 +49,13 @@ def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
     return precision.own_role(roles[0]), precision.own_role(roles[1])
 
 
-def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def linear(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute ``F.linear`` of a linear layer on 8-bit integers."""
     weight_role = _own_weight_role(precision, roles, "linear")
     if not weight_role or not multiplies_integers(precision, operands[0]):
@@ -55,7 +63,13 @@ def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: A
     return linear_on_codes(precision, *operands, weight_role=weight_role)
 
 
-def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def conv2d(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
     x, weight, _ = operands
     weight_role = _own_weight_role(precision, roles, "conv")
@@ -69,7 +83,9 @@ def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: A
     return conv2d_on_codes(precision, *operands, *geometry, weight_role=weight_role)
 
 
-def convolution_geometry(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Geometry | None:
+def convolution_geometry(
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Geometry | None:
     """Return the geometry of a convolution that has an integer form: no groups, and padding in numbers."""
     if groups != 1 or isinstance(padding, str):
         return None
@@ -85,25 +101,44 @@ def _has_windows(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     """Return whether the shapes fit; of others torch says what is wrong."""
     if x.dim() != 4 or x.shape[1] != weight.shape[1]:
         return False
-    sizes = zip(x.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True)
+    sizes = zip(
+        x.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True
+    )
     return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
 
 
-def matmul(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def matmul(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute ``first @ second`` of two activations on 8-bit integers."""
     first, second, bias = operands
     is_plain = along == (None, None) and bias is None and roles[1] != "linear_weight"
-    if not is_plain or not first.dim() > 1 < second.dim() or not multiplies_integers(precision, first):
+    if (
+        not is_plain
+        or not first.dim() > 1 < second.dim()
+        or not multiplies_integers(precision, first)
+    ):
         return None
-    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:  # as those of outer products
+    if (
+        first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]
+    ):  # as those of outer products
         return None
     return product_on_codes(
-        precision, _own_roles(precision, roles), precision.own_role("attention_grad"), *operands[:2]
+        precision,
+        _own_roles(precision, roles),
+        precision.own_role("attention_grad"),
+        *operands[:2],
     )
 
 
 Executor = Callable[[LayerPrecision, Operands, Roles, Along, Any], Tensor | None]
 _executors: dict[str, Executor] = {"linear": linear, "conv2d": conv2d}
 for _execution in ("integer", "auto"):
-    EXECUTORS.update({(_execution, _name): _executor for _name, _executor in _executors.items()})
+    EXECUTORS.update(
+        {(_execution, _name): _executor for _name, _executor in _executors.items()}
+    )
 EXECUTORS["integer", "matmul"] = matmul

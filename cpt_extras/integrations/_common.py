@@ -13,7 +13,12 @@ from cpt_extras.diagnostics.recording import Recording
 from cpt_extras.formats.ladder import AFFINE
 from cpt_extras.formats.prices import role_prices
 
-LOGGED = ("level", "snr_db", "underflow", "gradient_to_noise")  # of what a recording knows
+LOGGED = (
+    "level",
+    "snr_db",
+    "underflow",
+    "gradient_to_noise",
+)  # of what a recording knows
 
 
 class TrainerPrecision(PrecisionScheduler):
@@ -25,11 +30,17 @@ class TrainerPrecision(PrecisionScheduler):
     recording: Recording | None = None
 
     def __init__(
-        self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None,
+        self,
+        model: nn.Module,
+        schedule: Schedules,
+        q_grad: int | None,
+        total_steps: float | None = None,
         eval_bits: EvalBits = "current",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not is_converted(model):
-            raise ValueError("the model has no quantised layers; call quantize_(model) before the Trainer is made")
+            raise ValueError(
+                "the model has no quantised layers; call quantize_(model) before the Trainer is made"
+            )
         super().__init__(model, schedule, q_grad, eval_bits=eval_bits)
         if total_steps not in (None, self.total_steps):
             raise ValueError(
@@ -60,13 +71,17 @@ class TrainerPrecision(PrecisionScheduler):
         of_roles: dict[str, list[float]] = {}
         for name, value in self.recording.scalars().items():
             _, role, statistic = name.rsplit("/", 2)
-            if statistic in LOGGED and np.isfinite(value):  # a bias of zeros has no noise
+            if statistic in LOGGED and np.isfinite(
+                value
+            ):  # a bias of zeros has no noise
                 of_roles.setdefault(f"{role}/{statistic}", []).append(value)
         return {name: float(np.median(values)) for name, values in of_roles.items()}
 
     def evaluate_as_it_trains(self) -> None:
         """Let ``eval()`` change no bits from now on."""
-        if all(layer.driver is self for layers in self._groups.values() for layer in layers):  # not another's
+        if all(
+            layer.driver is self for layers in self._groups.values() for layer in layers
+        ):  # not another's
             self.eval_bits = "current"
 
     def _so_far(self, pattern: str) -> NDArray[np.float64]:
@@ -74,7 +89,9 @@ class TrainerPrecision(PrecisionScheduler):
         schedule = self.schedules[pattern][0]
         ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
         on = None if ladders is None or set(ladders) == {AFFINE} else tuple(ladders)
-        spent, top = role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
+        spent, top = role_prices(
+            schedule.levels(self.q_grad), schedule.q_max, ladder=on
+        )
         return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
 
     def logs(self, steps: int) -> dict[str, float]:
@@ -87,14 +104,18 @@ class TrainerPrecision(PrecisionScheduler):
         for pattern, (schedule, _) in self.schedules.items() if steps else ():
             last = min(steps, self.total_steps) - 1
             entries[self._name("bits", pattern)] = schedule(last)
-            entries[self._name("relative_cost", pattern)] = float(self._relative_cost[pattern][last])
+            entries[self._name("relative_cost", pattern)] = float(
+                self._relative_cost[pattern][last]
+            )
         return entries
 
     def eval_logs(self) -> dict[str, float]:
         """Return the bits of evaluation in force, 32 for float32; nothing while the model trains."""
         entries: dict[str, float] = {}
         for pattern, layers in () if self.model.training else self._groups.items():
-            layer = min(layers, key=lambda layer: not layer.has_weights)  # others hear of the mode when they run
+            layer = min(
+                layers, key=lambda layer: not layer.has_weights
+            )  # others hear of the mode when they run
             levels = layer.in_force
             bits = None if levels is None else levels.activation
             entries[self._name("eval_bits", pattern)] = bits or cost.FULL_PRECISION

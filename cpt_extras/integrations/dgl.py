@@ -21,16 +21,24 @@ def graph_from_dgl(graph: Any) -> Graph:
     indptr, indices, _ = graph.adj_tensors("csc")
     back_indptr, back_indices, _ = graph.adj_tensors("csr")
     found = Graph._unchecked(indptr, indices, graph.num_src_nodes())
-    found.derive("transposed", lambda: Graph._unchecked(back_indptr, back_indices, found.num_dst))
+    found.derive(
+        "transposed", lambda: Graph._unchecked(back_indptr, back_indices, found.num_dst)
+    )
     return found
 
 
 def graph_conv_forward(
-    module: GraphConv, graph: Any, feat: Features, weight: Tensor | None = None, edge_weight: Tensor | None = None
+    module: GraphConv,
+    graph: Any,
+    feat: Features,
+    weight: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute ``dgl.nn.GraphConv``: (S, I) -> (D, O)."""
     if weight is not None or edge_weight is not None:
-        raise ValueError("a quantised graph convolution takes neither edge weights nor a weight from outside")
+        raise ValueError(
+            "a quantised graph convolution takes neither edge weights nor a weight from outside"
+        )
     graph = as_graph(graph)
     if not module._allow_zero_in_degree:
         check_in_degrees(graph)
@@ -38,13 +46,23 @@ def graph_conv_forward(
     return h if module._activation is None else module._activation(h)
 
 
-def sage_conv_forward(module: SAGEConv, graph: Any, feat: Features, edge_weight: Tensor | None = None) -> Tensor:
+def sage_conv_forward(
+    module: SAGEConv, graph: Any, feat: Features, edge_weight: Tensor | None = None
+) -> Tensor:
     """Compute ``dgl.nn.SAGEConv`` with ``aggregator_type="mean"``: (S, I) -> (D, O)."""
     if edge_weight is not None:
         raise ValueError("a quantised graph convolution takes no edge weights")
-    dropped = tuple(map(module.feat_drop, feat)) if isinstance(feat, tuple) else module.feat_drop(feat)
-    bias = module.fc_self.bias if module.fc_neigh.bias is None else module.fc_neigh.bias  # the one that there is
-    h = sage_conv(as_graph(graph), dropped, module.fc_neigh.weight, module.fc_self.weight, bias)
+    dropped = (
+        tuple(map(module.feat_drop, feat))
+        if isinstance(feat, tuple)
+        else module.feat_drop(feat)
+    )
+    bias = (
+        module.fc_self.bias if module.fc_neigh.bias is None else module.fc_neigh.bias
+    )  # the one that there is
+    h = sage_conv(
+        as_graph(graph), dropped, module.fc_neigh.weight, module.fc_self.weight, bias
+    )
     h = h if module.activation is None else module.activation(h)
     return h if module.norm is None else module.norm(h)
 
@@ -58,5 +76,9 @@ def _sage_conv_reason(module: SAGEConv) -> str:
     return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
 
 
-GRAPH_LAYERS[GraphConv] = GraphLayer(float32_reason=_graph_conv_reason, forward=graph_conv_forward)
-GRAPH_LAYERS[SAGEConv] = GraphLayer(has_parts=True, float32_reason=_sage_conv_reason, forward=sage_conv_forward)
+GRAPH_LAYERS[GraphConv] = GraphLayer(
+    float32_reason=_graph_conv_reason, forward=graph_conv_forward
+)
+GRAPH_LAYERS[SAGEConv] = GraphLayer(
+    has_parts=True, float32_reason=_sage_conv_reason, forward=sage_conv_forward
+)

@@ -19,7 +19,9 @@ from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.grids import parts_of
 
-OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
+OF_EXAMPLES = (
+    "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
+)
 
 
 @contextmanager
@@ -35,10 +37,14 @@ def agreed_ranges() -> Iterator[None]:
             (LSTM and graph layers as the authors round them), and from compiled ones.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise RuntimeError("ranges are agreed on between processes: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "ranges are agreed on between processes: call torch.distributed.init_process_group first"
+        )
     backend()
     before = operators.active
-    operators.active = _Agreed(before, distributed.new_group())  # a group of its own: DDP's is busy in backward passes
+    operators.active = _Agreed(
+        before, distributed.new_group()
+    )  # a group of its own: DDP's is busy in backward passes
     try:
         yield
     finally:
@@ -72,7 +78,9 @@ class _Agreed:
             return low, width
         high = -self.ops.range(-x, granularity)[0]  # exactly: low + width is rounded
         if kind == "per_sample_mean":
-            ends = self._reduced(low, high, distributed.ReduceOp.SUM) / self.group.size()
+            ends = (
+                self._reduced(low, high, distributed.ReduceOp.SUM) / self.group.size()
+            )
             return ends[0], ends[1] - ends[0]
         ends = self._reduced(-low, high, distributed.ReduceOp.MAX)
         return -ends[0], ends[1] + ends[0]
@@ -85,17 +93,25 @@ class _Agreed:
     def fake_quantize(
         self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)  # the same in all processes
+        is_weight = isinstance(x, nn.Parameter) or isinstance(
+            x._base, nn.Parameter
+        )  # the same in all processes
         find_range = self.ops.range if is_weight else self.range
         low, width = find_range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
-        return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
+        return (
+            operators.round_in_range(x, low, width, levels, granularity, key, clip),
+            low,
+            width,
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return any other operator, which finds no range of several examples inside."""
 
         def local(*given: Any) -> Any:
-            grids = [g for g in given if isinstance(g, str) and parts_of(g)[0] != OF_EXAMPLES]
+            grids = [
+                g for g in given if isinstance(g, str) and parts_of(g)[0] != OF_EXAMPLES
+            ]
             if name.startswith("round_scale") or (grids and name != "round_in_range"):
                 raise RuntimeError(
                     f"{name} finds the ranges of several examples inside, on which processes cannot agree; give the "

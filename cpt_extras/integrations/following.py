@@ -17,7 +17,9 @@ from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_extras.diagnostics.missing_steps import is_driving
 
 KEY = "precision"  # of a scheduler in the state_dict of the optimizer that it follows
-_schedulers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.WeakKeyDictionary()  # the last of each
+_schedulers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = (
+    weakref.WeakKeyDictionary()
+)  # the last of each
 
 
 def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
@@ -29,7 +31,9 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     former = _follower(optimizer)
     if former is not None:
         others = set(former._layers.values()) - set(scheduler._layers.values())
@@ -74,14 +78,20 @@ def _add_hooks(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_load_state)
         optimizer.register_step_post_hook(_step)
-    except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
-        raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
+    except (
+        AttributeError
+    ) as error:  # such as timm's Lookahead, which calls no constructor of torch's
+        raise TypeError(
+            f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it"
+        ) from error
 
 
 def _step(optimizer: Optimizer, *_: Any) -> None:
     """Step the scheduler after the optimizer, unless a GradScaler has found infinite gradients."""
     scheduler = _follower(optimizer)
-    found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers find that out by themselves
+    found_inf = getattr(
+        optimizer, "found_inf", None
+    )  # fused optimizers find that out by themselves
     if scheduler is not None and (found_inf is None or not found_inf):
         scheduler.advance()
 

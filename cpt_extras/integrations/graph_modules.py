@@ -37,14 +37,23 @@ class _CopiesOfGraphs:
 
 def follow_copies(module: fx.GraphModule) -> None:
     """Let copies of a converted module be converted."""
-    for name, empty in (("meta", {}), ("_deepcopy_hooks", [])):  # torchvision's graphs lack them
+    for name, empty in (
+        ("meta", {}),
+        ("_deepcopy_hooks", []),
+    ):  # torchvision's graphs lack them
         vars(module).setdefault(name, empty)
     module._register_deepcopy_hook(_CopiesOfGraphs())
-    module.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HOOK] = getattr(module, HOOK)
+    module.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HOOK] = getattr(
+        module, HOOK
+    )
 
 
 def forget_copies(module: fx.GraphModule) -> None:
     """Undo ``follow_copies``."""
     if "_deepcopy_hooks" in vars(module):
         module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {}).pop(HOOK, None)
-        module._deepcopy_hooks = [hook for hook in module._deepcopy_hooks if not isinstance(hook, _CopiesOfGraphs)]
+        module._deepcopy_hooks = [
+            hook
+            for hook in module._deepcopy_hooks
+            if not isinstance(hook, _CopiesOfGraphs)
+        ]

@@ -35,7 +35,11 @@ with extra_named("text"):
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 FILE = "precision.pt"  # beside the files that the Trainer writes into a checkpoint
-UNREADABLE = (EOFError, RuntimeError, UnpicklingError)  # what torch.load raises for a file of another kind
+UNREADABLE = (
+    EOFError,
+    RuntimeError,
+    UnpicklingError,
+)  # what torch.load raises for a file of another kind
 
 
 class PrecisionCallback(TrainerCallback):
@@ -68,13 +72,19 @@ class PrecisionCallback(TrainerCallback):
     precision: Any = None  # a TrainerPrecision, once there is a model
 
     def __init__(
-        self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
-        resume_from: str | os.PathLike[str] | None = None, record_every: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        schedule: Schedules,
+        q_grad: int | None = None,
+        eval_bits: int | str = "q_max",
+        resume_from: str | os.PathLike[str] | None = None,
+        record_every: int | None = None,
+    ) -> None:
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = eval_bits
         self.resume_from = resume_from
-        self.record_every = None if record_every is None else whole("record_every", record_every, 1)
+        self.record_every = (
+            None if record_every is None else whole("record_every", record_every, 1)
+        )
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -95,13 +105,19 @@ class PrecisionCallback(TrainerCallback):
 
     def _attach(self, model: nn.Module, total_steps: int | None = None) -> None:
         self.remove()
-        self.precision = TrainerPrecision(model, self.schedule, self.q_grad, total_steps, self.eval_bits)
+        self.precision = TrainerPrecision(
+            model, self.schedule, self.q_grad, total_steps, self.eval_bits
+        )
 
-    def on_init_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Take hold of the model, which may be evaluated before it is trained."""
         self._attach(kwargs["model"])
 
-    def on_train_begin(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Start at step 0, or where the checkpoint was written."""
         self._attach(kwargs["model"], state.max_steps)
         if state.global_step:
@@ -109,7 +125,9 @@ class PrecisionCallback(TrainerCallback):
             try:
                 self.precision.load_state_dict(saved := _read(path))
                 if saved["last_step"] != state.global_step:
-                    raise ValueError(f"it is of step {saved['last_step']}, the Trainer is at {state.global_step}")
+                    raise ValueError(
+                        f"it is of step {saved['last_step']}, the Trainer is at {state.global_step}"
+                    )
             except (OSError, ValueError, *UNREADABLE) as error:
                 raise ValueError(
                     f"cannot continue from {path}: {error}; give the checkpoint folder of this very run as "
@@ -117,30 +135,44 @@ class PrecisionCallback(TrainerCallback):
                 ) from error
         self.precision.start_recording(self.record_every, state.global_step)
 
-    def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Go to the bits of the next optimizer step."""
         self.precision.step()
 
-    def on_save(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_save(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Add our state to the checkpoint that the Trainer has just written."""
         if args.should_save and not state.is_hyper_param_search:
             path, content = _folder(args, state) / FILE, self.precision.state_dict()
             write_atomically(path, lambda temporary: torch.save(content, temporary))
 
-    def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Where the Trainer has put back the best weights, put back the running ranges they had."""
         self.precision.stop_recording()
-        if args.load_best_model_at_end and state.best_model_checkpoint and not state.is_hyper_param_search:
+        if (
+            args.load_best_model_at_end
+            and state.best_model_checkpoint
+            and not state.is_hyper_param_search
+        ):
             ranges = _read(Path(state.best_model_checkpoint) / FILE)["layers"]
             layers = all_precisions(self.precision.model)
             for name, layer_ranges in ranges.items():
                 layers[name].set_running(layer_ranges)
 
-    def on_log(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
+    ) -> None:
         """Add bits and cost to what is printed and to the history, which already holds a copy of it."""
         logs = kwargs["logs"]
         entries = self.precision.logs(state.global_step)
-        if not {"loss", "train_loss"} & logs.keys():  # those two are in entries of training only
+        if (
+            not {"loss", "train_loss"} & logs.keys()
+        ):  # those two are in entries of training only
             entries |= self.precision.eval_logs()
         else:
             entries |= self.precision.recorded()

@@ -29,7 +29,9 @@ QUANTIZING_MODULES = (
 def load_libraries(model: nn.Module) -> None:
     """Register the operators of other libraries, and the layers of those that a model has modules of."""
     operations.register_library_operators()
-    if any(type(module).__module__.partition(".")[0] == "dgl" for module in model.modules()):
+    if any(
+        type(module).__module__.partition(".")[0] == "dgl" for module in model.modules()
+    ):
         extensions.load("dgl")
 
 
@@ -59,7 +61,11 @@ def _check_module(name: str, module: Any) -> None:
                 f"floating-point weights, or leave the module out: QuantConfig(float32=({name!r},))"
             )
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if "Attention" in type(module).__name__ and attention not in (None, "eager", "sdpa"):
+    if "Attention" in type(module).__name__ and attention not in (
+        None,
+        "eager",
+        "sdpa",
+    ):
         raise ValueError(
             f"the model computes attention with {attention!r}, which cannot be quantised; load it with "
             "attn_implementation='eager' (or 'sdpa')"
@@ -74,7 +80,10 @@ def _check_module(name: str, module: Any) -> None:
 def _quantizes_by_itself(module: nn.Module) -> bool:
     """Return whether a module, of torch or another library, rounds its own operands, or holds integers."""
     kinds = type(module).__mro__
-    return any(k.__name__ == "FakeQuantizeBase" or k.__module__.startswith(QUANTIZING_MODULES) for k in kinds)
+    return any(
+        k.__name__ == "FakeQuantizeBase" or k.__module__.startswith(QUANTIZING_MODULES)
+        for k in kinds
+    )
 
 
 def list_float32_modules(model: nn.Module, excluded: Collection[str]) -> str:

@@ -48,14 +48,21 @@ class PrecisionCallback(Callback):
     """
 
     def __init__(
-        self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
+        self,
+        schedule: Schedules,
+        q_grad: int | None = None,
+        eval_bits: int | str = "q_max",
         record_every: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
-        self.record_every = None if record_every is None else whole("record_every", record_every, 1)
+        self.record_every = (
+            None if record_every is None else whole("record_every", record_every, 1)
+        )
         self.precision: TrainerPrecision | None = None
-        self._saved: dict[str, Any] | None = None  # Lightning loads states before there is a scheduler
+        self._saved: dict[str, Any] | None = (
+            None  # Lightning loads states before there is a scheduler
+        )
         self._hooks: list[Any] = []  # on optimizers, in manual optimization
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +79,11 @@ class PrecisionCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the scheduler, before the first validation."""
-        steps = trainer.estimated_stepping_batches if pl_module.automatic_optimization else None
+        steps = (
+            trainer.estimated_stepping_batches
+            if pl_module.automatic_optimization
+            else None
+        )
         self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad, steps)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,26 +97,40 @@ class PrecisionCallback(Callback):
         precision.start_recording(self.record_every, trainer.global_step)
         if not pl_module.automatic_optimization:  # a batch may have several steps
             step = lambda *_: precision.step()  # noqa: E731
-            self._hooks = [optimizer.register_step_post_hook(step) for optimizer in trainer.optimizers]
+            self._hooks = [
+                optimizer.register_step_post_hook(step)
+                for optimizer in trainer.optimizers
+            ]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Go to the bits of the next optimizer step when there was one, and log those of the last."""
-        precision = self._follow(trainer, pl_module)  # nothing moves while gradients accumulate
+        precision = self._follow(
+            trainer, pl_module
+        )  # nothing moves while gradients accumulate
         pl_module.log_dict(precision.logs(trainer.global_step))
         if scalars := precision.recorded():
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=precision.recording.steps[-1])  # type: ignore[union-attr]
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str
+    ) -> None:
         """Take recording off the module, and hooks off optimizers, also after an error."""
         while self._hooks:
             self._hooks.pop().remove()
         if self.precision is not None:
             self.precision.stop_recording()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Likewise."""
         self.teardown(trainer, pl_module, "fit")
 
@@ -117,7 +142,9 @@ class PrecisionCallback(Callback):
 
     def _restored(self, pl_module: LightningModule) -> TrainerPrecision:
         """Return the scheduler of this module, with the state of the checkpoint if one has been read."""
-        if self.precision is None or self.precision.model is not pl_module:  # evaluated without having been trained
+        if (
+            self.precision is None or self.precision.model is not pl_module
+        ):  # evaluated without having been trained
             self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad)
         if self._saved is not None:
             self.precision.load_state_dict(self._saved)

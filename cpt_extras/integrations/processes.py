@@ -50,13 +50,23 @@ def share_ranges_of_active() -> None:
 @torch.compiler.disable
 def _share_ranges(parallel: Any, args: Any) -> None:
     """Forward pre-hook: broadcast running ranges when buffers are broadcast, which they are not."""
-    if not (parallel.require_forward_param_sync and parallel.forward_sync_buffers) or parallel._join_config.enable:
+    if (
+        not (parallel.require_forward_param_sync and parallel.forward_sync_buffers)
+        or parallel._join_config.enable
+    ):
         return
-    ranges = [x for p in all_precisions(parallel.module).values() for x in p.ranges().values()]
+    ranges = [
+        x for p in all_precisions(parallel.module).values() for x in p.ranges().values()
+    ]
     if not ranges:
         return
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ranges)):
-        parallel._distributed_broadcast_coalesced(ranges, parallel.broadcast_bucket_size, 0)
+    with (
+        torch.no_grad(),
+        torch.autograd._unsafe_preserve_version_counter(tuple(ranges)),
+    ):
+        parallel._distributed_broadcast_coalesced(
+            ranges, parallel.broadcast_bucket_size, 0
+        )
 
 
 _sharing: WeakSet[Any] = WeakSet()  # models whose ranges are shared
@@ -65,7 +75,9 @@ _sharing: WeakSet[Any] = WeakSet()  # models whose ranges are shared
 def check_unsharded(model: Any, first: str) -> None:
     """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # a DTensor, asked without importing torch.distributed
+        if hasattr(
+            parameter, "device_mesh"
+        ):  # a DTensor, asked without importing torch.distributed
             raise ValueError(
                 f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism; {first} before "
                 "fully_shard(model). Quantised layers need whole weights when they run: fully_shard gathers them, "

@@ -10,8 +10,18 @@ from cpt_core.validation import shown
 
 def graph_from_pyg(data: Any) -> Graph:
     """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
-    edges, weight = getattr(data, "edge_index", None), getattr(data, "edge_weight", None)
-    if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2 or weight is not None:
+    edges, weight = (
+        getattr(data, "edge_index", None),
+        getattr(data, "edge_weight", None),
+    )
+    if (
+        not isinstance(edges, Tensor)
+        or edges.dim() != 2
+        or len(edges) != 2
+        or weight is not None
+    ):
         got = f"{shown(edges)} and {shown(weight)}"
-        raise ValueError(f"data must have an edge_index, a tensor (2, E), and no edge_weight, got {got}")
+        raise ValueError(
+            f"data must have an edge_index, a tensor (2, E), and no edge_weight, got {got}"
+        )
     return Graph.from_edges(edges[0], edges[1], data.num_nodes)

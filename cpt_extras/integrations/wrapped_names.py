@@ -16,6 +16,12 @@ def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
         prefix += "module."
 
     def bare(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value for name, value in values.items()}
+        return {
+            WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value
+            for name, value in values.items()
+        }
 
-    return {**state, **{key: bare(state[key]) for key in ("layers", "schedules", "ladders")}}
+    return {
+        **state,
+        **{key: bare(state[key]) for key in ("layers", "schedules", "ladders")},
+    }

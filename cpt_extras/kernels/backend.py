@@ -38,7 +38,10 @@ class Backend:
     def __str__(self) -> str:
         """Return a line for each."""
         parts = {"on a CPU": "cpu", "on CUDA": "cuda", "products on a CPU": "products"}
-        return "\n".join(f"{name}: {getattr(self, part)} ({self.why[part]})" for name, part in parts.items())
+        return "\n".join(
+            f"{name}: {getattr(self, part)} ({self.why[part]})"
+            for name, part in parts.items()
+        )
 
 
 def backend() -> Backend:
@@ -58,7 +61,9 @@ def backend() -> Backend:
         cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
         library, why = gemm_backend.choose_library(os.environ.get("CPT_PRODUCTS", ""))
         gemm_backend.use(library)
-        _active = Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library)
+        _active = Backend(
+            cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library
+        )
         operators.use("cpt_reference" if asked == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))
     return _active
@@ -69,7 +74,9 @@ def kernels_on(device: torch.device) -> str:
     if _active is None:
         return "not loaded"
     found = _active.cuda if device.type == "cuda" else _active.cpu
-    return found if operators.active is torch.ops.cpt else "reference"  # inside ``reference``, too
+    return (
+        found if operators.active is torch.ops.cpt else "reference"
+    )  # inside ``reference``, too
 
 
 @contextmanager
@@ -95,13 +102,17 @@ def _cpp(forced: bool) -> tuple[str, str]:
         try:
             where = build.load()
         except build.UnusableError as error:
-            where = importlib.import_module("cpt_extras.kernels.cpp.spare_folders").load(str(error))
+            where = importlib.import_module(
+                "cpt_extras.kernels.cpp.spare_folders"
+            ).load(str(error))
         operators.gradient_node = True
         importlib.import_module("cpt_extras.kernels.layers")  # registers itself
         return "cpp", where
     except build.NoKernelsError as error:
         if forced:
-            raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
+            raise RuntimeError(
+                f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}"
+            ) from None
         return "reference", f"no C++ kernels: {error}"
 
 
@@ -118,5 +129,7 @@ def _triton(forced: bool) -> tuple[str, str]:
         kernels.register(operators.LIBRARIES["cpt"])
         return "triton", torch.cuda.get_device_name()
     if forced:
-        raise RuntimeError(f"CPT_KERNELS=triton asks for the Triton kernels, but {why_not}")
+        raise RuntimeError(
+            f"CPT_KERNELS=triton asks for the Triton kernels, but {why_not}"
+        )
     return "reference", why_not

@@ -36,11 +36,16 @@ class ConstantFeatures:
         if self.features._version != self.version:  # changed in place after all
             self.results, self.version = {}, self.features._version
         if features is not self.features:
-            source = next((k for k, result in self.results.items() if result is features), None)
+            source = next(
+                (k for k, result in self.results.items() if result is features), None
+            )
             if source is None:
                 return compute()
             key = source, key
         if key not in self.results:
-            with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation computed
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # training may use what evaluation computed
                 self.results[key] = compute()
         return self.results[key]

@@ -24,19 +24,26 @@ from cpt_extras.cpu_info import processor
 LIBRARIES = ("torch", "onednn")
 # Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.
 RATIOS: dict[tuple[str, ...], float] = {
-    ("AuthenticAMD", "AVX512"): 0.50,  # nn.LSTM 800: 113 ms, 224 without oneDNN; 20 x 800 by 800 x 3200: 0.61, 1.15
+    (
+        "AuthenticAMD",
+        "AVX512",
+    ): 0.50,  # nn.LSTM 800: 113 ms, 224 without oneDNN; 20 x 800 by 800 x 3200: 0.61, 1.15
     ("AuthenticAMD", "AVX2"): 1.32,  # the geometric mean of bench.products on a Zen 3
 }
 WORTH_IT = 0.9  # of a ratio
 LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
-LEAST = 1 << 21  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
+LEAST = (
+    1 << 21
+)  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
 
 active = "torch"
 
 
 def is_there() -> bool:
     """Whether torch has oneDNN's product of matrices."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
 
 
 def choose_library(asked: str = "") -> tuple[str, str]:
@@ -52,7 +59,9 @@ def choose_library(asked: str = "") -> tuple[str, str]:
     if asked:
         choose("CPT_PRODUCTS", asked, LIBRARIES)
         if asked == "onednn" and not is_there():
-            raise RuntimeError("CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none")
+            raise RuntimeError(
+                "CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"
+            )
         return asked, f"CPT_PRODUCTS={asked}"
     kind = processor()
     named = ", ".join(kind) or "an unknown processor"
@@ -69,12 +78,18 @@ def use(library: str) -> None:
     global active
     active = library
     if hasattr(torch.ops.cpt, "onednn_from"):
-        torch.ops.cpt.onednn_from(LEAST if library == "onednn" else torch.iinfo(torch.int64).max)
+        torch.ops.cpt.onednn_from(
+            LEAST if library == "onednn" else torch.iinfo(torch.int64).max
+        )
 
 
 def in_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of x (..., K) and weight (N, K) is oneDNN's: as that of its gradient, which is as large."""
-    if active == "torch" or not x.is_cpu or not x.dtype == weight.dtype == torch.float32:
+    if (
+        active == "torch"
+        or not x.is_cpu
+        or not x.dtype == weight.dtype == torch.float32
+    ):
         return False
     return bool(x.numel() * weight.shape[0] >= LEAST)
 

@@ -23,13 +23,20 @@ from torch import Tensor
 from cpt_extras.kernels import operators
 
 
-def scale_round(ops: Any, x: Tensor, scale: Tensor | None, levels: Tensor, granularity: str) -> Tensor:
+def scale_round(
+    ops: Any, x: Tensor, scale: Tensor | None, levels: Tensor, granularity: str
+) -> Tensor:
     """Return ``x * scale``, rounded; (N, F) as x."""
     return ops.fake_quantize(_scaled(x, scale), levels, granularity, None)[0]
 
 
 def scale_round_add(
-    ops: Any, x: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor, granularity: str
+    ops: Any,
+    x: Tensor,
+    scale: Tensor | None,
+    bias: Tensor,
+    levels: Tensor,
+    granularity: str,
 ) -> Tensor:
     """Return ``bias`` plus ``x * scale``, that rounded; (N, F)."""
     return scale_round(ops, x, scale, levels, granularity) + bias
@@ -47,7 +54,9 @@ def round_scale_round(
     """
     once = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
     key = None if key is None else key + 1
-    return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", key)[0], once.sum(0)
+    return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", key)[
+        0
+    ], once.sum(0)
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -66,11 +75,15 @@ def _back_add(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return _scaled(gradient, *ctx.saved_tensors), None, gradient.sum(0), None, None
 
 
-def _back_twice(ctx: Any, of_first: Tensor, of_sum: Tensor) -> tuple[Tensor | None, ...]:
+def _back_twice(
+    ctx: Any, of_first: Tensor, of_sum: Tensor
+) -> tuple[Tensor | None, ...]:
     return _scaled(of_first, *ctx.saved_tensors) + of_sum, None, None, None
 
 
-OPERATORS: dict[str, tuple[str, Any, Any, Any]] = {  # schema, what it does with and without numbers, its gradient
+OPERATORS: dict[
+    str, tuple[str, Any, Any, Any]
+] = {  # schema, what it does with and without numbers, its gradient
     "scale_round": (
         "(Tensor x, Tensor scale, Tensor levels, str granularity) -> Tensor",
         scale_round,
@@ -90,7 +103,10 @@ OPERATORS: dict[str, tuple[str, Any, Any, Any]] = {  # schema, what it does with
         _back_twice,
     ),
 }
-ON_GRID = ("scale_round", "round_scale_round")  # those whose (first) result lies on a grid
+ON_GRID = (
+    "scale_round",
+    "round_scale_round",
+)  # those whose (first) result lies on a grid
 for _family, _library in operators.LIBRARIES.items():
     for _name, (_schema, _plain, _fake, _backward) in OPERATORS.items():
         _run = partial(_plain, getattr(torch.ops, _family))

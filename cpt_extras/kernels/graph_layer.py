@@ -21,7 +21,10 @@ from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_extras.kernels import gemm_backend, operators
 
-FUSIBLE_GRANULARITIES = ("per_tensor", "per_position")  # granularities with one range for a matrix (N, F)
+FUSIBLE_GRANULARITIES = (
+    "per_tensor",
+    "per_position",
+)  # granularities with one range for a matrix (N, F)
 UNROUNDED = "_before_gradient_rounding"  # name of the attribute of an output: the same, its gradient not rounded
 
 
@@ -46,7 +49,9 @@ class _ScaleAndAddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         levels = forward_steps(ctx.levels, ctx.filled)
-        product_grad, bias_grad = operators.active.round_scale_round(gradient, ctx.scale, levels, ctx.key)
+        product_grad, bias_grad = operators.active.round_scale_round(
+            gradient, ctx.scale, levels, ctx.key
+        )
         if ctx.key is not None:
             ctx.key.add_(2)
         return product_grad, None, bias_grad, None, None, None, None
@@ -56,7 +61,11 @@ class FusedGraphHandlers(GraphHandlers):
     """The handlers with fused operators, where those compute the same."""
 
     def scaled_operand(
-        self, precision: LayerPrecision | None, role: str, x: Tensor, scale: Tensor | None
+        self,
+        precision: LayerPrecision | None,
+        role: str,
+        x: Tensor,
+        scale: Tensor | None,
     ) -> tuple[Tensor, str | None]:
         """Return ``x * scale``, rounded in the same pass."""
         if precision is None or scale is None or precision.execution != "simulated":
@@ -64,7 +73,9 @@ class FusedGraphHandlers(GraphHandlers):
         if not _is_fusible(precision, precision.own_role(role), x):
             return super().scaled_operand(precision, role, x, scale)
         granularity = precision.quantizers[precision.own_role(role)].grid
-        return operators.active.scale_round(x, scale, precision.levels, granularity), None
+        return operators.active.scale_round(
+            x, scale, precision.levels, granularity
+        ), None
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight, by the library that is faster on this processor."""
@@ -74,7 +85,9 @@ class FusedGraphHandlers(GraphHandlers):
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
         """Run an operation; its result also knows what it was before its gradient was to be rounded."""
-        if torch.compiler.is_compiling() or mode.on_operation is not None:  # the gradient of the result is waited for
+        if (
+            torch.compiler.is_compiling() or mode.on_operation is not None
+        ):  # the gradient of the result is waited for
             return super().run(mode, *args, **options)
         layer, name, compute, *others = args
         computed = []
@@ -100,16 +113,30 @@ class FusedGraphHandlers(GraphHandlers):
         """Scale, round and add in one pass; with the rounding of the gradient of ``h``, where h is a product."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
-        if precision is None or layer.kind != "graph" or bias is None or not _is_fusible(precision, "input", h):
-            return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
+        if (
+            precision is None
+            or layer.kind != "graph"
+            or bias is None
+            or not _is_fusible(precision, "input", h)
+        ):
+            return super().scale_and_add_bias(
+                mode, function, graph, h, in_exponent, bias
+            )
         quantizer = precision.quantizers["grad"]
         if quantizer.grid not in FUSIBLE_GRANULARITIES:
-            return super().scale_and_add_bias(mode, function, graph, h, in_exponent, bias)
-        scale, rounded_bias = degree_scale(graph, "in", in_exponent, h), precision.operand("bias", bias)
+            return super().scale_and_add_bias(
+                mode, function, graph, h, in_exponent, bias
+            )
+        scale, rounded_bias = (
+            degree_scale(graph, "in", in_exponent, h),
+            precision.operand("bias", bias),
+        )
         granularity = precision.quantizers["input"].grid
         product = getattr(h, UNROUNDED, None)
         if product is None or not precision.now.gradient or not product.requires_grad:
-            total = operators.active.scale_round_add(h, scale, rounded_bias, precision.levels, granularity)
+            total = operators.active.scale_round_add(
+                h, scale, rounded_bias, precision.levels, granularity
+            )
             return precision.gradient("grad", total)
         key = precision.noise_key if quantizer.rounding == "stochastic" else None
         levels = precision.levels, granularity, precision.grad_levels, key
@@ -125,7 +152,9 @@ def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
         return False
     precision.follow(x)
     quantizer = precision.quantizers[role]
-    return quantizer.grid in ("per_row", *FUSIBLE_GRANULARITIES) and not quantizer.running
+    return (
+        quantizer.grid in ("per_row", *FUSIBLE_GRANULARITIES) and not quantizer.running
+    )
 
 
 FusedGraphHandlers().register()

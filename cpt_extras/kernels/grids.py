@@ -26,7 +26,10 @@ def parts_of(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity.removesuffix(ZERO_POINT), _format_named(name) if name else None
+        _parts[grid] = (
+            granularity.removesuffix(ZERO_POINT),
+            _format_named(name) if name else None,
+        )
     return _parts[grid]
 
 
@@ -39,7 +42,9 @@ def _format_named(name: str) -> Format:
 _parts: dict[str, tuple[str, Format | None]] = {}
 
 
-def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def fake_quantize(
+    x: Tensor, levels: Tensor, grid: str, key: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range; return it with the range, which every format shares.
 
     Arguments as those of ``round_in_range``.
@@ -50,7 +55,13 @@ def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> t
 
 
 def round_in_range(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None, clip: bool
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    grid: str,
+    key: Tensor | None,
+    clip: bool,
 ) -> Tensor:
     """Round to a grid, see the module, of a given range, such as a stored one.
 

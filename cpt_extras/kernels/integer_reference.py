@@ -10,7 +10,13 @@ from cpt_core.quantization.rounding import MIN_SCALE, noise
 
 @torch.no_grad()
 def encode(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    key: Tensor | None,
+    clip: bool,
+    channels_last: bool = False,
 ) -> Tensor:
     """Return k - 2**(q - 1), int8, of the grid points that ``rounding.round_to_grid`` returns; q at most 8.
 
@@ -31,10 +37,18 @@ def empty_codes(x: Tensor, channels_last: bool) -> Tensor:
     """Return memory for the codes of a tensor."""
     if not channels_last:
         return torch.empty_like(x, dtype=torch.int8)
-    return x.new_empty([x.shape[d] for d in (0, 2, 3, 1)], dtype=torch.int8).permute(0, 3, 1, 2)
+    return x.new_empty([x.shape[d] for d in (0, 2, 3, 1)], dtype=torch.int8).permute(
+        0, 3, 1, 2
+    )
 
 
-def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
+def affine(
+    product: Tensor,
+    row_codes: Tensor,
+    row_values: Tensor,
+    column_codes: Tensor,
+    column_values: Tensor,
+) -> None:
     """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
 
     No size is 0.
@@ -48,7 +62,9 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
     """
     rows, columns = product.shape
     groups = column_codes.shape[1] // columns
-    (sums, zero_a), (scale_a, scaled, rest_a) = (v.view(len(v), groups, -1, 1) for v in (row_codes, row_values))
+    (sums, zero_a), (scale_a, scaled, rest_a) = (
+        v.view(len(v), groups, -1, 1) for v in (row_codes, row_values)
+    )
     (zero_b, sums_b), (scale_b, rest_b, total_b, bias) = (
         v.view(len(v), groups, 1, columns) for v in (column_codes, column_values)
     )

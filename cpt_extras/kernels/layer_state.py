@@ -64,22 +64,30 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     return StoredRange(low, width, weight)
 
 
-def or_stored(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> Range:
+def or_stored(
+    precision: LayerPrecision, role: str, low: Tensor, width: Tensor
+) -> Range:
     """Return the ranges at hand, or the stored one where it is used and filled; decided on the device."""
     if not uses_stored(precision, role):
         return low, width
     stored_low, stored_width, weight = precision.stored_range(role)
     precision.look_for_empty_range(role, weight)
-    return torch.where(weight > 0, stored_low, low), torch.where(weight > 0, stored_width, width)
+    return torch.where(weight > 0, stored_low, low), torch.where(
+        weight > 0, stored_width, width
+    )
 
 
 def clips_operand(precision: LayerPrecision, role: str) -> bool:
     """Return whether values can lie outside the range of their role."""
     quantizer = precision.quantizers[role]
-    return clips(quantizer.grid, quantizer.rounding == "stochastic") or uses_stored(precision, role)
+    return clips(quantizer.grid, quantizer.rounding == "stochastic") or uses_stored(
+        precision, role
+    )
 
 
-def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor) -> None:
+def track_steps(
+    precision: LayerPrecision, role: str, low: Tensor, width: Tensor
+) -> None:
     """Let a running range follow the ranges of several calls one after the other, (T,), as ``rounding.track`` would."""
     if is_recomputing():
         return
@@ -87,7 +95,9 @@ def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor
     current = torch.stack([low, width, torch.ones_like(width)])
     counts = current.isfinite().all(0)
     if _may_read(current) and bool(counts.all()):
-        decay, shares = _step_weights(len(counts), torch.get_default_dtype())  # as nearly always
+        decay, shares = _step_weights(
+            len(counts), torch.get_default_dtype()
+        )  # as nearly always
         running.mul_(decay).add_((current * shares).sum(1))
         return
     decay, shares = _weights(counts)
@@ -96,14 +106,20 @@ def track_steps(precision: LayerPrecision, role: str, low: Tensor, width: Tensor
 
 def _may_read(x: Tensor) -> bool:
     """Return whether reading a number makes nothing wait, and nobody follows what is computed, as a capture does."""
-    is_followed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    is_followed = (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    )
     return x.is_cpu and type(x) is Tensor and not is_followed
 
 
 def _weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of the old range and of every call, (T,); ``counts``: whether a call counts."""
-    later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
-    return RUNNING_DECAY ** counts.sum(), torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
+    later = (
+        counts.flip(0).cumsum(0).flip(0) - counts.int()
+    )  # calls that count and come after this one
+    return RUNNING_DECAY ** counts.sum(), torch.where(
+        counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0
+    )
 
 
 @lru_cache(maxsize=64)
@@ -120,4 +136,6 @@ def gradient_noise(precision: LayerPrecision, role: str, count: int) -> Gradient
     if quantizer.rounding != "stochastic":
         return GradientNoise(precision.grad_levels, quantizer.grid, None, advance=False)
     key = precision.next_noise_key(count)
-    return GradientNoise(precision.grad_levels, quantizer.grid, key, advance=counts_in_backward())
+    return GradientNoise(
+        precision.grad_levels, quantizer.grid, key, advance=counts_in_backward()
+    )

@@ -30,16 +30,30 @@ Along = tuple[int | None, int | None]
 CPT = torch.ops.cpt
 
 
-def linear(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def linear(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute ``F.linear`` of rounded operands, with a rounded gradient; None where the plain path is to do it."""
     grids = _grids(precision, roles, "linear_grad")
     if grids is None or gemm_backend.in_onednn(operands[0], operands[1]):
         return None
-    y: Tensor | None = CPT.quantized_linear(*operands, *_roundings(precision, grids), *_gradient(precision, grids))
+    y: Tensor | None = CPT.quantized_linear(
+        *operands, *_roundings(precision, grids), *_gradient(precision, grids)
+    )
     return y
 
 
-def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def conv2d(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute ``F.conv2d`` likewise; ``options``: its arguments behind the bias, None where x is arranged otherwise."""
     if options is None:
         return None
@@ -54,16 +68,27 @@ def conv2d(precision: LayerPrecision, operands: Operands, roles: Roles, along: A
     return y
 
 
-def matmul(precision: LayerPrecision, operands: Operands, roles: Roles, along: Along, options: Any) -> Tensor | None:
+def matmul(
+    precision: LayerPrecision,
+    operands: Operands,
+    roles: Roles,
+    along: Along,
+    options: Any,
+) -> Tensor | None:
     """Compute a matmul likewise; ``options``: the function that computes it of rounded operands."""
-    grids = _grids(precision, roles, "linear_grad" if roles[1] == "linear_weight" else "attention_grad")
+    grids = _grids(
+        precision,
+        roles,
+        "linear_grad" if roles[1] == "linear_weight" else "attention_grad",
+    )
     if grids is None:
         return None
     rounded = CPT.round_operands(*operands, *_roundings(precision, grids))
     if not rounded:
         return None
     y: Tensor = CPT.with_rounded_gradient(
-        options(*rounded) if len(rounded) > 2 else options(*rounded, None), *_gradient(precision, grids)
+        options(*rounded) if len(rounded) > 2 else options(*rounded, None),
+        *_gradient(precision, grids),
     )
     return y
 
@@ -89,15 +114,27 @@ class Grids(NamedTuple):
 
 def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | None:
     """Return the grids of an operation; None where the plain path is to compute it."""
-    if torch.compiler.is_compiling():  # asked first: compiled code is not guarded on the others
+    if (
+        torch.compiler.is_compiling()
+    ):  # asked first: compiled code is not guarded on the others
         return None
-    if not precision.training or precision.observer is not None or (precision.unseen and not precision.fixed):
+    if (
+        not precision.training
+        or precision.observer is not None
+        or (precision.unseen and not precision.fixed)
+    ):
         return None
-    if type(precision.grids) is not AffineGrids or operators.active is not torch.ops.cpt:
+    if (
+        type(precision.grids) is not AffineGrids
+        or operators.active is not torch.ops.cpt
+    ):
         return None
     if fake_quantize.operators is not operators.KernelOperators:
         return None
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
         return None
     return _grids_of(precision.now, precision.kind, roles, gradient)
 
@@ -110,8 +147,16 @@ def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids 
         name = role.removeprefix(f"{kind}_")
         return name if name in now.quantizers else role
 
-    first, second, bias, grad = (now.quantizers[own(role)] for role in (*roles, "bias", gradient))
-    if not now.activation or not now.weight or now.splits_gradient or second.running or bias.running:
+    first, second, bias, grad = (
+        now.quantizers[own(role)] for role in (*roles, "bias", gradient)
+    )
+    if (
+        not now.activation
+        or not now.weight
+        or now.splits_gradient
+        or second.running
+        or bias.running
+    ):
         return None
     return Grids(
         running=f"running_{own(roles[0])}" if first.running else None,
@@ -129,7 +174,15 @@ def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     weight_levels = precision.weight_levels
     second_levels = weight_levels if grids.is_weight else precision.levels
     running = None if grids.running is None else vars(precision)[grids.running]
-    return precision.levels, second_levels, weight_levels, running, grids.first, grids.second, grids.bias
+    return (
+        precision.levels,
+        second_levels,
+        weight_levels,
+        running,
+        grids.first,
+        grids.second,
+        grids.bias,
+    )
 
 
 def _gradient(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:

@@ -60,13 +60,19 @@ class Forward(NamedTuple):
     # all of a step's hidden state is NaN if any of it is.
     low: Tensor | None
     width: Tensor | None
-    filled: Tensor | None  # it is taken only if this number is above 0, which is decided on the device
+    filled: (
+        Tensor | None
+    )  # it is taken only if this number is above 0, which is decided on the device
     save: bool  # return what the backward pass needs; else empty tensors
-    grad_levels: Tensor | None  # for the backward pass, as the following, see ``Backward``
+    grad_levels: (
+        Tensor | None
+    )  # for the backward pass, as the following, see ``Backward``
     grad_granularity: str
     key: Tensor | None
     advance: bool  # whether the backward pass adds 1 to the key for every step
-    column_codes: Tensor | None = None  # the two tables of the columns of h U', of codes
+    column_codes: Tensor | None = (
+        None  # the two tables of the columns of h U', of codes
+    )
     column_values: Tensor | None = None
 
 
@@ -83,10 +89,16 @@ class Backward(NamedTuple):
     steps: int  # as in ``Forward``, as the following
     sizes: Sequence[int]
     reverse: bool
-    levels: Tensor | None  # n = 2**q - 1 of the gradient behind the product with h; None leaves it alone
+    levels: (
+        Tensor | None
+    )  # n = 2**q - 1 of the gradient behind the product with h; None leaves it alone
     granularity: str  # of its ranges, step by step, or its grid
-    key: Tensor | None  # of its noise in the first step computed, one more in every step; None rounds half to even
-    column_codes: Tensor | None = None  # the tables of the columns of the gradient's product with codes of ``weight``
+    key: (
+        Tensor | None
+    )  # of its noise in the first step computed, one more in every step; None rounds half to even
+    column_codes: Tensor | None = (
+        None  # the tables of the columns of the gradient's product with codes of ``weight``
+    )
     column_values: Tensor | None = None
 
 
@@ -104,7 +116,12 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
     whole, format = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
-    columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
+    columns: list[list[Tensor]] = [
+        [],
+        [],
+        [],
+        [],
+    ]  # gates, operands, c before the step, tanh(c)
     ranges: list[tuple[Tensor, Tensor]] = []
     h, c = a.h0.contiguous(), a.c0.contiguous()
     for (x_part,) in _split(a.steps, a.sizes, a.reverse, a.x_gates):
@@ -114,9 +131,16 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
             found: Sequence[Tensor] = ()
             if a.low is not None and a.width is not None:
                 found = [a.low, a.width]
-                own = found if a.filled is None and tables is None else ops.range(operand, granularity)
+                own = (
+                    found
+                    if a.filled is None and tables is None
+                    else ops.range(operand, granularity)
+                )
                 if a.filled is not None:
-                    found = [torch.where(a.filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
+                    found = [
+                        torch.where(a.filled > 0, stored, now)
+                        for stored, now in zip(found, own, strict=True)
+                    ]
                 if tables is not None:  # NaN has no code: the range is NaN then
                     found = [torch.where(own[0].isnan(), own[0], found[0]), found[1]]
             if tables is not None:
@@ -127,13 +151,17 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand = (
                     ops.round_to_grid(operand, *found, levels, None, True)
                     if format is None
-                    else ops.round_in_range(operand, *found, levels, granularity, None, True)
+                    else ops.round_in_range(
+                        operand, *found, levels, granularity, None, True
+                    )
                 )
             else:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product, _ = library(MULTIPLY, "")(ops, (operand, *found, levels), weight.t(), tables)
+            product, _ = library(MULTIPLY, "")(
+                ops, (operand, *found, levels), weight.t(), tables
+            )
         else:
             product = gemm_backend.execute(operand, weight, a.bias)
         step = product.add_(x_part)
@@ -144,15 +172,25 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
         tanh = torch.tanh(cell)
         out.append(o * tanh)
         if a.save:
-            for column, value in zip(columns, (step, operand, c[:size], tanh), strict=True):
+            for column, value in zip(
+                columns, (step, operand, c[:size], tanh), strict=True
+            ):
                 column.append(value)
         # sequences that have ended, or not begun in reverse, keep their state
-        h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
+        h, c = (
+            new if size == len(old) else torch.cat([new, old[size:]])
+            for new, old in ((out[-1], h), (cell, c))
+        )
     hidden = _cat(out, a.reverse)
-    saved = [_cat(column, a.reverse) if a.save else a.x_gates.new_empty(0) for column in columns]
+    saved = [
+        _cat(column, a.reverse) if a.save else a.x_gates.new_empty(0)
+        for column in columns
+    ]
     of_steps = a.x_gates.new_empty((2, 0), dtype=torch.float32)
     if ranges and whole == "per_tensor":
-        of_steps = torch.stack([torch.stack(part) for part in zip(*ranges, strict=True)])
+        of_steps = torch.stack(
+            [torch.stack(part) for part in zip(*ranges, strict=True)]
+        )
     return hidden, h, c, of_steps, *saved
 
 
@@ -164,7 +202,13 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         it is the first), and of h0 and c0, (B, H).
     """
     a = Backward(*given)
-    weight, gates, before, tanh_c, levels = a.weight, a.gates, a.before, a.tanh_c, a.levels
+    weight, gates, before, tanh_c, levels = (
+        a.weight,
+        a.gates,
+        a.before,
+        a.tanh_c,
+        a.levels,
+    )
     tables = None if a.column_codes is None else a[-2:]
     hidden_size = weight.shape[1]
     d_h, d_c = a.d_h.contiguous(), a.d_c.contiguous()
@@ -180,9 +224,17 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     to_c = o * (1 - tanh_c * tanh_c)
     d_gates = torch.empty_like(gates)
     behind = d_gates if levels is None else torch.empty_like(gates)
-    keys = [None] * a.steps if a.key is None else (a.key + torch.arange(a.steps, device=a.key.device)).unbind()
-    parts = _split(a.steps, a.sizes, not a.reverse, a.d_out, slopes, to_c, f, d_gates, behind)
-    for (out_part, slope, c_part, f_part, step, after), now in zip(parts, keys, strict=True):
+    keys = (
+        [None] * a.steps
+        if a.key is None
+        else (a.key + torch.arange(a.steps, device=a.key.device)).unbind()
+    )
+    parts = _split(
+        a.steps, a.sizes, not a.reverse, a.d_out, slopes, to_c, f, d_gates, behind
+    )
+    for (out_part, slope, c_part, f_part, step, after), now in zip(
+        parts, keys, strict=True
+    ):
         size = len(step)
         dh = out_part + d_h[:size]
         dc = torch.addcmul(d_c[:size], dh, c_part)
@@ -191,8 +243,12 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.mul(slope[:, 3], dh, out=four[:, 3])
         if levels is not None and tables is not None:
             low, width = ops.range(step, a.granularity)
-            codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
-            product, rounded = library(MULTIPLY, "")(ops, (codes, low, width, levels), weight, tables)
+            codes = ops.encode(
+                step, low, width, levels, now, clips(a.granularity, now is not None)
+            )
+            product, rounded = library(MULTIPLY, "")(
+                ops, (codes, low, width, levels), weight, tables
+            )
             after.copy_(rounded.dequantize())
         else:
             if levels is not None and step.numel():
@@ -200,12 +256,15 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             product = gemm_backend.execute(after, weight.t())
         new = (product, dc * f_part)
         d_h, d_c = (
-            n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
+            n if size == len(old) else torch.cat([n, old[size:]])
+            for n, old in zip(new, (d_h, d_c), strict=True)
         )
     return d_gates, gates.new_empty(0) if levels is None else behind, d_h, d_c
 
 
-def _split(steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+def _split(
+    steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor
+) -> list[tuple[Tensor, ...]]:
     """The rows of every step of several tensors, from the last step to the first if ``reverse``."""
     sizes = list(sizes) or [len(tensors[0]) // steps] * steps
     found = list(zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
@@ -219,7 +278,11 @@ def _cat(column: list[Tensor], reverse: bool) -> Tensor:
 def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the steps of a quantised LSTM and return the first four results of ``forward``."""
     ops = operators.active
-    y, h, c, ranges, *_ = _Recurrence.apply(ops, *given) if torch.compiler.is_compiling() else ops.lstm_forward(*given)
+    y, h, c, ranges, *_ = (
+        _Recurrence.apply(ops, *given)
+        if torch.compiler.is_compiling()
+        else ops.lstm_forward(*given)
+    )
     return y, h, c, ranges
 
 
@@ -262,7 +325,11 @@ def _fake_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Forward(*inputs)
-    ctx.steps, ctx.has_bias, ctx.state = (a.steps, a.sizes, a.reverse), a.bias is not None, a.h0.shape
+    ctx.steps, ctx.has_bias, ctx.state = (
+        (a.steps, a.sizes, a.reverse),
+        a.bias is not None,
+        a.h0.shape,
+    )
     # these may change in place between forward and backward passes: not saved, which would be an error
     ctx.quantizes, ctx.advance = (a.grad_levels, a.grad_granularity, a.key), a.advance
     ctx.filled = filled_steps(a.grad_levels)
@@ -271,16 +338,39 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*output[3:])
 
 
-def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradient(
+    ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any
+) -> tuple[Tensor | None, ...]:
     weight, gates, operands, before, tanh_c = ctx.saved_tensors
     levels, *noise = ctx.quantizes
     quantizes = None if levels is None else forward_steps(levels, ctx.filled), *noise
-    given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, quantizes, ctx.advance
-    with torch.autocast(weight.device.type, enabled=False):  # compilers trace this under that of the forward pass
+    given = (
+        (d_out, d_h, d_c),
+        ctx.state,
+        weight,
+        (gates, before, tanh_c),
+        ctx.steps,
+        quantizes,
+        ctx.advance,
+    )
+    with torch.autocast(
+        weight.device.type, enabled=False
+    ):  # compilers trace this under that of the forward pass
         d_gates, behind, d_h, d_c = gradients(ops, *given)
-        d_weight = gemm_backend.linear(ops, behind.t(), operands.t()) if ctx.needs_input_grad[1] else None
+        d_weight = (
+            gemm_backend.linear(ops, behind.t(), operands.t())
+            if ctx.needs_input_grad[1]
+            else None
+        )
     d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-    return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
+    return (
+        d_gates,
+        d_weight,
+        d_bias,
+        d_h,
+        d_c,
+        *[None] * (len(ctx.needs_input_grad) - 5),
+    )
 
 
 class _Recurrence(torch.autograd.Function):
@@ -299,9 +389,16 @@ class _Recurrence(torch.autograd.Function):
 
 
 def gradients(
-    ops: Any, given: Sequence[Tensor | None], state: Sequence[int], weight: Tensor, saved: Sequence[Tensor],
-    steps: tuple[Any, ...], quantizes: tuple[Any, ...], advance: bool, tables: Sequence[Tensor | None] = (None,) * 2,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ops: Any,
+    given: Sequence[Tensor | None],
+    state: Sequence[int],
+    weight: Tensor,
+    saved: Sequence[Tensor],
+    steps: tuple[Any, ...],
+    quantizes: tuple[Any, ...],
+    advance: bool,
+    tables: Sequence[Tensor | None] = (None,) * 2,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``backward`` does, all of them whole, and let the key of the noise go on.
 
     Args:
@@ -316,7 +413,9 @@ def gradients(
     levels, _, key = quantizes
     d_out = torch.zeros_like(before) if given[0] is None else given[0]
     d_h, d_c = (gates.new_zeros(state) if d is None else d for d in given[1:])
-    d_gates, behind, d_h, d_c = ops.lstm_backward(d_out, d_h, d_c, weight, *saved, *steps, *quantizes, *tables)
+    d_gates, behind, d_h, d_c = ops.lstm_backward(
+        d_out, d_h, d_c, weight, *saved, *steps, *quantizes, *tables
+    )
     if levels is None:
         behind = d_gates
     elif advance and key is not None and gates.numel():
@@ -325,7 +424,9 @@ def gradients(
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("trying to differentiate twice: the quantised LSTM has no gradients of gradients")
+    raise RuntimeError(
+        "trying to differentiate twice: the quantised LSTM has no gradients of gradients"
+    )
 
 
 for _family, _library in operators.LIBRARIES.items():

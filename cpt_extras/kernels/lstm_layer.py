@@ -31,7 +31,9 @@ from cpt_extras.kernels.operators import fake_quantize, linear, range_of, round_
 from cpt_extras.operations.recurrences import LSTMDirection, lstm_handler
 
 
-def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_fused(
+    direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
     precision, role = direction.precision, f"hidden_{direction.name}"
     input_weight = precision.operand("weight", direction.input_weight)
@@ -43,10 +45,15 @@ def run_fused(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tupl
     product = linear(rounded_input(direction, x), input_weight, input_bias)
     x_gates = _with_rounded_gradient(direction, product)
 
-    needs_gradient = any(t is not None and t.requires_grad for t in (x_gates, hidden_weight, hidden_bias, h, c))
+    needs_gradient = any(
+        t is not None and t.requires_grad
+        for t in (x_gates, hidden_weight, hidden_bias, h, c)
+    )
     save = torch.is_grad_enabled() and needs_gradient
     low, width, filled = stored_range(precision, role)
-    grad_levels, grad_granularity, key, advance = gradient_noise(precision, "grad", direction.steps if save else 0)
+    grad_levels, grad_granularity, key, advance = gradient_noise(
+        precision, "grad", direction.steps if save else 0
+    )
     y, last_h, last_c, ranges = recurrence(
         Forward(
             x_gates,
@@ -81,7 +88,9 @@ def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) 
     if precision.observed:
         rows = direction.rows_of_steps(x)
         precision.observe(f"input_{direction.name}", x, rows)
-        precision.observe(f"hidden_{direction.name}", _hidden_before(direction, y, h), rows)
+        precision.observe(
+            f"hidden_{direction.name}", _hidden_before(direction, y, h), rows
+        )
 
 
 def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
@@ -98,7 +107,14 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
         _track_input(direction, low.flatten(), width.flatten())
         return y.flatten(0, 1)
     low, width = input_ranges(direction, x.detach())
-    return round_in_range(x, low, width, precision.levels, quantizer.grid, clip=clips_operand(precision, role))
+    return round_in_range(
+        x,
+        low,
+        width,
+        precision.levels,
+        quantizer.grid,
+        clip=clips_operand(precision, role),
+    )
 
 
 def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
@@ -108,14 +124,21 @@ def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
     if not direction.sizes and quantizer.granularity == "per_tensor":
         ranges = range_of(x.unflatten(0, (direction.steps, -1)), "per_channel")
         of_steps = [r.flatten() for r in ranges]
-        rows = [r.expand(-1, len(x) // direction.steps, 1).reshape(-1, 1) for r in ranges]
+        rows = [
+            r.expand(-1, len(x) // direction.steps, 1).reshape(-1, 1) for r in ranges
+        ]
     else:
         parts = x.split(direction.rows_of_steps(x))
         ranges_of_parts = [range_of(part, quantizer.grid) for part in parts]
         columns = list(zip(*ranges_of_parts, strict=True))
-        of_steps = [torch.stack(column) for column in columns] if quantizer.running else []
+        of_steps = (
+            [torch.stack(column) for column in columns] if quantizer.running else []
+        )
         rows = [
-            torch.cat([r.expand(len(part), 1) for r, part in zip(column, parts, strict=True)]) for column in columns
+            torch.cat(
+                [r.expand(len(part), 1) for r, part in zip(column, parts, strict=True)]
+            )
+            for column in columns
         ]
     if quantizer.running and precision.training:
         _track_input(direction, *of_steps)
@@ -133,9 +156,16 @@ def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
 def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:
     """Quantise the gradient of the input product, (N, 4 H), step by step."""
     precision = direction.precision
-    if precision.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
+    if (
+        precision.quantizers["grad"].granularity == "per_row"
+    ):  # a row belongs to one step: all steps at once
         return precision.gradient("grad", y)
-    return torch.cat([precision.gradient("grad", part) for part in y.split(direction.rows_of_steps(y))])
+    return torch.cat(
+        [
+            precision.gradient("grad", part)
+            for part in y.split(direction.rows_of_steps(y))
+        ]
+    )
 
 
 def _hidden_before(direction: LSTMDirection, y: Tensor, h: Tensor) -> Tensor:
@@ -144,8 +174,15 @@ def _hidden_before(direction: LSTMDirection, y: Tensor, h: Tensor) -> Tensor:
     behind = y.split(rows)
     if direction.is_reverse:  # sequences that end earlier begin with states of h
         later = zip(rows, (*behind[1:], h[:0]), strict=True)
-        return torch.cat([torch.cat([states, h[len(states) : n]]) for n, states in later])
-    return torch.cat([h[: rows[0]], *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True))])
+        return torch.cat(
+            [torch.cat([states, h[len(states) : n]]) for n, states in later]
+        )
+    return torch.cat(
+        [
+            h[: rows[0]],
+            *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True)),
+        ]
+    )
 
 
 register_handler(functions_named("lstm"), lstm_handler(run_fused), "input hx")

@@ -54,7 +54,9 @@ PLAIN = {
 }
 FAMILIES = ("cpt", "cpt_reference")
 # operators with products inside -> their plain backend, for those who look into it; to the last digits but of linear
-LOOPS: dict[str, Any] = {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}
+LOOPS: dict[str, Any] = {
+    f"{family}::linear": torch.nn.functional.linear for family in FAMILIES
+}
 
 
 def range_of(x: Tensor, granularity: str) -> rounding.Range:
@@ -73,7 +75,13 @@ def fake_quantize(
 
 
 def round_in_range(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    grid: str,
+    key: Tensor | None = None,
+    clip: bool = False,
 ) -> Tensor:
     """Round to any grid of a given range; arguments as those of ``grids.round_in_range``."""
     if "|" not in grid and not rounding.has_zero_point(grid):
@@ -90,7 +98,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def has_gradient_node(y: Tensor) -> bool:
     """Whether C++ can quantise the gradient of this output, ``torch.ops.cpt.quantize_gradient``."""
-    return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
+    return (
+        y.is_cpu
+        and active is torch.ops.cpt
+        and gradient_node
+        and not torch.compiler.is_compiling()
+    )
 
 
 def describe_device(device: torch.device) -> str:
@@ -114,7 +127,9 @@ class KernelOperators:
         active.track_(running, low, width)
 
     @staticmethod
-    def quantize_gradient(y: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> Tensor:
+    def quantize_gradient(
+        y: Tensor, levels: Tensor, grid: str, key: Tensor | None
+    ) -> Tensor:
         """Return ``y`` behind a node of autograd that rounds its gradient, of C++ where there is one."""
         if has_gradient_node(y):
             return torch.ops.cpt.quantize_gradient(y, levels, key, grid)
@@ -145,7 +160,9 @@ def _fake_encode(x: Tensor, *rest: Any) -> Tensor:
     return integer_reference.empty_codes(x, channels_last=len(rest) > 5 and rest[5])
 
 
-def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any) -> Tensor:
+def _fake_in_range(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any
+) -> Tensor:
     _check(x, grid)
     return _fake_round(x)
 
@@ -158,7 +175,9 @@ def _check(x: Tensor, grid: str) -> None:
         check_blocks(x.shape, format)
 
 
-def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(
+    x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     _teach_inductor()
     _check(x, granularity)
     return torch.empty_like(x), *_plain_range(x, granularity)
@@ -176,32 +195,63 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def define(
-    library: torch.library.Library, name: str, schema: str, plain: Any,
-    fake: Any = None, backward: Any = None, setup: Any = None,
-) -> None:  # fmt: skip
+    library: torch.library.Library,
+    name: str,
+    schema: str,
+    plain: Any,
+    fake: Any = None,
+    backward: Any = None,
+    setup: Any = None,
+) -> None:
     """Add an operator to a family: its plain backend, what it does without numbers, its gradient where it has any."""
     library.define(f"{name}{schema}")
     library.impl(name, plain, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
     if backward is not None:
-        torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup, lib=library)
+        torch.library.register_autograd(
+            f"{library.ns}::{name}", backward, setup_context=setup, lib=library
+        )
 
 
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
-    fakes = {"range": _plain_range, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
-    fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range, "linear": gemm_backend.fake}
-    gradients = dict.fromkeys(("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup))
-    gradients["linear"] = partial(gemm_backend.gradient, getattr(torch.ops, family)), gemm_backend.setup
+    fakes = {
+        "range": _plain_range,
+        "round_to_grid": _fake_round,
+        "fake_quantize": _fake_quantize,
+    }
+    fakes |= {
+        "encode": _fake_encode,
+        "round_in_range": _fake_in_range,
+        "linear": gemm_backend.fake,
+    }
+    gradients = dict.fromkeys(
+        ("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup)
+    )
+    gradients["linear"] = (
+        partial(gemm_backend.gradient, getattr(torch.ops, family)),
+        gemm_backend.setup,
+    )
     for name, schema in SCHEMAS.items():
-        define(library, name, schema, PLAIN[name], fakes.get(name, lambda *_: None), *gradients.get(name, ()))
+        define(
+            library,
+            name,
+            schema,
+            PLAIN[name],
+            fakes.get(name, lambda *_: None),
+            *gradients.get(name, ()),
+        )
     return library
 
 
 def _teach_inductor() -> None:
     """Let Inductor take the operators apart; called while a model is traced, where Inductor has been asked for."""
-    if _taught or "torch._inductor" not in sys.modules or not torch.compiler.is_compiling():
+    if (
+        _taught
+        or "torch._inductor" not in sys.modules
+        or not torch.compiler.is_compiling()
+    ):
         return
     from torch._inductor import decomposition
 
@@ -213,6 +263,8 @@ def _teach_inductor() -> None:
 
 
 _taught: list[bool] = []
-LIBRARIES = {family: _register(family) for family in FAMILIES}  # as long as these live, the operators exist
+LIBRARIES = {
+    family: _register(family) for family in FAMILIES
+}  # as long as these live, the operators exist
 active: Any = torch.ops.cpt
 gradient_node = False  # the C++ kernels bring it

@@ -34,7 +34,10 @@ class _Product(torch.autograd.Function):
             return None, *backward(gradient)
 
 
-NAMED: dict[str, Callable[..., Tensor]] = {"F.linear": torch.nn.functional.linear, "torch.matmul": torch.matmul}
+NAMED: dict[str, Callable[..., Tensor]] = {
+    "F.linear": torch.nn.functional.linear,
+    "torch.matmul": torch.matmul,
+}
 
 
 @torch.compiler.allow_in_graph
@@ -45,14 +48,26 @@ def _product(name: str, *operands: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
-    return _product("F.linear", x, weight) if bias is None else _product("F.linear", x, weight, bias)
+    return (
+        _product("F.linear", x, weight)
+        if bias is None
+        else _product("F.linear", x, weight, bias)
+    )
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return what ``torch.matmul`` does."""
-    return _product("torch.matmul", a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)
+    return (
+        _product("torch.matmul", a, b)
+        if torch.compiler.is_compiling()
+        else torch.matmul(a, b)
+    )
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Return what ``torch.einsum`` does."""
-    return _product(equation, *operands) if torch.compiler.is_compiling() else torch.einsum(equation, *operands)
+    return (
+        _product(equation, *operands)
+        if torch.compiler.is_compiling()
+        else torch.einsum(equation, *operands)
+    )

@@ -29,7 +29,11 @@ from cpt_core.quantization.op_handlers import (
     run_convolution,
     run_matmul,
 )
-from cpt_core.quantization.op_interception import COMPOSITE_OPS, Interception, QuantizedOpsMode
+from cpt_core.quantization.op_interception import (
+    COMPOSITE_OPS,
+    Interception,
+    QuantizedOpsMode,
+)
 from cpt_core.quantization.precision import in_float32
 from cpt_extras.operations.autocast_matmul import einsum as torch_einsum
 
@@ -58,7 +62,9 @@ def added_matmul(
     if mode.is_weight(input) and beta != 0:
         return run_matmul(mode, compute, first, second, input)
     product = scaled(alpha, run_matmul(mode, multiply, first, second))
-    return product if beta == 0 else scaled(beta, input) + product  # torch does not read an input times 0
+    return (
+        product if beta == 0 else scaled(beta, input) + product
+    )  # torch does not read an input times 0
 
 
 def transposed_convolution(
@@ -79,14 +85,27 @@ def transposed_convolution(
         return x.numel() * weight[0].numel()
 
     operands = input, weight, bias
-    return run_convolution(mode, function, compute, operands, macs, options=(rest, more), is_transposed=True)
+    return run_convolution(
+        mode,
+        function,
+        compute,
+        operands,
+        macs,
+        options=(rest, more),
+        is_transposed=True,
+    )
 
 
 # --- bilinear maps, experts, chains -----------------------------------------------------------------------------------
 
 
 def bilinear(
-    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, weight: Tensor, bias: Tensor | None = None
+    mode: QuantizedOpsMode,
+    function: Any,
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Quantise ``F.bilinear``: both inputs have a range per row, the weight one per output."""
     layer = mode.layer_of(weight)
@@ -99,7 +118,15 @@ def bilinear(
         )
         compute = lambda x, w, b: function(x, second, w.view_as(weight), b)  # noqa: E731
         roles = "attention_query", "linear_weight"
-        return mode.run(layer, "bilinear", compute, (x, w.flatten(1), b), roles, _bilinear_macs, "linear_grad")
+        return mode.run(
+            layer,
+            "bilinear",
+            compute,
+            (x, w.flatten(1), b),
+            roles,
+            _bilinear_macs,
+            "linear_grad",
+        )
 
     return in_float32(layer.precision, first, run, first, second, weight, bias)
 
@@ -112,30 +139,49 @@ def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
 
 
 def grouped_matmul(
-    mode: QuantizedOpsMode, function: Any, first: Tensor, second: Tensor, *rest: Any, **more: Any
+    mode: QuantizedOpsMode,
+    function: Any,
+    first: Tensor,
+    second: Tensor,
+    *rest: Any,
+    **more: Any,
 ) -> Tensor:
     """Quantise a matmul of experts: rows (M, K), each times that one of the weights (E, K, N) that is its own."""
     layer = mode.layer_of(second)
 
     def compute(a: Tensor, bt: Tensor, bias: Tensor | None) -> Tensor:
-        return _by_expert(a, bt.mT, *rest, **more) if a.is_cuda else function(a, bt.mT, *rest, **more)
+        return (
+            _by_expert(a, bt.mT, *rest, **more)
+            if a.is_cuda
+            else function(a, bt.mT, *rest, **more)
+        )
 
     def macs(a: Tensor, bt: Tensor, y: Tensor) -> int:
-        return a.shape[-2] * bt.numel() if a.dim() > bt.dim() else a.numel() * bt.shape[-2]
+        return (
+            a.shape[-2] * bt.numel() if a.dim() > bt.dim() else a.numel() * bt.shape[-2]
+        )
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         roles = input_role(layer, "linear"), "linear_weight"
-        return mode.run(layer, "grouped_mm", compute, (a, b.mT, None), roles, macs, "linear_grad")
+        return mode.run(
+            layer, "grouped_mm", compute, (a, b.mT, None), roles, macs, "linear_grad"
+        )
 
     return in_float32(layer.precision, first, run, first, second)
 
 
-def _by_expert(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+def _by_expert(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any
+) -> Tensor:
     """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     parts = a[: sum(sizes)].split(sizes)
     y = torch.cat([rows @ weight for rows, weight in zip(parts, b, strict=True)])
-    return y if bias is None else y + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+    return (
+        y
+        if bias is None
+        else y + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+    )
 
 
 def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Tensor:
@@ -146,7 +192,9 @@ def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Ten
     return first
 
 
-def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor) -> Tensor:
+def right_matmul(
+    mode: QuantizedOpsMode, function: Any, second: Tensor, first: Tensor
+) -> Tensor:
     """Quantise ``Tensor.__rmatmul__``."""
     return matmul(mode, torch.matmul, first, second)
 
@@ -154,7 +202,9 @@ def right_matmul(mode: QuantizedOpsMode, function: Any, second: Tensor, first: T
 # --- sums over any dimensions -----------------------------------------------------------------------------------------
 
 
-def einsum(mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any) -> Tensor:
+def einsum(
+    mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any
+) -> Tensor:
     """Quantise ``torch.einsum``; of several operands those on the left are multiplied first."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -165,27 +215,43 @@ def einsum(mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any)
     if not arrow:
         single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
         result = ("..." if "..." in left else "") + "".join(single)
-    if "..." in left and "..." not in result:  # summed over: dimensions with letters, as the others
+    if (
+        "..." in left and "..." not in result
+    ):  # summed over: dimensions with letters, as the others
         free = "".join(x for x in ascii_letters if x not in left)
-        terms = [t.replace("...", free[: x.dim() + 3 - len(t)][::-1]) for t, x in zip(terms, tensors, strict=True)]
+        terms = [
+            t.replace("...", free[: x.dim() + 3 - len(t)][::-1])
+            for t, x in zip(terms, tensors, strict=True)
+        ]
     while len(terms) > 1:
         wanted = set("".join([*terms[2:], result]))
         both = terms[0] + terms[1]
         letters = dict.fromkeys(x for x in both if x.isalpha() and x in wanted)
         inner = ("..." if "..." in both else "") + "".join(letters)
         outcome = inner if terms[2:] else result
-        contracted = _contract(mode, function, (terms[0], terms[1]), outcome, tensors[0], tensors[1])
+        contracted = _contract(
+            mode, function, (terms[0], terms[1]), outcome, tensors[0], tensors[1]
+        )
         terms, tensors = [outcome, *terms[2:]], [contracted, *tensors[2:]]
     return tensors[0]
 
 
 def _contract(
-    mode: QuantizedOpsMode, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor
+    mode: QuantizedOpsMode,
+    function: Any,
+    terms: tuple[str, str],
+    result: str,
+    a: Tensor,
+    b: Tensor,
 ) -> Tensor:
     """Compute an einsum of two operands with quantised operands, as the matmul that it is, see ``run_matmul``."""
     equation = f"{terms[0]},{terms[1]}->{result}"
-    summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
-    if not any(x in terms[0] and x in terms[1] for x in summed):  # element by element, as a * b
+    summed = [
+        x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result
+    ]
+    if not any(
+        x in terms[0] and x in terms[1] for x in summed
+    ):  # element by element, as a * b
         return function(equation, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
     sizes = _sizes(terms[0], a)
@@ -195,15 +261,23 @@ def _contract(
     if _is_scaling(mode, terms, summed, sizes) and layer.kind != "linear":
         layer = in_full_precision(layer)
     places = mode.running.features
-    features = _feature_letter(terms[0], places.dim(a)), _feature_letter(terms[1], places.dim(b))
+    features = (
+        _feature_letter(terms[0], places.dim(a)),
+        _feature_letter(terms[1], places.dim(b)),
+    )
     plan = _plan_contraction(mode, layer, terms, summed, sizes, weights, features)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         tensors = {0: a, 1: b}
-        first, second = (_RangesLast(tensors[i], _dims(terms[i], tensors[i], plan.ranged[i])) for i in plan.order)
+        first, second = (
+            _RangesLast(tensors[i], _dims(terms[i], tensors[i], plan.ranged[i]))
+            for i in plan.order
+        )
 
         def compute(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-            restored = dict(zip(plan.order, (first.restore(x), second.restore(y)), strict=True))
+            restored = dict(
+                zip(plan.order, (first.restore(x), second.restore(y)), strict=True)
+            )
             return torch_einsum(equation, restored[0], restored[1])
 
         def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
@@ -214,12 +288,23 @@ def _contract(
             for i, operand in zip(plan.order, (first, second), strict=True)
         )
         operands = first.tensor, second.tensor, None
-        return mode.run(layer, "einsum", compute, operands, plan.roles, macs, plan.gradient, along=along)  # type: ignore[arg-type]
+        return mode.run(
+            layer,
+            "einsum",
+            compute,
+            operands,
+            plan.roles,
+            macs,
+            plan.gradient,
+            along=along,  # type: ignore[arg-type]
+        )
 
     return in_float32(layer.precision, a, run, a, b)
 
 
-def _layer_of_contraction(mode: QuantizedOpsMode, weights: tuple[bool, bool], a: Tensor, b: Tensor) -> Interception:
+def _layer_of_contraction(
+    mode: QuantizedOpsMode, weights: tuple[bool, bool], a: Tensor, b: Tensor
+) -> Interception:
     """Return the layer that holds the weight of a contraction; the running module where neither operand is one."""
     if weights[1]:
         return mode.layer_of(b)
@@ -254,11 +339,17 @@ def _plan_contraction(
     """Return the roles of both operands and their ranges, see ``run_matmul``; ``features``: the letter of those."""
     if any(weights):
         order = (1, 0) if weights == (True, False) else (0, 1)
-        roles = ("linear_weight", "linear_weight") if all(weights) else (input_role(layer, "linear"), "linear_weight")
+        roles = (
+            ("linear_weight", "linear_weight")
+            if all(weights)
+            else (input_role(layer, "linear"), "linear_weight")
+        )
         return _Contraction(order, (summed, summed), roles, "linear_grad")
     rows, columns = _free_letters(terms, summed, 0), _free_letters(terms, summed, 1)
     counts = _product(sizes, rows), _product(sizes, summed), _product(sizes, columns)
-    weights_of_tokens = find_token_weights(mode, counts, features[0] in rows, features[1] in summed)
+    weights_of_tokens = find_token_weights(
+        mode, counts, features[0] in rows, features[1] in summed
+    )
     ranged = {
         "first": (summed, columns),
         "second": (rows, summed),
@@ -266,12 +357,19 @@ def _plan_contraction(
         "scores": (summed, summed),
     }[weights_of_tokens]
     if weights_of_tokens == "scores" or not (ranged[0] and ranged[1]):
-        return _Contraction((0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad")
+        return _Contraction(
+            (0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad"
+        )
     order = (1, 0) if weights_of_tokens == "second" else (0, 1)
     return _Contraction(order, ranged, ATTENTION_CONTEXT, "attention_grad")
 
 
-def _is_scaling(mode: QuantizedOpsMode, terms: tuple[str, str], summed: list[str], sizes: dict[Any, int]) -> bool:
+def _is_scaling(
+    mode: QuantizedOpsMode,
+    terms: tuple[str, str],
+    summed: list[str],
+    sizes: dict[Any, int],
+) -> bool:
     """Return whether a sum has one element, and the first operand is no probability of the only token."""
     if not all(sizes[letter] == 1 for letter in summed):
         return False
@@ -282,7 +380,11 @@ def _is_scaling(mode: QuantizedOpsMode, terms: tuple[str, str], summed: list[str
 
 def _free_letters(terms: tuple[str, str], summed: list[str], index: int) -> list[str]:
     """Return the letters that one operand has alone, and that are not summed over."""
-    return [x for x in terms[index] if x.isalpha() and x not in terms[1 - index] and x not in summed]
+    return [
+        x
+        for x in terms[index]
+        if x.isalpha() and x not in terms[1 - index] and x not in summed
+    ]
 
 
 def _feature_letter(term: str, dim: int) -> str:
@@ -324,7 +426,10 @@ class _RangesLast:
 def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
     """Return the dimensions of an operand of ``einsum`` that have these letters, in their order."""
     before = term.partition(".")[0]
-    places = {letter: i if letter in before else i - len(term) + x.dim() for i, letter in enumerate(term)}
+    places = {
+        letter: i if letter in before else i - len(term) + x.dim()
+        for i, letter in enumerate(term)
+    }
     return [places[letter] for letter in letters if letter in term]
 
 
@@ -338,17 +443,31 @@ def _sizes(term: str, x: Tensor) -> dict[Any, int]:
     return sizes | {i - len(inner): n for i, n in enumerate(inner)}
 
 
-def tensordot(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor, dims: Any = 2, **more: Any) -> Tensor:
+def tensordot(
+    mode: QuantizedOpsMode,
+    function: Any,
+    a: Tensor,
+    b: Tensor,
+    dims: Any = 2,
+    **more: Any,
+) -> Tensor:
     """Quantise ``torch.tensordot`` as the einsum that it is."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     dims_a, dims_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
     dims_a, dims_b = [i % a.dim() for i in dims_a], [i % b.dim() for i in dims_b]
-    left, right = list(ascii_letters[: a.dim()]), list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    left, right = (
+        list(ascii_letters[: a.dim()]),
+        list(ascii_letters[a.dim() : a.dim() + b.dim()]),
+    )
     for i, j in zip(dims_a, dims_b, strict=True):
         right[j] = left[i]
-    result = [x for i, x in enumerate(left) if i not in dims_a] + [x for j, x in enumerate(right) if j not in dims_b]
-    return einsum(mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b)
+    result = [x for i, x in enumerate(left) if i not in dims_a] + [
+        x for j, x in enumerate(right) if j not in dims_b
+    ]
+    return einsum(
+        mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b
+    )
 
 
 def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor | None:
@@ -361,11 +480,16 @@ def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-HANDLERS: dict[str, tuple[Callable[..., Any], str]] = {  # function -> handler, and the names of its operands
+HANDLERS: dict[
+    str, tuple[Callable[..., Any], str]
+] = {  # function -> handler, and the names of its operands
     "addmm": (added_matmul, "input mat1 mat2"),
     "baddbmm": (added_matmul, "input batch1 batch2"),
     "addmv": (added_matmul, "input mat vec"),
-    **{f"conv_transpose{n}d": (transposed_convolution, "input weight bias") for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": (transposed_convolution, "input weight bias")
+        for n in (1, 2, 3)
+    },
     "bilinear": (bilinear, "input1 input2 weight bias"),
     **dict.fromkeys(("grouped_mm", "_grouped_mm"), (grouped_matmul, "mat_a mat_b")),
     **dict.fromkeys(("chain_matmul", "multi_dot"), (chained_matmul, "tensors")),
@@ -396,7 +520,13 @@ def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
     """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
     questions = "has_torch_function", "has_torch_function_variadic"
     namespace = function.__globals__ | dict.fromkeys(questions, lambda *_: False)
-    inner = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    inner = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     inner.__kwdefaults__ = function.__kwdefaults__
     return lambda mode, *args, **kwargs: inner(*args, **kwargs)
 
@@ -404,8 +534,12 @@ def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
 def _linear_cross_entropy(function: Any) -> Callable[..., Any]:
     visible = with_inner_functions_visible(function)
 
-    def composite(mode: QuantizedOpsMode, *args: Any, options: Any = None, **kwargs: Any) -> Any:
-        return visible(mode, *args, **kwargs)  # the options hide its matmul to save memory
+    def composite(
+        mode: QuantizedOpsMode, *args: Any, options: Any = None, **kwargs: Any
+    ) -> Any:
+        return visible(
+            mode, *args, **kwargs
+        )  # the options hide its matmul to save memory
 
     return composite
 

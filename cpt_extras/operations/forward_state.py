@@ -21,7 +21,14 @@ from cpt_core.quantization.fake_quantize import fill_steps
 from cpt_core.quantization.precision import LayerPrecision
 
 LEVELS = ("levels", "weight_levels", "grad_levels", "weight_grad_levels")
-OTHERS = ("now", "training", "calibrated", "recomputes", "int8_operands", "int8_gradient")
+OTHERS = (
+    "now",
+    "training",
+    "calibrated",
+    "recomputes",
+    "int8_operands",
+    "int8_gradient",
+)
 
 
 class ForwardState(NamedTuple):
@@ -45,13 +52,25 @@ class ForwardState(NamedTuple):
     def of(cls, precision: LayerPrecision, evaluates: bool = True) -> ForwardState:
         """Note the state of a layer; ``evaluates``: whether running ranges are read."""
         ranges = (
-            {} if precision.training or not evaluates else {name: x.clone() for name, x in precision.ranges().items()}
+            {}
+            if precision.training or not evaluates
+            else {name: x.clone() for name, x in precision.ranges().items()}
         )
-        return cls(precision.now, precision.training, precision.calibrated, ranges, precision.fixed)
+        return cls(
+            precision.now,
+            precision.training,
+            precision.calibrated,
+            ranges,
+            precision.fixed,
+        )
 
     def differs(self, precision: LayerPrecision) -> bool:
         """Return whether a layer may be in another state now."""
-        return self.now is not precision.now or self.training != precision.training or bool(self.ranges)
+        return (
+            self.now is not precision.now
+            or self.training != precision.training
+            or bool(self.ranges)
+        )
 
     @torch.inference_mode(False)
     def attributes(self, precision: LayerPrecision) -> dict[str, Any]:
@@ -60,7 +79,9 @@ class ForwardState(NamedTuple):
         for tensor, steps in zip(levels.values(), self.now.steps, strict=True):
             if steps is not None:
                 fill_steps(tensor, steps)
-        ranges = {name: x.to(precision.levels.device) for name, x in self.ranges.items()}
+        ranges = {
+            name: x.to(precision.levels.device) for name, x in self.ranges.items()
+        }
         mode = {"training": self.training, "calibrated": self.calibrated}
         return {"now": self.now, "recomputes": True, **mode, **levels, **ranges}
 
@@ -74,7 +95,12 @@ def in_state(states: Mapping[LayerPrecision, ForwardState]) -> Iterator[None]:
             if not state.differs(precision):
                 continue
             attributes = state.attributes(precision)
-            former.append((precision, {name: getattr(precision, name) for name in (*attributes, *OTHERS)}))
+            former.append(
+                (
+                    precision,
+                    {name: getattr(precision, name) for name in (*attributes, *OTHERS)},
+                )
+            )
             vars(precision).update(attributes)
             if precision.execution != "simulated":
                 extensions.load("int8").note_active_bits(precision)

@@ -40,8 +40,14 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.recomputation import CheckpointedFunction, active_checkpoints
 
 # code that computes a weight from its parameters
-PARAMETRIZATION, SPECTRAL_NORM = ParametrizationList.forward.__code__, SpectralNorm.__call__.__code__
-PLAIN_STATE = (None, True)  # of autograd: tensors are saved as they are, and gradients are on
+PARAMETRIZATION, SPECTRAL_NORM = (
+    ParametrizationList.forward.__code__,
+    SpectralNorm.__call__.__code__,
+)
+PLAIN_STATE = (
+    None,
+    True,
+)  # of autograd: tensors are saved as they are, and gradients are on
 # files of compiled code: what calls it, and what modules that are made of graphs have
 COMPILED_RUNTIME = str(Path(torch.__file__).parent / "_functorch" / "aot_autograd.py")
 GRAPH_FILES = "<eval_with_key>"
@@ -73,7 +79,9 @@ class GuardedModule(RunningModule):
 class GuardedMode(QuantizedOpsMode):
     """The mode of a model that may run in unusual ways."""
 
-    def enter(self, module: nn.Module, interception: Interception, frame: Any = None) -> None:
+    def enter(
+        self, module: nn.Module, interception: Interception, frame: Any = None
+    ) -> None:
         """Put a module on the stack, and switch the mode on where it is not.
 
         Args:
@@ -94,7 +102,9 @@ class GuardedMode(QuantizedOpsMode):
                 extensions.services("processes").share_ranges_of_active()
             state = _autograd_state()
             checkpoints = self._checkpoints_around(frame, state)
-            entry = GuardedModule(module, interception, frame, state, switches_on, checkpoints)
+            entry = GuardedModule(
+                module, interception, frame, state, switches_on, checkpoints
+            )
             if interception.precision is not None:
                 for checkpoint in checkpoints:
                     checkpoint.note(interception.precision)
@@ -102,14 +112,22 @@ class GuardedMode(QuantizedOpsMode):
         if entry.switched_on:
             self.__enter__()
 
-    def _checkpoints_around(self, frame: Any, state: Any) -> tuple[CheckpointedFunction, ...]:
+    def _checkpoints_around(
+        self, frame: Any, state: Any
+    ) -> tuple[CheckpointedFunction, ...]:
         """Return the checkpoints in which a module is entered, in a frame and at a state of autograd."""
         stack: list[Any] = self.running.stack
         if not stack or stack[-1].frame is None:
-            return () if state == PLAIN_STATE else active_checkpoints(self, None, frame, None)
+            return (
+                ()
+                if state == PLAIN_STATE
+                else active_checkpoints(self, None, frame, None)
+            )
         return self._checkpoints_inside(stack[-1], frame, state)
 
-    def _checkpoints_inside(self, entry: GuardedModule, frame: Any, state: Any) -> tuple[CheckpointedFunction, ...]:
+    def _checkpoints_inside(
+        self, entry: GuardedModule, frame: Any, state: Any
+    ) -> tuple[CheckpointedFunction, ...]:
         """Return the checkpoints in which the forward of a module computes, in a frame and at a state of autograd."""
         if state == entry.autograd_state:
             return entry.checkpoints
@@ -126,7 +144,9 @@ class GuardedMode(QuantizedOpsMode):
         if not stack or stack[-1].module is not module:
             if not any(entry.module is module for entry in stack):
                 return  # a hook failed before the module was entered
-            while stack[-1].module is not module:  # the forward of another was interrupted
+            while (
+                stack[-1].module is not module
+            ):  # the forward of another was interrupted
                 self._drop()
         self._drop()
 
@@ -143,7 +163,11 @@ class GuardedMode(QuantizedOpsMode):
     def _drop_interrupted(self, frame: Any) -> None:
         """Take modules off the stack whose forward was interrupted."""
         stack: list[Any] = self.running.stack
-        while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame, frame):
+        while (
+            stack
+            and stack[-1].frame is not None
+            and not _is_running(stack[-1].frame, frame)
+        ):
             self._drop()
 
     def _switch_off(self) -> None:
@@ -167,7 +191,9 @@ class GuardedMode(QuantizedOpsMode):
             return bool(stack)
         return _runs_in(stack[-1].frame, sys._getframe(2))
 
-    def call_handler(self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_handler(
+        self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Let a handler compute a function; say clearly which tensors of other classes it cannot serve."""
         try:
             return super().call_handler(handler, function, args, kwargs)
@@ -178,7 +204,13 @@ class GuardedMode(QuantizedOpsMode):
                 raise
             return None
 
-    def run_inside(self, entry: RunningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_inside(
+        self,
+        entry: RunningModule,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
         self.running.stack[-1].scores.extend(entry.scores)
@@ -200,14 +232,25 @@ class GuardedMode(QuantizedOpsMode):
         held = weight if weight._base is None else weight._base
         if isinstance(held, nn.Parameter) or torch.compiler.is_compiling():
             return super().find_owner(weight)
-        return next((layer for tensor, layer in self._stand_ins() if tensor is held or tensor is weight), None)
+        return next(
+            (
+                layer
+                for tensor, layer in self._stand_ins()
+                if tensor is held or tensor is weight
+            ),
+            None,
+        )
 
     def _stand_ins(self) -> list[tuple[Tensor, Interception]]:
         """Return tensors in the place of parameters, as ``functional_call`` and replicas have them, of the module."""
         entry: Any = self.running.stack[-1]
         if entry.stand_ins is None:
             held = held_tensors(entry.module)
-            entry.stand_ins = [(tensor, layer) for tensor, layer in held if not isinstance(tensor, nn.Parameter)]
+            entry.stand_ins = [
+                (tensor, layer)
+                for tensor, layer in held
+                if not isinstance(tensor, nn.Parameter)
+            ]
             entry.stand_ins += _replicated_tensors(entry.module)
         return entry.stand_ins
 
@@ -216,7 +259,9 @@ class GuardedMode(QuantizedOpsMode):
         is_active = super().is_active(precision)
         if not torch.compiler.is_compiling():
             entry: Any = self.running.stack[-1]
-            for checkpoint in self._checkpoints_inside(entry, sys._getframe(), _autograd_state()):
+            for checkpoint in self._checkpoints_inside(
+                entry, sys._getframe(), _autograd_state()
+            ):
                 checkpoint.note(precision)
         return is_active
 
@@ -243,7 +288,9 @@ def _replicated_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
 
 def _autograd_state() -> tuple[Any, bool]:
     """Return hooks on saved tensors, and whether gradients are on: a checkpoint changes one of them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
+    return torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    ), torch.is_grad_enabled()
 
 
 def _is_running(frame: Any, current: Any) -> bool:
@@ -263,7 +310,11 @@ def _runs_in(frame: Any, current: Any) -> bool:
         if current is None:
             return False
         code = current.f_code
-        if code is PARAMETRIZATION or code is SPECTRAL_NORM or code.co_filename == COMPILED_RUNTIME:
+        if (
+            code is PARAMETRIZATION
+            or code is SPECTRAL_NORM
+            or code.co_filename == COMPILED_RUNTIME
+        ):
             return False
         if code.co_filename.startswith(GRAPH_FILES) and "self" in code.co_varnames:
             if "dynamo_compile_id" in getattr(current.f_locals["self"], "meta", {}):
@@ -279,7 +330,9 @@ def _run_uncompiled(hook: Callable[..., Any]) -> None:
         evaluation.skip_code(hook.__code__)
     else:
         skip = evaluation._FrameAction.SKIP
-        evaluation.set_code_exec_strategy(hook.__code__, evaluation._FrameExecStrategy(skip, skip))
+        evaluation.set_code_exec_strategy(
+            hook.__code__, evaluation._FrameExecStrategy(skip, skip)
+        )
 
 
 _run_uncompiled(enter_module)

@@ -37,11 +37,20 @@ class CheckpointedFunction:
         running: the module in whose forward the checkpoint is; None where it is around the whole model.
     """
 
-    def __init__(self, function: Callable[..., Any], mode: GuardedMode, running: RunningModule | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mode: GuardedMode,
+        running: RunningModule | None,
+    ) -> None:
         self.function, self.mode = function, mode
         self.running: RunningModule | None = None
-        if running is not None:  # the entry of the stack itself holds the frame of the forward, with all of its tensors
-            self.running = RunningModule(running.module, running.interception, scores=list(running.scores))
+        if (
+            running is not None
+        ):  # the entry of the stack itself holds the frame of the forward, with all of its tensors
+            self.running = RunningModule(
+                running.module, running.interception, scores=list(running.scores)
+            )
         self.states: dict[LayerPrecision, ForwardState] = {}
 
     def note(self, precision: LayerPrecision) -> None:
@@ -69,13 +78,20 @@ def active_checkpoints(
         frame: of Python, from which reentrant checkpoints are searched.
         until: frame at which this search ends; None for that of the whole program.
     """
-    found = [_prepared(holder, "recompute_fn", mode, running) for holder in _frames_of_checkpoints()]
+    found = [
+        _prepared(holder, "recompute_fn", mode, running)
+        for holder in _frames_of_checkpoints()
+    ]
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        found += [_prepared(*place, mode, running) for place in _reentrant(frame, until)]
+        found += [
+            _prepared(*place, mode, running) for place in _reentrant(frame, until)
+        ]
     return tuple(found)
 
 
-def _prepared(holder: Any, name: str, mode: GuardedMode, running: RunningModule | None) -> CheckpointedFunction:
+def _prepared(
+    holder: Any, name: str, mode: GuardedMode, running: RunningModule | None
+) -> CheckpointedFunction:
     """Return the function that an attribute of a checkpoint holds, and put it there."""
     function = getattr(holder, name)
     if not isinstance(function, CheckpointedFunction):
@@ -92,9 +108,16 @@ def _frames_of_checkpoints() -> list[Any]:
         autograd._pop_saved_tensors_default_hooks()
     for pair in reversed(hooks):
         autograd._push_saved_tensors_default_hooks(*pair)
-    packs = [pack for pack, _ in reversed(hooks) if getattr(pack, "__qualname__", "").startswith(TORCH_HOOK)]
+    packs = [
+        pack
+        for pack, _ in reversed(hooks)
+        if getattr(pack, "__qualname__", "").startswith(TORCH_HOOK)
+    ]
     return [
-        dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))["frame"].cell_contents for pack in packs
+        dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[
+            "frame"
+        ].cell_contents
+        for pack in packs
     ]
 
 
@@ -109,7 +132,11 @@ def _reentrant(frame: Any, until: Any) -> list[tuple[Any, str]]:
         if code.co_name == "forward" and code.co_argcount:
             context = caller.f_locals.get(code.co_varnames[0])
             if isinstance(context, FunctionCtx):
-                found += [(context, name) for name, value in vars(context).items() if _code_of(value) in running]
+                found += [
+                    (context, name)
+                    for name, value in vars(context).items()
+                    if _code_of(value) in running
+                ]
         running.add(code)
     return found
 

@@ -20,25 +20,44 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.lstm import RecurrentCall, direction_names, lstm_state, run_in_float32
+from cpt_core.quantization.lstm import (
+    RecurrentCall,
+    direction_names,
+    lstm_state,
+    run_in_float32,
+)
 from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 
 State = tuple[Tensor, ...]  # h and c; of other recurrent layers h alone
 Linear = Callable[..., Tensor]  # x (N, K), weight (M, K), bias -> (N, M)
-Weights = Sequence[Any]  # of input and hidden state, their biases, and the projection; None for what there is not
+Weights = Sequence[
+    Any
+]  # of input and hidden state, their biases, and the projection; None for what there is not
 Step = Callable[[Linear, Weights, Tensor, State], State]
 
 
-def rnn_step(activation: Callable[[Tensor], Tensor], linear: Linear, w: Weights, x: Tensor, state: State) -> State:
+def rnn_step(
+    activation: Callable[[Tensor], Tensor],
+    linear: Linear,
+    w: Weights,
+    x: Tensor,
+    state: State,
+) -> State:
     """Take a step of an RNN."""
     return (activation(linear(x, w[0], w[2]) + linear(state[0], w[1], w[3])),)
 
 
 def gru_step(linear: Linear, w: Weights, x: Tensor, state: State) -> State:
     """Take a step of a GRU."""
-    x_gates, h_gates = linear(x, w[0], w[2]).chunk(3, -1), linear(state[0], w[1], w[3]).chunk(3, -1)
-    reset, update = torch.sigmoid(x_gates[0] + h_gates[0]), torch.sigmoid(x_gates[1] + h_gates[1])
+    x_gates, h_gates = (
+        linear(x, w[0], w[2]).chunk(3, -1),
+        linear(state[0], w[1], w[3]).chunk(3, -1),
+    )
+    reset, update = (
+        torch.sigmoid(x_gates[0] + h_gates[0]),
+        torch.sigmoid(x_gates[1] + h_gates[1]),
+    )
     new = torch.tanh(x_gates[2] + reset * h_gates[2])
     return (new + update * (state[0] - new),)
 
@@ -74,14 +93,21 @@ def run_cell(
     return after if kind == "lstm" else after[0]
 
 
-def run_recurrence(kind: str, linear: Linear, input: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def run_recurrence(
+    kind: str, linear: Linear, input: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
     """Compute what ``torch.gru`` and its like do; arguments as there."""
     call = RecurrentCall.of(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
         steps = x.split(call.sizes or len(x) // steps_of(call))
         is_reverse = call.is_bidirectional and index % 2 == 1
-        return run_steps(partial(STEPS[kind], linear, call.weights_of(index)), steps, start, is_reverse)
+        return run_steps(
+            partial(STEPS[kind], linear, call.weights_of(index)),
+            steps,
+            start,
+            is_reverse,
+        )
 
     return run_layers(call, run_direction)
 
@@ -130,7 +156,9 @@ RunDirection = Callable[[LSTMDirection, Tensor, Tensor, Tensor], tuple[Tensor, .
 def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
     """Return a handler of ``torch.lstm`` that computes every direction of every layer with a function."""
 
-    def handler(mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any) -> tuple[Tensor, ...] | None:
+    def handler(
+        mode: QuantizedOpsMode, function: Any, input: Tensor, *args: Any
+    ) -> tuple[Tensor, ...] | None:
         layer = mode.running.stack[-1].interception
         if layer.kind != "lstm":
             return None
@@ -141,7 +169,9 @@ def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
     return handler
 
 
-def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+def run_by_steps(
+    direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, ...]:
     """Run one direction of one layer, one time step after the other."""
     precision, name = direction.precision, direction.name
     input_weight = precision.operand("weight", direction.input_weight)
@@ -152,19 +182,29 @@ def run_by_steps(direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor) -> t
     )
 
     def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return precision.multiplied(fake_quantize.operators.linear, operand, weight, bias)
+        return precision.multiplied(
+            fake_quantize.operators.linear, operand, weight, bias
+        )
 
     def step(x: Tensor, state: State) -> State:
         hidden, cell = state
-        input_gates = multiply(precision.operand(f"input_{name}", x), input_weight, input_bias)
-        hidden_gates = multiply(precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias)
+        input_gates = multiply(
+            precision.operand(f"input_{name}", x), input_weight, input_bias
+        )
+        hidden_gates = multiply(
+            precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias
+        )
         return lstm_state(input_gates + hidden_gates, cell)
 
-    return run_steps(step, x.split(direction.rows_of_steps(x)), (h, c), direction.is_reverse)
+    return run_steps(
+        step, x.split(direction.rows_of_steps(x)), (h, c), direction.is_reverse
+    )
 
 
 def run_lstm(
-    precision: LayerPrecision, call: RecurrentCall, run_direction: RunDirection = run_by_steps
+    precision: LayerPrecision,
+    call: RecurrentCall,
+    run_direction: RunDirection = run_by_steps,
 ) -> tuple[Tensor, ...]:
     """Return hidden states, last h and last c of a quantised LSTM."""
     names = direction_names(call.num_layers, call.is_bidirectional)
@@ -174,7 +214,9 @@ def run_lstm(
     def run_all(in_dtype: RecurrentCall) -> tuple[Tensor, ...]:
         def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
             w_ih, w_hh, b_ih, b_hh, _ = in_dtype.weights_of(index)
-            direction = LSTMDirection(precision, names[index], w_ih, w_hh, b_ih, b_hh, steps_of(call), sizes)
+            direction = LSTMDirection(
+                precision, names[index], w_ih, w_hh, b_ih, b_hh, steps_of(call), sizes
+            )
             results = None if executor is None else executor(direction, x, h, c)
             return run_direction(direction, x, h, c) if results is None else results
 
@@ -188,10 +230,16 @@ def run_lstm(
 
 def steps_of(call: RecurrentCall) -> int:
     """Return the number of time steps."""
-    return call.x.shape[1 if call.is_batch_first else 0] if call.sizes is None else len(call.sizes)
+    return (
+        call.x.shape[1 if call.is_batch_first else 0]
+        if call.sizes is None
+        else len(call.sizes)
+    )
 
 
-def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def run_layers(
+    call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
     """Run all layers, with dropout between them; return hidden states and the states behind the last step.
 
     Args:
@@ -219,7 +267,10 @@ def run_layers(call: RecurrentCall, run_direction: Callable[..., tuple[Tensor, .
 
 
 def run_steps(
-    step: Callable[[Tensor, State], State], xs: Sequence[Tensor], start: State, is_reverse: bool
+    step: Callable[[Tensor, State], State],
+    xs: Sequence[Tensor],
+    start: State,
+    is_reverse: bool,
 ) -> tuple[Tensor, ...]:
     """Return hidden states of all steps, and the last state; batches shrink, or grow, as in packed sequences.
 
@@ -237,7 +288,10 @@ def run_steps(
             ended.append(tuple(s[len(x) :] for s in state))
             state = tuple(s[: len(x)] for s in state)
         elif len(x) > len(state[0]):
-            state = tuple(torch.cat([s, begin[len(s) : len(x)]]) for s, begin in zip(state, start, strict=True))
+            state = tuple(
+                torch.cat([s, begin[len(s) : len(x)]])
+                for s, begin in zip(state, start, strict=True)
+            )
         state = step(x, state)
         ys.append(state[0])
     parts = [state, *ended[::-1]]

@@ -20,7 +20,10 @@ from cpt_core.schedules.schedule import Levels
 from cpt_extras.operations.forward_state import ForwardState, in_state
 
 RoundGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
-ROUND_ONCE = ("lstm", "graph")  # kinds of layers that round a gradient once for both of its uses
+ROUND_ONCE = (
+    "lstm",
+    "graph",
+)  # kinds of layers that round a gradient once for both of its uses
 
 
 def check(kind: str, formats: Levels, layer: str) -> None:
@@ -35,7 +38,12 @@ def check(kind: str, formats: Levels, layer: str) -> None:
 
 class _SplitGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, round_gradients: RoundGradients, compute: Callable[..., Tensor], *operands: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        round_gradients: RoundGradients,
+        compute: Callable[..., Tensor],
+        *operands: Any,
+    ) -> Tensor:
         ctx.round_gradients, ctx.compute = round_gradients, compute
         ctx.save_for_backward(*operands)
         return compute(*operands)
@@ -47,19 +55,27 @@ class _SplitGradient(torch.autograd.Function):
         operands: list[Any] = list(ctx.saved_tensors)
         if not is_differentiated_again:
             operands = [
-                x if x is None else x.detach().requires_grad_(need) for x, need in zip(operands, needed, strict=True)
+                x if x is None else x.detach().requires_grad_(need)
+                for x, need in zip(operands, needed, strict=True)
             ]
         with torch.enable_grad():
             output = ctx.compute(*operands)
         for_input, for_weight = ctx.round_gradients(gradient)
         gradients: list[Tensor | None] = [None] * len(operands)
-        for rounded, places in ((for_input, (0,)), (for_weight, range(1, len(operands)))):
+        for rounded, places in (
+            (for_input, (0,)),
+            (for_weight, range(1, len(operands))),
+        ):
             wanted = [i for i in places if needed[i]]
             if not wanted:
                 continue
             inputs = [operands[i] for i in wanted]
             found = torch.autograd.grad(
-                output, inputs, rounded, retain_graph=True, create_graph=is_differentiated_again
+                output,
+                inputs,
+                rounded,
+                retain_graph=True,
+                create_graph=is_differentiated_again,
             )
             for i, operand_gradient in zip(wanted, found, strict=True):
                 gradients[i] = operand_gradient
@@ -67,7 +83,10 @@ class _SplitGradient(torch.autograd.Function):
 
 
 def multiplied(
-    precision: LayerPrecision, role: str, compute: Callable[..., Tensor], *operands: Tensor | None
+    precision: LayerPrecision,
+    role: str,
+    compute: Callable[..., Tensor],
+    *operands: Tensor | None,
 ) -> Tensor:
     """Return ``compute(*operands)``; its gradient is quantised for the first operand, and again for the others.
 
@@ -77,7 +96,9 @@ def multiplied(
         compute: linear in each operand.
         operands: first operand, second operand, and perhaps a bias; None for one that is not there.
     """
-    round_gradients = partial(_rounded_gradients, precision, ForwardState.of(precision, evaluates=False), role)
+    round_gradients = partial(
+        _rounded_gradients, precision, ForwardState.of(precision, evaluates=False), role
+    )
     return _SplitGradient.apply(round_gradients, compute, *operands)
 
 
@@ -96,18 +117,24 @@ def _rounded_gradients(
         return _round_for_both(precision, role, gradient)
 
 
-def _round_for_both(precision: LayerPrecision, role: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _round_for_both(
+    precision: LayerPrecision, role: str, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     formats = precision.now.formats
     for_input = for_weight = gradient
     if formats.error is not None:
         for_input = rounded_gradient(precision, role, gradient, precision.grad_levels)
     if formats.weight_gradient is not None:
         role = weight_gradient_role(role)
-        for_weight = rounded_gradient(precision, role, gradient, precision.weight_grad_levels)
+        for_weight = rounded_gradient(
+            precision, role, gradient, precision.weight_grad_levels
+        )
     return for_input, for_weight
 
 
-def rounded_gradient(precision: LayerPrecision, role: str, gradient: Tensor, steps: Tensor) -> Tensor:
+def rounded_gradient(
+    precision: LayerPrecision, role: str, gradient: Tensor, steps: Tensor
+) -> Tensor:
     """Return a gradient that has come on the grid of its role; ``steps``: n = 2**q - 1, 0-d."""
 
     def rounded(role: str, gradient: Tensor) -> Tensor:

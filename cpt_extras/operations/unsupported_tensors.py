@@ -9,14 +9,18 @@ from torch import Tensor
 from cpt_core.quantization.op_interception import QuantizedOpsMode, tensors_of
 
 
-def belong_to_torch(mode: QuantizedOpsMode, error: Exception, args: Any, kwargs: Any) -> bool:
+def belong_to_torch(
+    mode: QuantizedOpsMode, error: Exception, args: Any, kwargs: Any
+) -> bool:
     """Return whether an operation failed for a tensor of another class in a layer in float32: torch is to run it.
 
     Raises:
         TypeError: where the layer quantises.
     """
     for x in tensors_of(args, kwargs):
-        if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _traces(type(x)):
+        if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _traces(
+            type(x)
+        ):
             _refuse(mode, x, error)
             return True
     return False

@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_extras.search.allocation import allocate as allocate
     from cpt_extras.search.precision_search import try_precision as try_precision
     from cpt_extras.search.range_test import RangeTestWarning as RangeTestWarning
-    from cpt_extras.search.range_test import precision_range_test as precision_range_test
+    from cpt_extras.search.range_test import (
+        precision_range_test as precision_range_test,
+    )
     from cpt_extras.search.range_test_result import PrecisionRange as PrecisionRange
     from cpt_extras.search.search_result import Tried as Tried
     from cpt_extras.search.sensitivity_analysis import sensitivity as sensitivity

@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 
 from cpt_core.schedules.cost import StepCost
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, check_range
+from cpt_core.schedules.schedule import (
+    MOST_STEPS,
+    Schedule,
+    StaticSchedule,
+    check_range,
+)
 from cpt_core.validation import MOST_BITS, choose, whole
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.prices import costs_of, function_of, role_prices, static_cost
@@ -38,7 +43,9 @@ TOLERANCE = 1e-3  # of the budget, from below
 EXACT = 1e-12  # what is left of the budget, and of a gain, by the arithmetic alone
 MOST = 1_000  # places
 ALIKE = 1e-9  # relative difference of two gains below which they are one
-Counts = NDArray[np.int64]  # (places, precisions): how many steps of a place run at each
+Counts = NDArray[
+    np.int64
+]  # (places, precisions): how many steps of a place run at each
 
 
 def allocate(
@@ -90,7 +97,12 @@ def allocate(
         raise ValueError(
             f"give what cpt.search.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}"
         )
-    total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1, MOST_STEPS)
+    total = whole(
+        "total_steps",
+        sensitivity.steps if total_steps is None else total_steps,
+        1,
+        MOST_STEPS,
+    )
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])
     if over in ("layers", "roles"):
@@ -102,20 +114,35 @@ def allocate(
     noise: Array = np.power(4.0, -levels)
     if over in ("roles", "all"):
         if q_grad is not None:
-            raise ValueError(f"over {over!r} gradients have bits of their own; leave q_grad out, got {q_grad!r}")
-        levels, noise, prices = _worth_having(sensitivity.weights("roles", floor), levels, q_max, cost, ladder)
+            raise ValueError(
+                f"over {over!r} gradients have bits of their own; leave q_grad out, got {q_grad!r}"
+            )
+        levels, noise, prices = _worth_having(
+            sensitivity.weights("roles", floor), levels, q_max, cost, ladder
+        )
     check_budget(budget, prices[0], prices[-1], q_min, q_max)
-    time = np.ones(1) if over in ("layers", "roles") else sensitivity.weights("time", floor)
+    time = (
+        np.ones(1)
+        if over in ("layers", "roles")
+        else sensitivity.weights("time", floor)
+    )
     alike = over in ("time", "roles")  # in all layers
     layers = np.ones(1) if alike else sensitivity.weights("layers", floor)
     macs = np.ones(1) if alike else np.array(sensitivity.macs, dtype=float)
     weights = time[:, None] / time.mean() * layers[None]
-    work, length = (np.broadcast_to(x, weights.shape).ravel() for x in (macs[None], steps[:, None]))
+    work, length = (
+        np.broadcast_to(x, weights.shape).ravel() for x in (macs[None], steps[:, None])
+    )
     counts = spread_bits(weights.ravel(), work, length, float(budget), prices, noise)
-    schedules = [_schedule(levels[_order(places)]) for places in counts.reshape(*weights.shape, -1).transpose(1, 0, 2)]
+    schedules = [
+        _schedule(levels[_order(places)])
+        for places in counts.reshape(*weights.shape, -1).transpose(1, 0, 2)
+    ]
     if alike:
         return schedules[0]
-    return LayeredSchedule(tuple(zip(sensitivity.groups, schedules, sensitivity.macs, strict=True)))
+    return LayeredSchedule(
+        tuple(zip(sensitivity.groups, schedules, sensitivity.macs, strict=True))
+    )
 
 
 def static_of_cost(
@@ -138,7 +165,9 @@ def static_of_cost(
     if low == len(prices) - 1 or math.isclose(prices[low], budget):
         return StaticSchedule(q_min + low, total_steps)
     counts = np.zeros((1, len(prices)), dtype=np.int64)
-    counts[0, low + 1] = math.ceil((budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps)
+    counts[0, low + 1] = math.ceil(
+        (budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps
+    )
     counts[0, low] = total_steps - counts[0, low + 1]
     return _table(np.arange(q_min, q_max + 1)[_order(counts)])
 
@@ -148,23 +177,33 @@ def _order(counts: Counts) -> list[int]:
     order: list[int] = []
     for of_place in counts:
         when = np.concatenate([(np.arange(n) + 0.5) / n for n in of_place if n])
-        order += np.repeat(np.arange(len(of_place)), of_place)[np.argsort(when, kind="stable")].tolist()
+        order += np.repeat(np.arange(len(of_place)), of_place)[
+            np.argsort(when, kind="stable")
+        ].tolist()
     return order
 
 
 def _table(bits: NDArray[np.int64]) -> TableSchedule:
-    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits.tolist())))
+    return TableSchedule(
+        tuple((q, len(list(run))) for q, run in itertools.groupby(bits.tolist()))
+    )
 
 
 def _schedule(bits: NDArray[np.int64]) -> Schedule:
     """Make a schedule of the bits of every step, (steps,) or (steps, 3) by role."""
     if bits.ndim == 1:
         return _table(bits)
-    return RoleSchedules(**{role: _table(of_role) for role, of_role in zip(ROLES, bits.T, strict=True)})
+    return RoleSchedules(
+        **{role: _table(of_role) for role, of_role in zip(ROLES, bits.T, strict=True)}
+    )
 
 
 def _worth_having(
-    weights: Array, levels: NDArray[np.int64], q_max: int, cost: StepCost | str | None, ladder: FormatLadder | None
+    weights: Array,
+    levels: NDArray[np.int64],
+    q_max: int,
+    cost: StepCost | str | None,
+    ladder: FormatLadder | None,
 ) -> tuple[NDArray[np.int64], Array, Array]:
     """Return the bits by role, (n, 3), that lose less than all others of their price, their noise and their prices.
 
@@ -173,13 +212,17 @@ def _worth_having(
     """
     every = np.array(list(itertools.product(levels.tolist(), repeat=3)))
     weight, activation, gradient = every.T
-    prices, unit = role_prices((activation, weight, gradient, gradient), q_max, cost, ladder)
+    prices, unit = role_prices(
+        (activation, weight, gradient, gradient), q_max, cost, ladder
+    )
     noise = 4.0**-every @ (weights / weights.mean())
     found: list[int] = []
     for i in np.lexsort((noise, prices)).tolist():
         while len(found) > 1:
             a, b = found[-2:]
-            if (noise[a] - noise[b]) * (prices[i] - prices[b]) > (noise[b] - noise[i]) * (prices[b] - prices[a]):
+            if (noise[a] - noise[b]) * (prices[i] - prices[b]) > (
+                noise[b] - noise[i]
+            ) * (prices[b] - prices[a]):
                 break
             found.pop()
         found.append(i)
@@ -187,7 +230,12 @@ def _worth_having(
 
 
 def spread_bits(
-    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, prices: Array, noise: Array
+    weights: Array,
+    macs: Array,
+    steps: NDArray[np.int64],
+    budget: float,
+    prices: Array,
+    noise: Array,
 ) -> Counts:
     """Return how many steps of every place run at each precision, (places, precisions).
 
@@ -198,13 +246,23 @@ def spread_bits(
     ``noise`` (precisions,). ValueError for a budget that so few steps cannot meet.
     """
     if len(weights) > MOST:
-        raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
-    cost = (macs / (macs * steps).sum())[:, None] * prices[None]  # of a step, (places, precisions)
+        raise ValueError(
+            f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}"
+        )
+    cost = (macs / (macs * steps).sum())[:, None] * prices[
+        None
+    ]  # of a step, (places, precisions)
     loss = weights[:, None] * noise[None]
     return _exchanged(_given_out(cost, loss, steps, budget), cost, loss, budget)
 
 
-def _prices(q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None) -> Array:
+def _prices(
+    q_min: Any,
+    q_max: Any,
+    q_grad: Any,
+    cost: StepCost | str | None,
+    ladder: FormatLadder | None,
+) -> Array:
     """Return what a step costs at every precision, relative to one of the baseline.
 
     ValueError unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
@@ -212,14 +270,24 @@ def _prices(q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, la
     q_min, q_max = whole("q_min", q_min), whole("q_max", q_max)
     check_range(q_min, q_max, 1)
     grade = q_max if q_grad is None else whole("q_grad", q_grad, 1, MOST_BITS)
-    prices = costs_of(np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder))
-    if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
-        shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
-        raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
+    prices = costs_of(
+        np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder)
+    )
+    if not (
+        np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()
+    ):
+        shown = ", ".join(
+            f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min)
+        )
+        raise ValueError(
+            f"more bits must cost more for a budget to be spread over them; a step costs {shown}"
+        )
     return prices / static_cost(q_max, cost, ladder)
 
 
-def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float) -> Counts:
+def _given_out(
+    cost: Array, loss: Array, steps: NDArray[np.int64], budget: float
+) -> Counts:
     """Give bits out by what they save for their cost, a place's steps at a time, until the budget is spent."""
     level = np.zeros(len(steps), dtype=int)
     counts = np.zeros(cost.shape, dtype=np.int64)
@@ -231,9 +299,13 @@ def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float
         best = open_[rates >= rates.max() * (1 - ALIKE)]
         prices = price[best, level[best]]
         wanted = float((prices * steps[best]).sum())
-        raised = (steps[best] * (1.0 if wanted <= left + 1e-12 else max(left, 0.0) / wanted)).astype(int)
+        raised = (
+            steps[best] * (1.0 if wanted <= left + 1e-12 else max(left, 0.0) / wanted)
+        ).astype(int)
         left -= float((prices * raised).sum())
-        for i in np.argsort(raised - steps[best] * 1.0, kind="stable"):  # of what is left, one step more where it fits
+        for i in np.argsort(
+            raised - steps[best] * 1.0, kind="stable"
+        ):  # of what is left, one step more where it fits
             if raised[i] < steps[best[i]] and prices[i] <= left + EXACT:
                 raised[i] += 1
                 left -= float(prices[i])
@@ -253,17 +325,25 @@ def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Count
         moves, held, prices, losses = _moves(counts, cost, loss)
         a, b = np.triu_indices(len(moves))
         source = np.array([p * counts.shape[1] + q for p, q, _ in moves])
-        possible = (source[a] != source[b]) | (held[a] > 1)  # each moves a step of its own
+        possible = (source[a] != source[b]) | (
+            held[a] > 1
+        )  # each moves a step of its own
         a, b = a[possible], b[possible]
         left, lost = missing - prices[a] - prices[b], losses[a] + losses[b]
         fits = (left >= -EXACT) & (left <= slack)
         off = np.maximum(-left, left - slack)  # how far beside what the budget allows
         if fits.any():
             best = int(np.argmin(np.where(fits, lost, np.inf)))
-            if -EXACT <= missing <= slack and lost[best] >= -EXACT * float((counts * loss).sum()):
+            if -EXACT <= missing <= slack and lost[best] >= -EXACT * float(
+                (counts * loss).sum()
+            ):
                 return counts
             chosen = [a[best], b[best]]
-        elif (four := _two_pairs(left, missing, lost, (held[a] > 3) & (held[b] > 3), slack)) is not None:
+        elif (
+            four := _two_pairs(
+                left, missing, lost, (held[a] > 3) & (held[b] > 3), slack
+            )
+        ) is not None:
             chosen = [*a[four], *b[four]]
         elif off.min() < max(-missing, missing - slack) * (1 - 1e-9):
             chosen = [a[np.argmin(off)], b[np.argmin(off)]]
@@ -277,13 +357,21 @@ def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Count
             counts[p, q + way] += 1
 
 
-def _two_pairs(left: Array, missing: float, lost: Array, usable: NDArray[np.bool_], slack: float) -> Any:
+def _two_pairs(
+    left: Array, missing: float, lost: Array, usable: NDArray[np.bool_], slack: float
+) -> Any:
     """Return which two pairs of moves, of the thousand of least price, meet the budget and lose least; None: no two."""
     near = np.flatnonzero(usable)
     near = near[np.argsort(np.abs(left[near] - missing), kind="stable")[:1000]]
     both = left[near][:, None] + left[near] - missing
-    losses = np.where((both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf)
-    return near[list(np.unravel_index(np.argmin(losses), losses.shape))] if np.isfinite(losses).any() else None
+    losses = np.where(
+        (both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf
+    )
+    return (
+        near[list(np.unravel_index(np.argmin(losses), losses.shape))]
+        if np.isfinite(losses).any()
+        else None
+    )
 
 
 def _moves(

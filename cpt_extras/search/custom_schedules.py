@@ -26,7 +26,9 @@ from cpt_core.validation import MOST_BITS, choose, declared, shown, whole
 from cpt_extras.validation import number
 
 ARGUMENTS = ("progress", "step")  # of the function of a FunctionSchedule
-STEP_WORDS = frozenset("batch batches epoch epochs iter iteration iterations iters step steps update updates".split())
+STEP_WORDS = frozenset(
+    "batch batches epoch epochs iter iteration iterations iters step steps update updates".split()
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class TableSchedule(Schedule):
     def __post_init__(self) -> None:
         pairs = check_pairs("runs", self.runs, "(bits, steps)")
         if not pairs:
-            raise ValueError(f"runs must be one pair (bits, steps) at least, got {shown(self.runs)}")
+            raise ValueError(
+                f"runs must be one pair (bits, steps) at least, got {shown(self.runs)}"
+            )
         bits = [whole("bits of runs", b, 1, MOST_BITS) for b, _ in pairs]
         steps = [whole("steps of runs", s, 1) for _, s in pairs]
         object.__setattr__(self, "runs", tuple(zip(bits, steps, strict=True)))
@@ -71,7 +75,12 @@ class FunctionSchedule(TableSchedule):
         UserWarning: without ``argument``, for a function that gives the same bits at every step.
     """
 
-    def __init__(self, function: Callable[[float], float], total_steps: int, argument: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[[float], float],
+        total_steps: int,
+        argument: str | None = None,
+    ) -> None:
         declared(FunctionSchedule.__init__, locals())
         total_steps = whole("total_steps", total_steps, 1, MOST_STEPS)
         if argument is None:
@@ -81,9 +90,14 @@ class FunctionSchedule(TableSchedule):
         last = max(total_steps - 1, 1)
         bits = []
         for step in range(total_steps):
-            value = number("function must return bits", function(step if argument == "step" else step / last))
+            value = number(
+                "function must return bits",
+                function(step if argument == "step" else step / last),
+            )
             if not (math.isfinite(value) and 1 <= round(value) <= MOST_BITS):
-                raise ValueError(f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}")
+                raise ValueError(
+                    f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}"
+                )
             bits.append(round(value))
         if argument is None and total_steps > 1 and len(set(bits)) == 1:
             warnings.warn(
@@ -92,7 +106,9 @@ class FunctionSchedule(TableSchedule):
                 f"StaticSchedule({bits[0]}, total_steps={total_steps})",
                 stacklevel=2,
             )
-        super().__init__(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
+        super().__init__(
+            tuple((q, len(list(run))) for q, run in itertools.groupby(bits))
+        )
 
 
 def _check_parameter_name(function: Callable[[float], float]) -> None:

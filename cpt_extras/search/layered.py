@@ -41,8 +41,13 @@ class LayeredSchedule(Schedule):
         try:
             found = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]
         except (TypeError, ValueError):
-            raise ValueError(f"parts must be groups (patterns, schedule, MACs), got {shown(self.parts)}") from None
-        parts = tuple((patterns, s, whole("the MACs of a group", macs, 1)) for patterns, s, macs in found)
+            raise ValueError(
+                f"parts must be groups (patterns, schedule, MACs), got {shown(self.parts)}"
+            ) from None
+        parts = tuple(
+            (patterns, s, whole("the MACs of a group", macs, 1))
+            for patterns, s, macs in found
+        )
         object.__setattr__(self, "parts", parts)
         names = [name for patterns, _, _ in parts for name in patterns]
         if not parts or not all(patterns for patterns, _, _ in parts):
@@ -53,16 +58,29 @@ class LayeredSchedule(Schedule):
             raise ValueError(f"pattern {twice[0]!r} is in two groups")
         schedules = [s for _, s, _ in parts]
         for schedule in schedules:
-            if not isinstance(schedule, Schedule) or isinstance(schedule, LayeredSchedule):
-                raise ValueError(f"a group has a schedule that is not layered itself, got {schedule!r}")
+            if not isinstance(schedule, Schedule) or isinstance(
+                schedule, LayeredSchedule
+            ):
+                raise ValueError(
+                    f"a group has a schedule that is not layered itself, got {schedule!r}"
+                )
         if len(lengths := {s.total_steps for s in schedules}) > 1:
-            raise ValueError(f"schedules must have one length, got {sorted(lengths)} steps")
-        set_range(self, min(s.q_min for s in schedules), max(s.q_max for s in schedules), *lengths)
+            raise ValueError(
+                f"schedules must have one length, got {sorted(lengths)} steps"
+            )
+        set_range(
+            self,
+            min(s.q_min for s in schedules),
+            max(s.q_max for s in schedules),
+            *lengths,
+        )
 
     @property
     def by_pattern(self) -> dict[str, Schedule]:
         """Pattern -> schedule, as ``PrecisionScheduler`` takes it."""
-        return {name: schedule for patterns, schedule, _ in self.parts for name in patterns}
+        return {
+            name: schedule for patterns, schedule, _ in self.parts for name in patterns
+        }
 
     def at(self, step: int) -> dict[str, int]:
         """Return pattern -> bits at a 0-based optimizer step."""
@@ -74,14 +92,23 @@ class LayeredSchedule(Schedule):
 
     def _mean(self, of: Callable[[Schedule], float]) -> float:
         """Mean over groups, weighted by MACs, of a number for each."""
-        return float(np.average([of(s) for _, s, _ in self.parts], weights=[macs for _, _, macs in self.parts]))
+        return float(
+            np.average(
+                [of(s) for _, s, _ in self.parts],
+                weights=[macs for _, _, macs in self.parts],
+            )
+        )
 
     def values(self) -> Array:
         """Return the highest bits of any group at every step as floats."""
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return self._mean(lambda s: s.relative_cost(s.q_max if q_grad is None else q_grad, q_max, *priced))
+        return self._mean(
+            lambda s: s.relative_cost(
+                s.q_max if q_grad is None else q_grad, q_max, *priced
+            )
+        )
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""
@@ -94,12 +121,18 @@ class LayeredSchedule(Schedule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        parts = [{"layers": list(names), "macs": macs, "schedule": s.to_dict()} for names, s, macs in self.parts]
+        parts = [
+            {"layers": list(names), "macs": macs, "schedule": s.to_dict()}
+            for names, s, macs in self.parts
+        ]
         return {"kind": self.kind, "parts": parts}
 
 
 def _from_dict(parts: Iterable[Mapping[str, Any]]) -> LayeredSchedule:
-    groups = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in parts)
+    groups = (
+        (tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"])
+        for p in parts
+    )
     return LayeredSchedule(tuple(groups))
 
 

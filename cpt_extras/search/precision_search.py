@@ -85,15 +85,29 @@ def try_precision(
             the same training; for a store of another training.
     """
     if not callable(evaluate):
-        raise ValueError(f"evaluate must be a function without arguments that returns a number, got {evaluate!r}")
-    path = None if store is None else Path(store) if isinstance(store, (str, Path)) else Path()
+        raise ValueError(
+            f"evaluate must be a function without arguments that returns a number, got {evaluate!r}"
+        )
+    path = (
+        None
+        if store is None
+        else Path(store)
+        if isinstance(store, (str, Path))
+        else Path()
+    )
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"store must be a file in a folder that is there, got {store!r}")
+        raise ValueError(
+            f"store must be a file in a folder that is there, got {store!r}"
+        )
     title, steps = type(model).__name__, whole("steps", steps, 1, MOST_STEPS)
-    trials = of_model(model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful)
+    trials = of_model(
+        model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful
+    )
     quiet = waiting("", progress=False)
     with closing(trials):
-        conversion = "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
+        conversion = (
+            "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
+        )
         if isinstance(model, nn.Module) and is_converted(model):
             conversion = "# the model is quantised already"
         trial, _ = next(trials)
@@ -107,7 +121,11 @@ def try_precision(
             (arm,) = arms
             if found := known.get((arm.name, seed)):
                 return {arm.name: found}
-            began, value, bits = time.perf_counter(), math.nan, [int(b) for b in arm.schedule.bits()]
+            began, value, bits = (
+                time.perf_counter(),
+                math.nan,
+                [int(b) for b in arm.schedule.bits()],
+            )
             losses = trial.losses(bits, seed * steps, arm.q_grad, quiet)
             if math.isfinite(losses[-1]):
                 if losses in seen[arm.name]:
@@ -120,26 +138,48 @@ def try_precision(
                     value = number("evaluate must return a quality", evaluate())
             result = Result(value, time.perf_counter() - began)
             if path is not None:
-                line = {"of": what, "arm": arm.name, "seed": seed, **nan_to_none(result._asdict())}
+                line = {
+                    "of": what,
+                    "arm": arm.name,
+                    "seed": seed,
+                    **nan_to_none(result._asdict()),
+                }
                 with path.open("a", encoding="utf-8") as file:
-                    file.write("\n" + json.dumps(line))  # after a line that was cut off, too
+                    file.write(
+                        "\n" + json.dumps(line)
+                    )  # after a line that was cut off, too
             return {arm.name: result}
 
-        found = tried(run, title, steps, cycles=cycles, margin=margin, minutes=minutes, seeds=seeds, progress=progress)
+        found = tried(
+            run,
+            title,
+            steps,
+            cycles=cycles,
+            margin=margin,
+            minutes=minutes,
+            seeds=seeds,
+            progress=progress,
+        )
     return replace(found, conversion=conversion)
 
 
 def _known(path: Path, what: str) -> dict[tuple[str, int], Result]:
     """Read the trainings of a store; a line that was cut off when its process died does not count."""
     found = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for text in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if path.exists()
+        else ()
+    ):
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if not isinstance(line, dict) or line.get("of") != what:
             of = line.get("of") if isinstance(line, dict) else line
-            raise ValueError(f"{path} holds trainings of {of!r}, this is {what!r}; take another file as store")
+            raise ValueError(
+                f"{path} holds trainings of {of!r}, this is {what!r}; take another file as store"
+            )
         value = math.nan if line["value"] is None else line["value"]
         found[line["arm"], line["seed"]] = Result(value, line["seconds"])
     return found

@@ -96,17 +96,27 @@ def precision_range_test(
     Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training
         and watches the training accuracy, with a threshold and a window that are not published.
     """
-    start = partial(of_model, model, train_step, optimizer, config=config, stateful=stateful)
+    start = partial(
+        of_model, model, train_step, optimizer, config=config, stateful=stateful
+    )
     return range_tested(start, q_max, bits, dwell, mode, threshold, seeds, progress)
 
 
 def range_tested(
-    start: Callable[..., Generator[tuple[Trial, int]]], q_max: int = 8, bits: Sequence[int] | None = None,
-    dwell: int = 100, mode: str = "reset", threshold: float | None = None, seeds: Sequence[int] = (0, 1, 2),
+    start: Callable[..., Generator[tuple[Trial, int]]],
+    q_max: int = 8,
+    bits: Sequence[int] | None = None,
+    dwell: int = 100,
+    mode: str = "reset",
+    threshold: float | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
     progress: bool | None = None,
-) -> PrecisionRange:  # fmt: skip
+) -> PrecisionRange:
     """Do what ``precision_range_test`` does with the trials that ``start(q_max, seeds, dwell)`` yields."""
-    declared(range_tested, {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress})
+    declared(
+        range_tested,
+        {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress},
+    )
     choose("mode", mode, tuple(MODES))
     threshold = MODES[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
@@ -114,20 +124,39 @@ def range_tested(
     dwell = whole("dwell", dwell, 4, MOST_STEPS)
     q_max = check_bits("q_max", q_max)
     if bits is None and q_max < 3:
-        raise ValueError(f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}")
-    tried = tuple(range(2, q_max)) if bits is None else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
+        raise ValueError(
+            f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}"
+        )
+    tried = (
+        tuple(range(2, q_max))
+        if bits is None
+        else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
+    )
     if not tried or tried[-1] > q_max:
-        raise ValueError(f"bits must name precisions below q_max = {q_max}, got {bits!r}")
+        raise ValueError(
+            f"bits must name precisions below q_max = {q_max}, got {bits!r}"
+        )
     seeds = tuple(dict.fromkeys(whole("each of seeds", s, 0) for s in seeds))
     if not seeds:
         raise ValueError(f"seeds must name at least one, got {seeds!r}")
     all_bits = (*tried, q_max)
-    plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
+    plan = (
+        [[q] * dwell for q in all_bits]
+        if mode == "reset"
+        else [[q for q in all_bits for _ in range(dwell)]]
+    )
     traces = []  # per seed: the losses of every precision
-    bar = waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress)
-    with bar, closing(start(q_max, seeds, dwell)) as started:  # put back now, not when an error is forgotten
+    bar = waiting(
+        "range test", total=len(seeds) * len(all_bits) * dwell, progress=progress
+    )
+    with (
+        bar,
+        closing(start(q_max, seeds, dwell)) as started,
+    ):  # put back now, not when an error is forgotten
         for trial, first in started:
-            losses = [loss for part in plan for loss in trial.losses(part, first, q_max, bar)]
+            losses = [
+                loss for part in plan for loss in trial.losses(part, first, q_max, bar)
+            ]
             traces.append([losses[i : i + dwell] for i in range(0, len(losses), dwell)])
             title = trial.title
     found = judge(traces, all_bits, mode, threshold, dwell, title)

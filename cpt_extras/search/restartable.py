@@ -10,13 +10,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpt_core.quantization.convert import QuantConfig, all_precisions, is_converted, quantize_, restore_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    all_precisions,
+    is_converted,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import Levels, StaticSchedule
 from cpt_extras.validation import number
 
 TrainStep = Callable[[int], Any]
-Bits = int | Mapping[str, int] | Levels  # of all layers, by patterns of their names, or of all layers by role
+Bits = (
+    int | Mapping[str, int] | Levels
+)  # of all layers, by patterns of their names, or of all layers by role
 
 
 class Judge(NamedTuple):
@@ -34,26 +42,48 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, train_step: TrainStep, optimizer: Any, q_max: int, title: str,
-        judge: Judge | None = None, stateful: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
-        self.model, self.train_step, self.optimizer, self.title = model, train_step, optimizer, title
+        self,
+        model: nn.Module,
+        train_step: TrainStep,
+        optimizer: Any,
+        q_max: int,
+        title: str,
+        judge: Judge | None = None,
+        stateful: Sequence[Any] = (),
+    ) -> None:
+        self.model, self.train_step, self.optimizer, self.title = (
+            model,
+            train_step,
+            optimizer,
+            title,
+        )
         self.judge, self.stateful = judge, tuple(stateful)
-        self.rates: list[list[float]] = []  # after every step, which all trainings have in common
+        self.rates: list[
+            list[float]
+        ] = []  # after every step, which all trainings have in common
         self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))
         self.precisions = all_precisions(model)  # also of layers that have not run yet
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # also those of no state_dict
-        random = (torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None)
+        self.buffers = [
+            (buffer, buffer.detach().clone()) for buffer in model.buffers()
+        ]  # also those of no state_dict
+        random = (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+        )
         random_python = (python_random.getstate(), np.random.get_state())  # noqa: NPY002
         others = [s.state_dict() for s in self.stateful]
-        running = {name: p.get_running() for name, p in self.precisions.items()}  # ranges and keys of the noise
+        running = {
+            name: p.get_running() for name, p in self.precisions.items()
+        }  # ranges and keys of the noise
         states = (model.state_dict(), optimizer.state_dict(), running, others)
         self.before = copy.deepcopy((*states, *random, *random_python))
 
     def put_back(self) -> None:
         """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""
-        model, optimizer, running, others, random, random_cuda, pythons, numpys = copy.deepcopy(self.before)
+        model, optimizer, running, others, random, random_cuda, pythons, numpys = (
+            copy.deepcopy(self.before)
+        )
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         for parameter in self.model.parameters():
@@ -74,7 +104,9 @@ class Trial:
         python_random.setstate(pythons)
         np.random.set_state(numpys)  # noqa: NPY002
 
-    def losses(self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any) -> list[float]:
+    def losses(
+        self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any
+    ) -> list[float]:
         """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``Levels``.
 
         A diverged training ends with NaN.
@@ -111,9 +143,16 @@ class Trial:
 
 
 def of_model(
-    model: nn.Module, train_step: TrainStep, optimizer: torch.optim.Optimizer, q_max: int, seeds: Sequence[int],
-    batches: int, config: QuantConfig | str | None = None, stateful: Sequence[Any] = (), judge: Judge | None = None,
-) -> Generator[tuple[Trial, int]]:  # fmt: skip
+    model: nn.Module,
+    train_step: TrainStep,
+    optimizer: torch.optim.Optimizer,
+    q_max: int,
+    seeds: Sequence[int],
+    batches: int,
+    config: QuantConfig | str | None = None,
+    stateful: Sequence[Any] = (),
+    judge: Judge | None = None,
+) -> Generator[tuple[Trial, int]]:
     """Yield for every seed what to train, and the number of its first batch, ``seed * batches``.
 
     The model is converted if it is not yet; closing the generator leaves it as it was.
@@ -121,21 +160,33 @@ def of_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, got {model!r}")
     if not callable(train_step) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("a model needs train_step(step) -> loss and the optimizer it uses")
-    listed = isinstance(stateful, Iterable) and not isinstance(stateful, (str, bytes, Mapping))
+        raise ValueError(
+            "a model needs train_step(step) -> loss and the optimizer it uses"
+        )
+    listed = isinstance(stateful, Iterable) and not isinstance(
+        stateful, (str, bytes, Mapping)
+    )
     others = tuple(stateful) if listed else (None,)
-    if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
-        raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
+    if not all(
+        hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others
+    ):
+        raise ValueError(
+            f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}"
+        )
     convert = not is_converted(model)
     if convert:
         quantize_(model, config)
     elif config is not None:
-        raise ValueError("the model is quantised already, so that config= would change nothing")
+        raise ValueError(
+            "the model is quantised already, so that config= would change nothing"
+        )
     layers, trial = all_precisions(model).values(), None
     former = [(layer, layer.in_force, layer.highest, layer.driver) for layer in layers]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)
+        trial = Trial(
+            model, train_step, optimizer, q_max, type(model).__name__, judge, stateful
+        )
         for seed in seeds:
             yield trial, seed * batches
     finally:

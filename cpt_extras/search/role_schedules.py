@@ -16,7 +16,13 @@ from typing import Any, ClassVar
 
 from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
+from cpt_core.schedules.schedule import (
+    FLOAT32,
+    Levels,
+    Schedule,
+    StaticSchedule,
+    set_range,
+)
 from cpt_core.validation import check_bits, declared, whole
 from cpt_extras.formats.prices import role_prices
 from cpt_extras.search.layered import LayeredSchedule
@@ -53,7 +59,9 @@ class RoleSchedules(Schedule):
         declared(type(self), vars(self))
         if self.gradient is not None:
             if self.error is not None or self.weight_gradient is not None:
-                raise ValueError("give gradient, or error and weight_gradient, not both")
+                raise ValueError(
+                    "give gradient, or error and weight_gradient, not both"
+                )
             for name in ("error", "weight_gradient"):
                 object.__setattr__(self, name, self.gradient)
             object.__setattr__(self, "gradient", None)
@@ -65,13 +73,24 @@ class RoleSchedules(Schedule):
             )
         lengths = {s.total_steps for s in self.parts if isinstance(s, Schedule)}
         if not lengths:
-            raise ValueError("one role at least needs a schedule, which says how many steps there are")
+            raise ValueError(
+                "one role at least needs a schedule, which says how many steps there are"
+            )
         if len(lengths) > 1:
-            raise ValueError(f"schedules of roles must have one length, got {sorted(lengths)} steps")
+            raise ValueError(
+                f"schedules of roles must have one length, got {sorted(lengths)} steps"
+            )
         for name in Levels._fields:
-            object.__setattr__(self, name, _schedule(name, getattr(self, name), *lengths))
+            object.__setattr__(
+                self, name, _schedule(name, getattr(self, name), *lengths)
+            )
         lowest = min(self.parts.weight.q_min, self.parts.activation.q_min)
-        set_range(self, lowest, max(self.parts.weight.q_max, self.parts.activation.q_max), *lengths)
+        set_range(
+            self,
+            lowest,
+            max(self.parts.weight.q_max, self.parts.activation.q_max),
+            *lengths,
+        )
 
     @property
     def parts(self) -> Levels:
@@ -90,12 +109,16 @@ class RoleSchedules(Schedule):
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role; ``q_grad`` must be None: gradients have schedules of their own."""
         if q_grad is not None:
-            raise ValueError(f"gradients have schedules of their own here; leave q_grad out, got {q_grad}")
+            raise ValueError(
+                f"gradients have schedules of their own here; leave q_grad out, got {q_grad}"
+            )
         return Levels(*(s.bits() for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if q_grad is not None:
-            check_bits("q_grad", q_grad)  # it says nothing: gradients have schedules of their own
+            check_bits(
+                "q_grad", q_grad
+            )  # it says nothing: gradients have schedules of their own
         spent, top = role_prices(self.levels(), q_max, *priced)
         return float(spent.mean() / top)
 
@@ -106,21 +129,31 @@ class RoleSchedules(Schedule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, **{name: s.to_dict() for name, s in self.parts._asdict().items()}}
+        return {
+            "kind": self.kind,
+            **{name: s.to_dict() for name, s in self.parts._asdict().items()},
+        }
 
 
 def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
     if isinstance(part, (RoleSchedules, LayeredSchedule)):
-        raise ValueError(f"{name} has one schedule, the same in all layers; got {part!r}")
+        raise ValueError(
+            f"{name} has one schedule, the same in all layers; got {part!r}"
+        )
     if isinstance(part, Schedule):
         return part
     if isinstance(part, str) and part != "float32":
         raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
-    return StaticSchedule(FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1), total_steps)
+    return StaticSchedule(
+        FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1),
+        total_steps,
+    )
 
 
 def _from_dict(**roles: Mapping[str, Any]) -> RoleSchedules:
-    return RoleSchedules(**{name: schedule_from_dict(part) for name, part in roles.items()})
+    return RoleSchedules(
+        **{name: schedule_from_dict(part) for name, part in roles.items()}
+    )
 
 
 KINDS["roles"] = _from_dict

@@ -43,7 +43,9 @@ from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_extras.validation import number
 
 RECORDED = 5  # steps of every window from which the estimate is made
-LOSS = Judge("loss", -1, lambda: math.nan)  # what trials without a judge are measured by
+LOSS = Judge(
+    "loss", -1, lambda: math.nan
+)  # what trials without a judge are measured by
 
 
 def sensitivity(
@@ -94,7 +96,9 @@ def sensitivity(
             diverges; when trainings differ in more than bits, their learning rates.
     """
     if quality is not None and not callable(quality):
-        raise ValueError(f"quality must be a function without arguments that returns a number, got {quality!r}")
+        raise ValueError(
+            f"quality must be a function without arguments that returns a number, got {quality!r}"
+        )
 
     def judged() -> float:
         assert quality is not None
@@ -102,15 +106,43 @@ def sensitivity(
             return number("quality must return what is larger when better", quality())
 
     judge = None if quality is None else Judge("quality", 1, judged)
-    start = partial(of_model, model, train_step, optimizer, config=config, stateful=stateful, judge=judge)
-    return measured(start, judge is None, base, q_max, windows, layers, steps, estimate, roles, seeds, progress)
+    start = partial(
+        of_model,
+        model,
+        train_step,
+        optimizer,
+        config=config,
+        stateful=stateful,
+        judge=judge,
+    )
+    return measured(
+        start,
+        judge is None,
+        base,
+        q_max,
+        windows,
+        layers,
+        steps,
+        estimate,
+        roles,
+        seeds,
+        progress,
+    )
 
 
 def measured(
-    start: Callable[..., Generator[tuple[Trial, int]]], by_loss: bool, base: int = 4, q_max: int = 8, windows: int = 8,
-    layers: int | Sequence[Sequence[str] | str] = 4, steps: int = 100, estimate: bool = True, roles: bool = False,
-    seeds: Sequence[int] = (0, 1, 2, 3, 4), progress: bool | None = None,
-) -> Sensitivity:  # fmt: skip
+    start: Callable[..., Generator[tuple[Trial, int]]],
+    by_loss: bool,
+    base: int = 4,
+    q_max: int = 8,
+    windows: int = 8,
+    layers: int | Sequence[Sequence[str] | str] = 4,
+    steps: int = 100,
+    estimate: bool = True,
+    roles: bool = False,
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    progress: bool | None = None,
+) -> Sensitivity:
     """Do what ``sensitivity`` does with the trials that ``start(q_max, seeds, batches)`` yields.
 
     With ``by_loss`` they have no judge: the mean loss of some further steps at q_max bits is measured.
@@ -118,11 +150,19 @@ def measured(
     declared(measured, {"estimate": estimate, "roles": roles, "progress": progress})
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     whole("base, up to q_max,", base, 2, q_max)
-    if not isinstance(seeds, Iterable) or isinstance(seeds, bytes) or not (found := tuple(seeds)):
-        raise ValueError(f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}")
+    if (
+        not isinstance(seeds, Iterable)
+        or isinstance(seeds, bytes)
+        or not (found := tuple(seeds))
+    ):
+        raise ValueError(
+            f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}"
+        )
     seeds = tuple(whole("each of seeds", s, 0) for s in found)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must differ, a seed twice is the same training; got {seeds}")
+        raise ValueError(
+            f"seeds must differ, a seed twice is the same training; got {seeds}"
+        )
     steps = whole("steps", steps, 1, MOST_STEPS)
     windows = whole("windows, at most one a step,", windows, 1, steps)
     edges = [steps * i // windows for i in range(windows + 1)]
@@ -133,14 +173,22 @@ def measured(
     in_windows, in_groups, in_roles, estimates = [], [], [], []
     bar = waiting("sensitivity", unit=" steps", progress=progress)
     started = start(q_max, seeds, steps + tail)
-    with bar, closing(started):  # whatever happens, the model is put back now, not when an error is forgotten
+    with (
+        bar,
+        closing(started),
+    ):  # whatever happens, the model is put back now, not when an error is forgotten
         for trial, first in started:
             name, better, judge = trial.judge or LOSS
             if not references:
                 macs_of = _macs(trial, first, q_max)
                 groups = _groups(list(layer_precisions(trial.model)), cut)
 
-            def run(bits: list[Bits], trial: Trial = trial, first: int = first, judge: Any = judge) -> float:
+            def run(
+                bits: list[Bits],
+                trial: Trial = trial,
+                first: int = first,
+                judge: Any = judge,
+            ) -> float:
                 losses = trial.losses([*bits, *[q_max] * tail], first, q_max, bar)
                 if not math.isfinite(losses[-1]):
                     return math.nan
@@ -153,12 +201,20 @@ def measured(
                 raise ValueError(
                     f"training diverges at {base} bits; take a higher base, a lower learning rate or clip{said}"
                 )
-            over_time = [run([base - (a <= t < b) for t in range(steps)]) for a, b in spans]
-            less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
+            over_time = [
+                run([base - (a <= t < b) for t in range(steps)]) for a, b in spans
+            ]
+            less: list[Bits] = [
+                {n: base - (n in g) for n in layer_precisions(trial.model)}
+                for g in groups
+            ]
             over_layers = [run([bits] * steps) for bits in less]
             if roles:
                 even, *lower = (
-                    run([Levels(activation=a, weight=w, error=g, weight_gradient=g)] * steps)
+                    run(
+                        [Levels(activation=a, weight=w, error=g, weight_gradient=g)]
+                        * steps
+                    )
                     for w, a, g in base - np.eye(4, 3, k=-1, dtype=int)
                 )
                 in_roles.append(tuple(better * (even - x) for x in lower))
@@ -169,20 +225,36 @@ def measured(
                 estimates = _estimate(trial, first, base, q_max, spans, groups)
             title = trial.title
     return Sensitivity(
-        title, name, base, steps, spans, groups, tuple(sum(macs_of[n] for n in g) for g in groups), seeds,
-        tuple(references), tuple(in_windows), tuple(in_groups), tuple(estimates),
+        title,
+        name,
+        base,
+        steps,
+        spans,
+        groups,
+        tuple(sum(macs_of[n] for n in g) for g in groups),
+        seeds,
+        tuple(references),
+        tuple(in_windows),
+        tuple(in_groups),
+        tuple(estimates),
         tuple(in_roles),
-    )  # fmt: skip
+    )
 
 
 def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
     operations: list[Operation] = []
     trial.put_back()
-    with precision(trial.model, bits=bits, q_grad=bits), counting(trial.model, operations.append):
+    with (
+        precision(trial.model, bits=bits, q_grad=bits),
+        counting(trial.model, operations.append),
+    ):
         trial.train_step(first)
     names = layer_precisions(trial.model)
-    layers, others = Counter[str](), Counter[str]()  # as the paper counts, and matmuls that it has no layer for
+    layers, others = (
+        Counter[str](),
+        Counter[str](),
+    )  # as the paper counts, and matmuls that it has no layer for
     for operation in operations:
         if row_name(operation) in names and priced_passes(operation, "paper"):
             layers[operation.layer] += operation.macs
@@ -191,7 +263,9 @@ def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     found = Counter({**others, **layers})
     if idle := [n for n in names if not found[n]]:
         said = "leave it in float32 (config=), then it has no bits"
-        raise ValueError(f"layer {idle[0]!r} did nothing in a step of train_step; {said}")
+        raise ValueError(
+            f"layer {idle[0]!r} did nothing in a step of train_step; {said}"
+        )
     return found
 
 
@@ -206,24 +280,41 @@ def _patterns(layers: Any) -> list[tuple[str, ...]]:
     return found
 
 
-def _groups(names: list[str], layers: int | Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+def _groups(
+    names: list[str], layers: int | Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
     """Cut layers into groups: into so many of about one size, in their order, or by patterns."""
     if isinstance(layers, int):
         count = min(layers, len(names))
-        return tuple(tuple(str(n) for n in part) for part in np.array_split(np.array(names), count))
+        return tuple(
+            tuple(str(n) for n in part)
+            for part in np.array_split(np.array(names), count)
+        )
     found: list[list[str]] = [[] for _ in layers]
     for name in names:
-        group = next((i for i, ps in enumerate(layers) if any(fnmatchcase(name, p) for p in ps)), None)
+        group = next(
+            (i for i, ps in enumerate(layers) if any(fnmatchcase(name, p) for p in ps)),
+            None,
+        )
         if group is None:
-            raise ValueError(f"layer {name!r} is in none of the groups; layers: {', '.join(names)}")
+            raise ValueError(
+                f"layer {name!r} is in none of the groups; layers: {', '.join(names)}"
+            )
         found[group].append(name)
     if empty := [ps for ps, g in zip(layers, found, strict=True) if not g]:
-        raise ValueError(f"group {empty[0]!r} has no layer that is left; layers: {', '.join(names)}")
+        raise ValueError(
+            f"group {empty[0]!r} has no layer that is left; layers: {', '.join(names)}"
+        )
     return tuple(map(tuple, found))
 
 
 def _estimate(
-    trial: Trial, first: int, base: int, q_max: int, spans: Sequence[tuple[int, int]], groups: Sequence[Sequence[str]]
+    trial: Trial,
+    first: int,
+    base: int,
+    q_max: int,
+    spans: Sequence[tuple[int, int]],
+    groups: Sequence[Sequence[str]],
 ) -> list[tuple[float, ...]]:
     """Train once at ``base`` bits and return the mean estimate of every window and group."""
     trial.put_back()
@@ -233,7 +324,10 @@ def _estimate(
         every = max(1, (stop - start) // RECORDED)
         for step in range(start, stop):
             recorded = gradients_recorded(trial.model, trial.optimizer, of_layers)
-            with precision(trial.model, bits=base, q_grad=q_max), nullcontext() if (step - start) % every else recorded:
+            with (
+                precision(trial.model, bits=base, q_grad=q_max),
+                nullcontext() if (step - start) % every else recorded,
+            ):
                 trial.train_step(first + step)
         steps = -(-(stop - start) // every)
         found.append(tuple(sum(of_layers[n] for n in g) / steps for g in groups))

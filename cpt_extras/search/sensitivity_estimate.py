@@ -26,10 +26,16 @@ from cpt_extras.kernels.operators import range_of
 
 
 @contextmanager
-def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]) -> Iterator[None]:
+def gradients_recorded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]
+) -> Iterator[None]:
     """Add the estimate of every quantised layer to ``found`` for the steps inside a ``with`` block."""
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if precision_of(m) is not None}
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    layers: dict[str, Any] = {
+        name: m for name, m in model.named_modules() if precision_of(m) is not None
+    }
+    group_of = {
+        id(p): group for group in optimizer.param_groups for p in group["params"]
+    }
     hooks = ExitStack()
 
     @torch.no_grad()
@@ -44,22 +50,52 @@ def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found
         rate = float(group_of.get(id(weight), optimizer.param_groups[0])["lr"])
         found[name] += rate * float((gradient.float() * width).square().sum()) / 12
 
-    def inputs(role: str, name: str, weight: Tensor, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def inputs(
+        role: str,
+        name: str,
+        weight: Tensor,
+        layer: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                hooks.enter_context(x.register_hook(partial(add, name, role, weight, x.detach())))
+                hooks.enter_context(
+                    x.register_hook(partial(add, name, role, weight, x.detach()))
+                )
 
     with hooks:
         for name, layer in layers.items():
-            own = "weight" in layer.precision.quantizers  # else it is of no kind that has a role for its weights
+            own = (
+                "weight" in layer.precision.quantizers
+            )  # else it is of no kind that has a role for its weights
             held = layer.named_parameters(recurse=False)
-            weights = [p for key, p in held if (key.startswith("weight") if own else "weight" in key and p.dim() > 1)]
+            weights = [
+                p
+                for key, p in held
+                if (
+                    key.startswith("weight") if own else "weight" in key and p.dim() > 1
+                )
+            ]
             for weight in weights:
-                role = "weight" if own else "conv_weight" if weight.dim() > 2 else "linear_weight"
+                role = (
+                    "weight"
+                    if own
+                    else "conv_weight"
+                    if weight.dim() > 2
+                    else "linear_weight"
+                )
                 if weight.requires_grad:
-                    hooks.enter_context(weight.register_hook(partial(add, name, role, weight, weight)))
-            role = next((r for r in layer.precision.quantizers if r in ("input", "input_l0")), "")
+                    hooks.enter_context(
+                        weight.register_hook(partial(add, name, role, weight, weight))
+                    )
+            role = next(
+                (r for r in layer.precision.quantizers if r in ("input", "input_l0")),
+                "",
+            )
             if weights and role:
                 seen = partial(inputs, role, name, weights[0])
-                hooks.enter_context(layer.register_forward_pre_hook(seen, with_kwargs=True))
+                hooks.enter_context(
+                    layer.register_forward_pre_hook(seen, with_kwargs=True)
+                )
         yield

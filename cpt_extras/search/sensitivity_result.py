@@ -29,7 +29,11 @@ from cpt_extras.search.role_schedules import RoleSchedules
 
 OVER = ("time", "layers", "both")
 PLACES = ("time", "layers", "roles")  # where one bit less was measured
-ROLES = ("weight", "activation", "gradient")  # of the last, both backward products have the same bits
+ROLES = (
+    "weight",
+    "activation",
+    "gradient",
+)  # of the last, both backward products have the same bits
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
 
 
@@ -88,7 +92,10 @@ class Sensitivity:
         shapes |= {"estimated": (windows, groups)} if self.estimated else {}
         shapes |= {"in_roles": (seeds, len(ROLES))} if self.in_roles else {}
         for name, shape in shapes.items():
-            if 0 in shape or np.shape(np.array(getattr(self, name), dtype=object)) != shape:
+            if (
+                0 in shape
+                or np.shape(np.array(getattr(self, name), dtype=object)) != shape
+            ):
                 raise ValueError(
                     f"{name} must have the shape {shape} of seeds, windows or groups, got {getattr(self, name)!r}"
                 )
@@ -104,10 +111,16 @@ class Sensitivity:
         ``over`` is "time", "layers" or "roles".
         """
         if choose("over", over, PLACES) == "time":
-            return np.array(self.in_windows) / (np.diff(np.array(self.windows), axis=1).T * self.added)
+            return np.array(self.in_windows) / (
+                np.diff(np.array(self.windows), axis=1).T * self.added
+            )
         if over == "roles" and not self.in_roles:
-            raise ValueError("one bit less in a role was not measured; ask for it: sensitivity(..., roles=True)")
-        return np.array(self.in_groups if over == "layers" else self.in_roles) / (self.steps * self.added)
+            raise ValueError(
+                "one bit less in a role was not measured; ask for it: sensitivity(..., roles=True)"
+            )
+        return np.array(self.in_groups if over == "layers" else self.in_roles) / (
+            self.steps * self.added
+        )
 
     def estimates(self, over: str) -> Array:
         """Return mean, low and high (95 %, Student's t over seeds) of the response of every place, (3, places)."""
@@ -120,9 +133,15 @@ class Sensitivity:
     def even(self, over: str) -> Array:
         """Return what the responses would be if all work were alike: their sum, shared out by time or by MACs."""
         mean = self.response(over).mean(0)
-        share = np.array(self.macs, dtype=float) if over == "layers" else np.ones(len(mean))
+        share = (
+            np.array(self.macs, dtype=float) if over == "layers" else np.ones(len(mean))
+        )
         known = np.isfinite(mean)  # a place where training diverged has no response
-        return share * mean[known].sum() / share[known].sum() if known.any() else share * np.nan
+        return (
+            share * mean[known].sum() / share[known].sum()
+            if known.any()
+            else share * np.nan
+        )
 
     def weights(self, over: str, floor: float = FLOOR) -> Array:
         """Return the responses as ``allocate`` uses them, all positive: (windows,) or (groups,).
@@ -139,7 +158,11 @@ class Sensitivity:
         w, even = self.response(over), self.even(over)
         mean = w.mean(0)
         diverged = ~np.isfinite(mean)
-        if isinstance(floor, bool) or not isinstance(floor, Real) or not 0 <= floor <= 1:
+        if (
+            isinstance(floor, bool)
+            or not isinstance(floor, Real)
+            or not 0 <= floor <= 1
+        ):
             raise ValueError(f"floor must lie between 0 and 1, got {floor!r}")
         if diverged.all():
             raise ValueError(
@@ -168,22 +191,32 @@ class Sensitivity:
         """Return the quality that a schedule of this length loses by the model: sum w(t, l) * 4**-q(t, l)."""
         declared(self.promised, locals())
         if schedule.total_steps != self.steps:
-            raise ValueError(f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}")
+            raise ValueError(
+                f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}"
+            )
         if isinstance(schedule, RoleSchedules):
             activation, weight, error, gradient = schedule.levels()
             if (error != gradient).any():
-                raise ValueError("both gradients were measured together, and this schedule has bits for each")
+                raise ValueError(
+                    "both gradients were measured together, and this schedule has bits for each"
+                )
             noise = (4.0 ** -np.stack([weight, activation, gradient])).sum(1)
             return float(self.weights("roles", floor) @ noise)
         if isinstance(schedule, LayeredSchedule):
             if any(isinstance(s, RoleSchedules) for _, s, _ in schedule.parts):
-                raise ValueError("what layers and roles lose together is not known; give one schedule of all layers")
+                raise ValueError(
+                    "what layers and roles lose together is not known; give one schedule of all layers"
+                )
             bits = schedule.by_group()
             if tuple(names for names, _, _ in schedule.parts) != self.groups:
-                raise ValueError(f"the schedule has other groups of layers than {self.groups}")
+                raise ValueError(
+                    f"the schedule has other groups of layers than {self.groups}"
+                )
         else:
             bits = np.tile(schedule.bits(), (len(self.groups), 1))
-        noise = np.add.reduceat(4.0**-bits, [start for start, _ in self.windows], axis=1)
+        noise = np.add.reduceat(
+            4.0**-bits, [start for start, _ in self.windows], axis=1
+        )
         return float((self.product(floor) * noise.T).sum())
 
     def agreement(self, over: str) -> float:
@@ -209,7 +242,9 @@ class Sensitivity:
         declared(cls.from_dict, locals())
         d = {"in_roles": (), **d}  # what was written before roles were measured
         if missing := [f.name for f in fields(cls) if f.name not in d]:
-            raise ValueError(f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {shown(d)}")
+            raise ValueError(
+                f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {shown(d)}"
+            )
         return cls(**{f.name: _tupled(d[f.name], "in_" in f.name) for f in fields(cls)})
 
     def __str__(self) -> str:
@@ -226,14 +261,20 @@ class Sensitivity:
                 said = " floor" if used[i] <= FLOOR * even[i] * (1 + 1e-9) else ""
                 said += " diverged" if np.isnan(mean[i]) else ""
                 w = f"{mean[i]:.4g} [{low[i]:.4g}, {high[i]:.4g}]"
-                lines.append(f"{place:<24} {np.mean(lost, axis=0)[i]:9.4g} {w:>32} {used[i]:10.4g}{said}")
+                lines.append(
+                    f"{place:<24} {np.mean(lost, axis=0)[i]:9.4g} {w:>32} {used[i]:10.4g}{said}"
+                )
             if self.estimated and over != "roles" and len(mean) > 1:
-                lines.append(f"  rank correlation with the estimate over {over}: {self.agreement(over):+.2f}")
+                lines.append(
+                    f"  rank correlation with the estimate over {over}: {self.agreement(over):+.2f}"
+                )
         return "\n".join(lines)
 
     @property
     def _measured(self) -> dict[str, tuple[tuple[float, ...], ...]]:
-        found = zip(PLACES, (self.in_windows, self.in_groups, self.in_roles), strict=True)
+        found = zip(
+            PLACES, (self.in_windows, self.in_groups, self.in_roles), strict=True
+        )
         return {over: lost for over, lost in found if lost}
 
     def places(self, over: str) -> list[str]:
@@ -247,19 +288,45 @@ class Sensitivity:
     def figure(self) -> Any:
         """Draw responses over time, layers (per MAC) and roles, relative to work that is alike: a matplotlib figure."""
         described, parts = library("cpt_extras.figures", "lab"), self._measured
-        with described.drawing(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (figure, (axes,)):
+        with described.drawing(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (
+            figure,
+            (axes,),
+        ):
             for ax, over in zip(axes, parts, strict=True):
                 even = self.even(over)
                 mean, low, high = self.estimates(over) / abs(even)
                 x = np.arange(len(mean))
                 ax.axhline(1, color="#888888", linewidth=0.8, label="all alike")
-                ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
+                ax.errorbar(
+                    x,
+                    mean,
+                    [mean - low, high - mean],
+                    fmt="o",
+                    color="#222222",
+                    capsize=3,
+                    label="measured",
+                )
                 if even.sum() > 0:
-                    ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")
+                    ax.plot(
+                        x,
+                        self.weights(over) / even,
+                        "D",
+                        color="#D55E00",
+                        markersize=4,
+                        label="used by allocate",
+                    )
                 if self.estimated and over != "roles":
-                    estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
+                    estimated = np.array(self.estimated).mean(
+                        1 if over == "time" else 0
+                    )
                     shares = estimated / estimated.sum() / (even / even.sum())
-                    ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
+                    ax.plot(
+                        x,
+                        shares,
+                        "x",
+                        color="#0072B2",
+                        label="estimated from gradients",
+                    )
                 ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
                 ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             axes[0].legend(fontsize=8)

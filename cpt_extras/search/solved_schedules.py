@@ -45,7 +45,11 @@ class Warped(Profile):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
+        choose(
+            "profile",
+            self.base,
+            (name for name, kind in PROFILES.items() if kind is not Warped),
+        )
         declared(type(self), vars(self))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
@@ -70,10 +74,17 @@ class AdjustedSchedule(Schedule):
 
     def __post_init__(self) -> None:
         declared(type(self), vars(self))
-        set_range(self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps)
+        set_range(
+            self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps
+        )
         ends = self.q_min, self.q_max
         pairs = check_pairs("changes", self.changes, "(step, bits)")
-        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b, *ends)) for t, b in pairs))
+        changes = tuple(
+            sorted(
+                (self.schedule._check_step(t), whole("bits", b, *ends))
+                for t, b in pairs
+            )
+        )
         object.__setattr__(self, "changes", changes)
         if len({t for t, _ in changes}) < len(changes):
             raise ValueError(f"a step is changed once, got {changes}")
@@ -106,36 +117,60 @@ class DelayedSchedule(Schedule):
     def __post_init__(self) -> None:
         set_integers(self, "hold")
         whole("hold", self.hold, 0, MOST_STEPS)
-        set_range(self, self.schedule.q_min, self.schedule.q_max, self.hold + self.schedule.total_steps)
+        set_range(
+            self,
+            self.schedule.q_min,
+            self.schedule.q_max,
+            self.hold + self.schedule.total_steps,
+        )
         if self.level not in (None, FLOAT32):
-            raise ValueError(f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}")
+            raise ValueError(
+                f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}"
+            )
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
-        return np.concatenate([np.full(self.hold, float(self.level or self.q_max)), self.schedule.values()])
+        return np.concatenate(
+            [
+                np.full(self.hold, float(self.level or self.q_max)),
+                self.schedule.values(),
+            ]
+        )
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role; gradients are not quantised as long as nothing is."""
         found = super().levels(q_grad)
         if self.level is None:
             return found
-        gradients = np.where(np.arange(self.total_steps) < self.hold, self.level, found.error)
+        gradients = np.where(
+            np.arange(self.total_steps) < self.hold, self.level, found.error
+        )
         return found._replace(error=gradients, weight_gradient=gradients)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
             return super()._relative_cost(q_max, q_grad, *priced)
-        spent, top = role_prices(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
+        spent, top = role_prices(
+            self.levels(q_max if q_grad is None else q_grad), q_max, *priced
+        )
         return float(spent.mean() / top)
 
 
 def delay_steps(delay: float, total_steps: int) -> int:
     """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
-    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
-        raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
+    if (
+        isinstance(delay, bool)
+        or not isinstance(delay, (int, float))
+        or not 0 <= delay < 1
+    ):
+        raise ValueError(
+            f"delay is a share of the training, 0 <= delay < 1; got {delay!r}"
+        )
     steps = round(delay * whole("total_steps", total_steps))
     if steps and steps == total_steps:
-        raise ValueError(f"a delay of {delay} leaves none of {total_steps} steps to cycle in")
+        raise ValueError(
+            f"a delay of {delay} leaves none of {total_steps} steps to cycle in"
+        )
     return steps
 
 

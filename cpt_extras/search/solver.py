@@ -21,10 +21,20 @@ from scipy.optimize import bisect
 
 from cpt_core.schedules.cost import Ladders, StepCost
 from cpt_core.schedules.profiles import PROFILES
-from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.schedule import (
+    CyclicSchedule,
+    Schedule,
+    ShortCycleWarning,
+    StaticSchedule,
+)
 from cpt_core.validation import check_bits, choose, declared
 from cpt_extras.formats.prices import costs_of, function_of, static_cost
-from cpt_extras.search.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
+from cpt_extras.search.solved_schedules import (
+    AdjustedSchedule,
+    DelayedSchedule,
+    Warped,
+    delay_steps,
+)
 
 TOLERANCE = 1e-3  # of the budget
 POWERS = (-12.0, 12.0)  # powers of two between which the power of the profile is sought
@@ -71,29 +81,47 @@ def solve_schedule(
             q_min and q_max.
     """
     declared(solve_schedule, {"triangular": triangular})
-    choose("family", family, (name for name, kind in PROFILES.items() if kind is not Warped))
+    choose(
+        "family",
+        family,
+        (name for name, kind in PROFILES.items() if kind is not Warped),
+    )
     hold = delay_steps(delay, total_steps)
     steps = total_steps - hold
-    q_grad = check_bits("q_max", q_max) if q_grad is None else check_bits("q_grad", q_grad)
+    q_grad = (
+        check_bits("q_max", q_max) if q_grad is None else check_bits("q_grad", q_grad)
+    )
     priced, cost = cost, function_of(cost, q_grad, ladder)
 
     def spends(bits: ArrayLike) -> float:
         return float(costs_of(bits, q_grad, cost).mean() / unit)
 
     def bent(power: float) -> CyclicSchedule:
-        return CyclicSchedule(Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror)
+        return CyclicSchedule(
+            Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror
+        )
 
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         bent(1.0)  # checks the values
         for q in range(q_min, q_max + 1):
             value: Any = 1.0 if cost is None else cost(q)
-            value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's numbers
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-                raise ValueError(f"a step must cost a positive number; cost gives {value!r} at {q} bits")
+            value = (
+                value.item() if getattr(value, "ndim", None) == 0 else value
+            )  # numpy's and torch's numbers
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, Real)
+                or not 0 < float(value) < math.inf
+            ):
+                raise ValueError(
+                    f"a step must cost a positive number; cost gives {value!r} at {q} bits"
+                )
         unit = static_cost(q_max, priced, ladder)
         dearest = spends([q_max])
         lowest = (hold * dearest + steps * spends([q_min])) / total_steps
-        held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
+        held = (
+            f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
+        )
         check_budget(budget, lowest, dearest, q_min, q_max, held, TOLERANCE)
         if abs(budget - dearest) <= TOLERANCE * dearest:
             return StaticSchedule(q_max, total_steps)
@@ -109,7 +137,9 @@ def solve_schedule(
         elif excess(high) >= 0:
             exponent = high
         else:
-            exponent = bisect(excess, low, high, xtol=1e-9)  # a staircase: ends at the step that holds the budget
+            exponent = bisect(
+                excess, low, high, xtol=1e-9
+            )  # a staircase: ends at the step that holds the budget
     solved = bent(2.0**exponent)  # warns when it does not end at q_max
     costs = {q: float(costs_of(q, q_grad, cost)) for q in range(q_min, q_max + 1)}
     wanted = (budget * total_steps - hold * dearest) * unit
@@ -125,7 +155,10 @@ def solve_schedule(
 
 
 def _adjusted(
-    schedule: CyclicSchedule, wanted: float, tolerance: float, costs: Mapping[int, float]
+    schedule: CyclicSchedule,
+    wanted: float,
+    tolerance: float,
+    costs: Mapping[int, float],
 ) -> CyclicSchedule | AdjustedSchedule:
     """Move single steps by a bit, those nearest to it first, until they cost ``wanted``.
 
@@ -136,32 +169,50 @@ def _adjusted(
     changes: dict[int, int] = {}
     while abs(missing) > tolerance:
         moves: list[tuple[float, int, int]] = []  # (change of the cost, step, new bits)
-        for q, way in itertools.product(range(schedule.q_min, schedule.q_max + 1), (1, -1)):
+        for q, way in itertools.product(
+            range(schedule.q_min, schedule.q_max + 1), (1, -1)
+        ):
             steps = np.flatnonzero(bits == q)
             if len(steps) and schedule.q_min <= q + way <= schedule.q_max:
                 near = int(steps[np.argmax(way * values[steps])])
                 moves.append((costs[q + way] - costs[q], near, q + way))
         pairs: list[Any] = [(m,) for m in moves]
         pairs += [(a, b) for a, b in itertools.combinations(moves, 2) if a[1] != b[1]]
-        best = min(pairs, key=lambda chosen: abs(missing - sum(m[0] for m in chosen)), default=())
+        best = min(
+            pairs,
+            key=lambda chosen: abs(missing - sum(m[0] for m in chosen)),
+            default=(),
+        )
         left = missing - sum(m[0] for m in best)
         if abs(left) >= abs(missing):
             break
         missing = left
         for _, step, new in best:
             bits[step] = changes[step] = new
-    return AdjustedSchedule(schedule, tuple(sorted(changes.items()))) if changes else schedule
+    return (
+        AdjustedSchedule(schedule, tuple(sorted(changes.items())))
+        if changes
+        else schedule
+    )
 
 
 def check_budget(
-    budget: float, lowest: float, highest: float, q_min: int, q_max: int, held: str = "", slack: float = 1e-9
+    budget: float,
+    lowest: float,
+    highest: float,
+    q_min: int,
+    q_max: int,
+    held: str = "",
+    slack: float = 1e-9,
 ) -> None:
     """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, to a share ``slack`` of them.
 
     They are the costs of training at ``q_min`` and at ``q_max``; ``held`` says what else is asked of the schedule.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
-        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+        raise ValueError(
+            f"budget must be a number, the cost relative to static q_max; got {budget!r}"
+        )
     if lowest * (1 - slack) <= budget <= highest * (1 + slack):
         return
     if q_min == q_max:

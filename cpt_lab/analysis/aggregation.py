@@ -12,13 +12,21 @@ from cpt_lab.analysis.groups import AGGREGATIONS, aggregation_groups, named
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import interval, paired
-from cpt_lab.analysis.style import COLORS, drawing, legend_below, set_finding, write_caption
+from cpt_lab.analysis.style import (
+    COLORS,
+    drawing,
+    legend_below,
+    set_finding,
+    write_caption,
+)
 
 MIN_SEEDS = 3  # fewer compare nothing
 COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
 
 
-def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
+def aggregation_difference(
+    runs: pd.DataFrame, metric: str = "accuracy"
+) -> pd.DataFrame:
     """Return metric(Q-Agg) - metric(FP-Agg) for every arm and seed that both have: columns arm, seed, difference.
 
     Runs must belong to one recipe but for the aggregation.
@@ -27,12 +35,20 @@ def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.D
     """
     for column in ("dataset", "model", "scale", "q_max"):
         if runs[column].nunique() > 1:
-            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
+            raise ValueError(
+                f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one"
+            )
     kinds = sorted(runs["aggregation"].unique())
     if not {"fp", "quantized"} <= set(kinds):
-        raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}")
+        raise ValueError(
+            f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}"
+        )
     found = {
-        arm: paired(part[part["aggregation"] == "quantized"], part[part["aggregation"] == "fp"], metric)
+        arm: paired(
+            part[part["aggregation"] == "quantized"],
+            part[part["aggregation"] == "fp"],
+            metric,
+        )
         for arm, part in runs.groupby("arm")
     }
     return pd.concat(found, names=["arm", "seed"]).rename("difference").reset_index()
@@ -40,14 +56,21 @@ def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.D
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the differences of every arm for people, in points; runs as for ``aggregation_difference``."""
-    points = aggregation_difference(runs).groupby("arm")["difference"].agg(["mean", "std", "count"])
+    points = (
+        aggregation_difference(runs)
+        .groupby("arm")["difference"]
+        .agg(["mean", "std", "count"])
+    )
     cells = {
         "model": runs["model"].iloc[0],
         "arm": points.index,
         "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
         "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
         "seeds": points["count"].to_numpy(),
-        "diverged": runs.groupby("arm")["diverged"].sum().reindex(points.index).to_numpy(),
+        "diverged": runs.groupby("arm")["diverged"]
+        .sum()
+        .reindex(points.index)
+        .to_numpy(),
     }
     return pd.DataFrame(cells)
 
@@ -91,19 +114,29 @@ def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
     for kind, color in COLORED.items():
         name, mine = AGGREGATIONS[kind], part[part["aggregation"] == kind]
         curves = [
-            [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations]
+            [
+                (e["step"], 100 * e.get("valid", e["test"])["accuracy"])
+                for e in evaluations
+            ]
             for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
         ]
         lost = int(mine["diverged"].sum())
-        label = f"{name}, static {bits} bits" + (f" ({lost} of {len(mine)} diverged)" if lost else "")
+        label = f"{name}, static {bits} bits" + (
+            f" ({lost} of {len(mine)} diverged)" if lost else ""
+        )
         if not curves and not lost:
             raise ValueError(f"no finished run of static {bits} with {name}")
         if not curves:
             ax.plot([], [], color=color, label=label)
             continue
-        steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
+        steps, values = (
+            np.array(curves[0])[:, 0],
+            np.array([[v for _, v in c] for c in curves]),
+        )
         ax.plot(steps, values.mean(0), color=color, label=label, linewidth=1.4)
-        ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+        ax.fill_between(
+            steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0
+        )
     ax.set(xlabel="training step", ylabel="validation accuracy (%)")
 
 
@@ -111,8 +144,20 @@ def _differences(ax: Axes, found: pd.DataFrame) -> None:
     arms = sorted(found["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
     for x, arm in enumerate(arms):
         values = 100 * found[found["arm"] == arm]["difference"].to_numpy()
-        ax.plot(np.full(len(values), x), values, "o", color=COLORS["static"], markersize=4, alpha=0.6)
-        ax.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
+        ax.plot(
+            np.full(len(values), x),
+            values,
+            "o",
+            color=COLORS["static"],
+            markersize=4,
+            alpha=0.6,
+        )
+        ax.plot(
+            [x - 0.2, x + 0.2],
+            [values.mean()] * 2,
+            color=COLORS["static"],
+            linewidth=1.6,
+        )
     ax.axhline(0, color="#888888", linewidth=0.8)
     ax.set_xticks(range(len(arms)), arms)
     ax.set_xlim(-0.8, len(arms) - 0.2)
@@ -123,4 +168,10 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
     for name, group in named(aggregation_groups(runs)):
         heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
-        yield Section(heading, (), figure_5(group, int(group["q_max"].iloc[0])), alt, summary(group))
+        yield Section(
+            heading,
+            (),
+            figure_5(group, int(group["q_max"].iloc[0])),
+            alt,
+            summary(group),
+        )

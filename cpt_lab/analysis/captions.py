@@ -17,7 +17,12 @@ from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
 
 # training images of data sets whose recipes take all of them; held-out images are taken from these
-TRAIN_IMAGES = {"cifar10": 50_000, "cifar10-jpeg": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
+TRAIN_IMAGES = {
+    "cifar10": 50_000,
+    "cifar10-jpeg": 50_000,
+    "cifar100": 50_000,
+    "imagenet": 1_281_167,
+}
 SMOKE_WARNING = "smoke scale: not a result. "
 
 
@@ -30,7 +35,12 @@ def caption(runs: pd.DataFrame, stored: pd.DataFrame | None = None) -> str:
     """
     first = runs.iloc[0]
     seeds = ", ".join([seeds_text(runs), f"{first['scale']} scale"])
-    parts = [f"{title_of(runs)}: {training(runs)}", seeds, *_levels(runs), *_early_ends(runs)]
+    parts = [
+        f"{title_of(runs)}: {training(runs)}",
+        seeds,
+        *_levels(runs),
+        *_early_ends(runs),
+    ]
     lost = lost_text(runs if stored is None else stored)
     return "; ".join([*parts, lost] if lost else parts)
 
@@ -67,17 +77,24 @@ def training(runs: pd.DataFrame) -> str:
 def declared_recipe(run: pd.Series) -> Recipe | None:
     """Return the declared recipe of a run, with its own steps; None when the run changed anything else in it."""
     try:
-        found = recipe(run["scale"], run["dataset"], run["model"], run["preset"], run["task"])
+        found = recipe(
+            run["scale"], run["dataset"], run["model"], run["preset"], run["task"]
+        )
     except ValueError:
         return None
     names = {f.name for f in fields(found)}
     known: dict[str, Any] = {
-        name: int(run[name]) for name in ("q_min", "n_cycles", "fanout") if name in names and pd.notna(run[name])
+        name: int(run[name])
+        for name in ("q_min", "n_cycles", "fanout")
+        if name in names and pd.notna(run[name])
     }
     if "aggregation" in names:
         known["aggregation"] = run["aggregation"]
     found = replace(found, **known, steps=int(run["total_steps"]))
-    same = recipe_key(found.to_dict(), "steps", "milestones", "evaluate_every") == run["recipe_but_length"]
+    same = (
+        recipe_key(found.to_dict(), "steps", "milestones", "evaluate_every")
+        == run["recipe_but_length"]
+    )
     return found if same else None
 
 
@@ -131,5 +148,7 @@ def _early_ends(runs: pd.DataFrame) -> list[str]:
     found = []
     for (q_max, last), names in sorted(arms.items(), reverse=True):
         where = f" at q_max {q_max}" if several else ""
-        found.append(f"{', '.join(dict.fromkeys(names))} end at {last} bits{where}, as their cycles are short")
+        found.append(
+            f"{', '.join(dict.fromkeys(names))} end at {last} bits{where}, as their cycles are short"
+        )
     return found

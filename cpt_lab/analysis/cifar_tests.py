@@ -56,7 +56,9 @@ def slopes(runs: pd.DataFrame) -> Estimate:
     wide = quality[[*SUITE]].dropna()
     x = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
     values = [float(np.polyfit(x, seed, 1)[0]) for seed in wide.to_numpy(dtype=float)]
-    return Estimate("quality per doubling of the cost", unit_of(runs), np.array(values), MARGIN)
+    return Estimate(
+        "quality per doubling of the cost", unit_of(runs), np.array(values), MARGIN
+    )
 
 
 def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
@@ -72,9 +74,13 @@ def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
         ValueError: when fewer than two static precisions ran.
     """
     quality, cost = _quality_and_cost(runs)
-    static = sorted((arm for arm in quality if arm.startswith("static ")), key=lambda arm: cost[arm])
+    static = sorted(
+        (arm for arm in quality if arm.startswith("static ")), key=lambda arm: cost[arm]
+    )
     if len(static) < 2:
-        raise ValueError(f"runs: at least two static precisions are needed, got {len(static)}")
+        raise ValueError(
+            f"runs: at least two static precisions are needed, got {len(static)}"
+        )
     complete = quality.dropna(subset=static)
     line = complete[static].to_numpy(dtype=float)
     gains = {}
@@ -88,7 +94,9 @@ def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
 def _quality_and_cost(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     """Return quality in printed units, seeds by arms, and the relative cost of every arm."""
     factor = metric_named(metric_of(runs)).factor
-    wide = quality_of(runs).pivot_table(index="seed", columns="arm", values="quality", aggfunc="first")
+    wide = quality_of(runs).pivot_table(
+        index="seed", columns="arm", values="quality", aggfunc="first"
+    )
     return factor * wide, runs.groupby("arm")["relative_cost"].first()
 
 
@@ -101,7 +109,9 @@ def paired_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
 
 def _mean_gain(runs: pd.DataFrame) -> Estimate:
     gains = gains_over_static(runs).mean(axis=1).to_numpy(dtype=float)
-    return Estimate("schedules minus static precision of equal cost", unit_of(runs), gains, MARGIN)
+    return Estimate(
+        "schedules minus static precision of equal cost", unit_of(runs), gains, MARGIN
+    )
 
 
 def tests(runs: pd.DataFrame) -> list[PreregisteredTest]:
@@ -132,7 +142,9 @@ def _test(
     rows = runs[runs["key"].isin(keys)]
     stored = rows["key"].nunique()
     complete = stored == len(keys)
-    return PreregisteredTest(name, paper, estimate(rows) if complete else None, stored, len(keys))
+    return PreregisteredTest(
+        name, paper, estimate(rows) if complete else None, stored, len(keys)
+    )
 
 
 def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
@@ -144,9 +156,13 @@ def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
     words = []
     for test, adjusted in zip(found, holm(p), strict=True):
         if test.estimate is None:
-            words.append(f"not complete: {test.stored} of {counted(test.needed, 'run')}")
+            words.append(
+                f"not complete: {test.stored} of {counted(test.needed, 'run')}"
+            )
         elif adjusted < ALPHA:
-            words.append("as the paper says" if test.estimate.mean > 0 else "against the paper")
+            words.append(
+                "as the paper says" if test.estimate.mean > 0 else "against the paper"
+            )
         elif test.estimate.small:
             words.append("no difference worth naming")
         else:
@@ -162,4 +178,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         shown = test.estimate.shown() if test.estimate else "–"
         seeds = len(test.estimate.values) if test.estimate else "–"
         lines.append((test.name, test.paper, shown, seeds, outcome))
-    return pd.DataFrame(lines, columns=["preregistered test", "the paper says", "measured", "n", "outcome"])
+    return pd.DataFrame(
+        lines,
+        columns=["preregistered test", "the paper says", "measured", "n", "outcome"],
+    )

@@ -68,7 +68,10 @@ SMALLER_SCALES = {
     "predictor": ("better predictor", "worse predictor"),
 }
 TESTS = (*SMALLER_SCALES, "exact")
-ASKED_TOO = ("deficit_decay", "deficit_window")  # measures that read preregistered runs, see ``deficit_dates``
+ASKED_TOO = (
+    "deficit_decay",
+    "deficit_window",
+)  # measures that read preregistered runs, see ``deficit_dates``
 UNREAD = (  # columns that no claim is about
     r".*_(current|best_valid|best_test|degree\d+)|commit|device|error|torch|dirty|data_checksum|seconds|"
     r"(first|last)_loss|learning_rates|bitops_per_op|map|map50_11point"
@@ -83,7 +86,15 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     if n < LEAST_SEEDS or not (low <= mean <= high):
         return OPEN
     if test in ("more", "correlation", "majority", "predictor"):
-        return CONTRADICTED if high < 0 else SMALLER if high < margin else CONFIRMED if low > 0 else OPEN
+        return (
+            CONTRADICTED
+            if high < 0
+            else SMALLER
+            if high < margin
+            else CONFIRMED
+            if low > 0
+            else OPEN
+        )
     if test == "no_worse":
         return CONFIRMED if low > -margin else CONTRADICTED if high < -margin else OPEN
     inside, outside = -margin < low and high < margin, low > margin or high < -margin
@@ -92,7 +103,10 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
 
 def said(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
     """Return the word for one effect by itself, against all of its controls."""
-    words = {verdict(claim.test, claim.margin, e.at(alpha), e.n) for e in (effect, *effect.others)}
+    words = {
+        verdict(claim.test, claim.margin, e.at(alpha), e.n)
+        for e in (effect, *effect.others)
+    }
     return words.pop() if len(words) == 1 else OPEN if OPEN in words else MIXED
 
 
@@ -104,7 +118,9 @@ def holm(words: Sequence[Callable[[float], str]]) -> list[str]:
     """
     alone, stands = [word(ALPHA) for word in words], [OPEN] * len(words)
     left = set(range(len(words)))
-    while passed := {i for i in left if alone[i] != OPEN and words[i](ALPHA / len(left)) == alone[i]}:
+    while passed := {
+        i for i in left if alone[i] != OPEN and words[i](ALPHA / len(left)) == alone[i]
+    }:
         for i in passed:
             stands[i] = alone[i]
         left -= passed
@@ -135,7 +151,9 @@ def _majority(votes: list[tuple[str, str]]) -> str:
     """
     of = {task: {v for t, v in votes if t == task} - {OPEN} for task, _ in votes}
     words = [word for found in of.values() if len(found) == 1 for word in found]
-    most = [word for word in (CONFIRMED, CONTRADICTED) if words.count(word) > len(of) / 2]
+    most = [
+        word for word in (CONFIRMED, CONTRADICTED) if words.count(word) > len(of) / 2
+    ]
     return most[0] if most and len(of) > 2 else OPEN
 
 
@@ -148,7 +166,9 @@ class Entry:
 
     def verdict(self, paper_scale: bool) -> str:
         """Return the word for the experiments at paper scale (exact ones are), or for the smaller ones."""
-        return combined(((e.task, v) for e, v in self._tested(paper_scale)), self.claim.test)
+        return combined(
+            ((e.task, v) for e, v in self._tested(paper_scale)), self.claim.test
+        )
 
     def verdicts(self) -> tuple[str, str]:
         """Return what is found at paper scale and at smaller scales in words; "–" where only one of them can be.
@@ -177,18 +197,39 @@ class Entry:
         """Return the date of the rule, and whether rows are older; a line that was just written has no date yet."""
         if not self.claim.since:
             return "undated"
-        starts = [start for e, _ in self.effects for part in (e, *e.others) for start in part.started]
-        older = pd.to_datetime(pd.Series(starts), utc=True, format="ISO8601") < pd.Timestamp(self.claim.since)
-        mark = "; rows older than the rule" if len(older) and older.all() else "; some rows older than the rule"
-        return f"{pd.Timestamp(self.claim.since):%Y-%m-%d %H:%M} UTC" + (mark if older.any() else "")
+        starts = [
+            start
+            for e, _ in self.effects
+            for part in (e, *e.others)
+            for start in part.started
+        ]
+        older = pd.to_datetime(
+            pd.Series(starts), utc=True, format="ISO8601"
+        ) < pd.Timestamp(self.claim.since)
+        mark = (
+            "; rows older than the rule"
+            if len(older) and older.all()
+            else "; some rows older than the rule"
+        )
+        return f"{pd.Timestamp(self.claim.since):%Y-%m-%d %H:%M} UTC" + (
+            mark if older.any() else ""
+        )
 
     def _tested(self, paper_scale: bool) -> list[tuple[Effect, str]]:
-        return [(e, v) for e, v in self.effects if _of_paper(e) == paper_scale and _testable(e)]
+        return [
+            (e, v)
+            for e, v in self.effects
+            if _of_paper(e) == paper_scale and _testable(e)
+        ]
 
     def _named(self, word: str, effect: Effect) -> str:
         """A word as the scale has it."""
         own = SMALLER_SCALES.get(self.claim.test) if not _of_paper(effect) else None
-        return dict(zip((CONFIRMED, CONTRADICTED), own, strict=True)).get(word, word) if own else word
+        return (
+            dict(zip((CONFIRMED, CONTRADICTED), own, strict=True)).get(word, word)
+            if own
+            else word
+        )
 
     def _words(self, paper_scale: bool) -> str:
         tested, parts = self._tested(paper_scale), []
@@ -200,8 +241,16 @@ class Entry:
         whole = self.verdict(paper_scale)
         head = "" if len(parts) == 1 and whole != OPEN else f"{whole}: "
         undecided = dict.fromkeys(e.dataset for e, v in tested if v == OPEN)
-        few = dict.fromkeys(e.dataset for e, _ in self.effects if _of_paper(e) == paper_scale and not _testable(e))
-        parts += [f"{'undecided' if head else 'open'} on {', '.join(undecided)}"] if undecided else []
+        few = dict.fromkeys(
+            e.dataset
+            for e, _ in self.effects
+            if _of_paper(e) == paper_scale and not _testable(e)
+        )
+        parts += (
+            [f"{'undecided' if head else 'open'} on {', '.join(undecided)}"]
+            if undecided
+            else []
+        )
         parts += [f"fewer than {LEAST_SEEDS} seeds on {', '.join(few)}"] if few else []
         return head + "; ".join(parts) if parts else "open (not run)"
 
@@ -217,7 +266,10 @@ def _testable(effect: Effect) -> bool:
 def claims() -> list[Claim]:
     """Return the claims of ``data/paper/claims.csv``; ValueError for an unknown measure or test."""
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False, dtype=str)
-    found = [Claim(**{**line, "margin": float(line["margin"] or 0)}) for line in table.to_dict("records")]
+    found = [
+        Claim(**{**line, "margin": float(line["margin"] or 0)})
+        for line in table.to_dict("records")
+    ]
     for c in found:
         choose(f"measure of claim {c.id}", c.measure, MEASURES)
         verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
@@ -250,7 +302,9 @@ def judged(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
         only: ids of claims; none of them for all.
     """
     asked = runs["key"].isin(groups.preregistered())
-    read = runs.loc[:, ~runs.columns.str.fullmatch(UNREAD)]  # all rows and columns take twice as long
+    read = runs.loc[
+        :, ~runs.columns.str.fullmatch(UNREAD)
+    ]  # all rows and columns take twice as long
     others = read[~asked]
     full_bits = levels.full_bits(read)
     entries = []
@@ -276,7 +330,11 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
     effects = list(MEASURES[claim.measure](meant(runs, claim), claim))
     words = {i: said(claim, e) for i, e in enumerate(effects) if e.scale == "exact"}
     for paper_scale in (True, False):
-        part = [i for i, e in enumerate(effects) if i not in words and _testable(e) and _of_paper(e) == paper_scale]
+        part = [
+            i
+            for i, e in enumerate(effects)
+            if i not in words and _testable(e) and _of_paper(e) == paper_scale
+        ]
         tests = [lambda alpha, e=effects[i]: said(claim, e, alpha) for i in part]
         words |= dict(zip(part, holm(tests), strict=True))
     return Entry(claim, tuple((e, words.get(i, OPEN)) for i, e in enumerate(effects)))
@@ -291,7 +349,11 @@ def coverage(entries: Iterable[Entry]) -> tuple[int, int]:
 def needs(claim: Claim) -> str:
     """Return in a sentence what a claim without evidence needs, from the grids that settle it."""
     parts = [needed_runs(name) for name in claim.grids.split() if name in GRIDS]
-    return f"Not run: needs {', or '.join(parts)}." if parts else "Not run: needs runs that no grid lists."
+    return (
+        f"Not run: needs {', or '.join(parts)}."
+        if parts
+        else "Not run: needs runs that no grid lists."
+    )
 
 
 @cache
@@ -300,22 +362,44 @@ def needed_runs(grid: str) -> str:
     found = GRIDS[grid]
     specs = found.make(found.scales[0])
     recipe = specs[0].recipe
-    dataset = DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
+    dataset = (
+        DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
+    )
     return f"{recipe.model} on {dataset}, {counted(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
 
 
 def summary(entries: Iterable[Entry]) -> pd.DataFrame:
     """Return the claims for people: verdicts, dates of rules, evidence as a list."""
-    lines = [(e.claim.claim, e.claim.place, *e.verdicts(), e.rule(), e.evidence()) for e in entries]
-    columns = ["claim", "where", "at paper scale", "at smaller scales", "rule of", "evidence"]
+    lines = [
+        (e.claim.claim, e.claim.place, *e.verdicts(), e.rule(), e.evidence())
+        for e in entries
+    ]
+    columns = [
+        "claim",
+        "where",
+        "at paper scale",
+        "at smaller scales",
+        "rule of",
+        "evidence",
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 
 def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     """Return how many claims have which word, such as "6 as claimed, 1 against": those that are not open."""
     found = Counter(entry.verdict(paper_scale) for entry in entries)
-    words = {CONFIRMED: "as claimed", SMALLER: SMALLER, CONTRADICTED: "against", MIXED: MIXED}
-    return ", ".join(f"{found[word]} {said}" for word, said in words.items() if found[word]) or "none"
+    words = {
+        CONFIRMED: "as claimed",
+        SMALLER: SMALLER,
+        CONTRADICTED: "against",
+        MIXED: MIXED,
+    }
+    return (
+        ", ".join(
+            f"{found[word]} {said}" for word, said in words.items() if found[word]
+        )
+        or "none"
+    )
 
 
 def summed(entries: list[Entry]) -> str:
@@ -334,4 +418,9 @@ def section(runs: pd.DataFrame) -> Section:
         "lowest bits and how many seeds n. Of several experiments, words stand after Holm's correction; runs that "
         "diverged count with the worst value of their task."
     )
-    return Section("Claims of the paper", (f"{summed(entries)}.", note), table=summary(entries), style="left claims")
+    return Section(
+        "Claims of the paper",
+        (f"{summed(entries)}.", note),
+        table=summary(entries),
+        style="left claims",
+    )

@@ -14,10 +14,23 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis import printed
 from cpt_lab.analysis.captions import caption, warned
 from cpt_lab.analysis.groups import deficit_groups, named
-from cpt_lab.analysis.metrics import counted, intervals, metric_named, metric_of, spread_text
+from cpt_lab.analysis.metrics import (
+    counted,
+    intervals,
+    metric_named,
+    metric_of,
+    spread_text,
+)
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import interval, paired
-from cpt_lab.analysis.style import COLORS, QUIET, SMALL, drawing, set_finding, write_caption
+from cpt_lab.analysis.style import (
+    COLORS,
+    QUIET,
+    SMALL,
+    drawing,
+    set_finding,
+    write_caption,
+)
 from cpt_lab.experiments.recipe import Metric
 from cpt_lab.experiments.recipes import DATASETS
 
@@ -50,8 +63,14 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
         raise ValueError("rows of deficits with at most one window are needed")
     # A recipe is one length of training with its learning rates: its arms share a control.
     families = dict(list(runs.groupby("recipe", sort=False)))
-    is_window = {key: bool(((f["start"] > 0) & (f["stop"] < f["total_steps"])).any()) for key, f in families.items()}
-    after = _normal_length([f for key, f in families.items() if not is_window[key]], list(families.values()))
+    is_window = {
+        key: bool(((f["start"] > 0) & (f["stop"] < f["total_steps"])).any())
+        for key, f in families.items()
+    }
+    after = _normal_length(
+        [f for key, f in families.items() if not is_window[key]],
+        list(families.values()),
+    )
     lines = []
     for key, family in families.items():
         total = int(family["total_steps"].iloc[0])
@@ -59,14 +78,25 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
         at_start = int(max(family.loc[family["start"] == 0, "stop"], default=0))
         length = not is_window[key] and total - at_start == after
         for arm, part in family.groupby("arm", sort=False):
-            line = {"arm": arm, "recipe": key, **_against(part, control, metric), "total": total}
+            line = {
+                "arm": arm,
+                "recipe": key,
+                **_against(part, control, metric),
+                "total": total,
+            }
             # Where windows lie within the normal length, the training without a deficit serves both experiments.
             both = line["place"] == "none" and total == after and not length
-            for experiment in ["length"] if length else ["window", "length"] if both else ["window"]:
-                paper_arm = _paper_arm(experiment, line["place"], str(arm), total == after)
+            for experiment in (
+                ["length"] if length else ["window", "length"] if both else ["window"]
+            ):
+                paper_arm = _paper_arm(
+                    experiment, line["place"], str(arm), total == after
+                )
                 lines.append({"experiment": experiment, **line, "paper_arm": paper_arm})
     out = pd.DataFrame(lines)
-    return out.sort_values(["experiment", "total", "start", "stop"], kind="stable").reset_index(drop=True)
+    return out.sort_values(
+        ["experiment", "total", "start", "stop"], kind="stable"
+    ).reset_index(drop=True)
 
 
 def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame]) -> int:
@@ -75,22 +105,42 @@ def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame])
     It is what is left of most families after their deficit at the start. A family of windows can look the same, when
     its one window lies at the start: a length at which something was trained without a deficit goes first.
     """
-    unharmed = {int(f["total_steps"].iloc[0]) for f in families if (f["stop"] == 0).any()}
-    left = Counter(int(f["total_steps"].iloc[0] - max(f.loc[f["start"] == 0, "stop"], default=0)) for f in candidates)
+    unharmed = {
+        int(f["total_steps"].iloc[0]) for f in families if (f["stop"] == 0).any()
+    }
+    left = Counter(
+        int(f["total_steps"].iloc[0] - max(f.loc[f["start"] == 0, "stop"], default=0))
+        for f in candidates
+    )
     return max(left, key=lambda n: (n in unharmed, left[n], n), default=0)
 
 
 def _against(part: pd.DataFrame, control: pd.DataFrame, metric: str) -> dict[str, Any]:
-    start, stop, total = (int(part[name].iloc[0]) for name in ("start", "stop", "total_steps"))
+    start, stop, total = (
+        int(part[name].iloc[0]) for name in ("start", "stop", "total_steps")
+    )
     values = part.groupby("seed")[metric].first()
     difference = paired(part, control, metric) if stop else values.iloc[:0]
     mean, low, high = interval(difference)
     return {
-        "place": "none" if not stop else "start" if not start else "end" if stop == total else "inside",
-        "start": start, "stop": stop, "mean": values.mean(), "std": values.std(), "n": int(values.count()),
-        "diverged": int(part["diverged"].sum()), "difference": mean, "low": low, "high": high,
+        "place": "none"
+        if not stop
+        else "start"
+        if not start
+        else "end"
+        if stop == total
+        else "inside",
+        "start": start,
+        "stop": stop,
+        "mean": values.mean(),
+        "std": values.std(),
+        "n": int(values.count()),
+        "diverged": int(part["diverged"].sum()),
+        "difference": mean,
+        "low": low,
+        "high": high,
         "worse": int((metric_named(metric).better * difference < 0).sum()),
-    }  # fmt: skip
+    }
 
 
 def _paper_arm(experiment: str, place: str, arm: str, shortest: bool) -> str:
@@ -109,8 +159,13 @@ def table_1(runs: pd.DataFrame) -> pd.DataFrame:
 
     Paper: table 1.
     """
-    found, known = deficits(runs), printed.of_experiment(runs, "table_1").set_index("arm")["value"]
-    found[["mean", "std", "difference", "low", "high"]] *= metric_named(metric_of(runs)).factor
+    found, known = (
+        deficits(runs),
+        printed.of_experiment(runs, "table_1").set_index("arm")["value"],
+    )
+    found[["mean", "std", "difference", "low", "high"]] *= metric_named(
+        metric_of(runs)
+    ).factor
     found["paper"] = [float(known.get(arm, float("nan"))) for arm in found.paper_arm]
     return found
 
@@ -140,7 +195,10 @@ def minus_no_deficit(runs: pd.DataFrame) -> pd.DataFrame:
             found.loc[line.Index, columns] = [np.nan, np.nan, np.nan, 0]
             continue
         difference = paired(_arm(runs, line), _arm(runs, normal), metric)
-        found.loc[line.Index, columns] = [*interval(difference), int((better * difference < 0).sum())]
+        found.loc[line.Index, columns] = [
+            *interval(difference),
+            int((better * difference < 0).sum()),
+        ]
     return found
 
 
@@ -179,8 +237,13 @@ def table_1_beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
     """
     dataset = "imagenet" if runs["dataset"].iloc[0] == "imagenet" else "cifar10"
     numbers = printed.numbers()
-    numbers = numbers[(numbers["artefact"] == "table_1") & (numbers["dataset"] == dataset)]
-    found, metric = minus_no_deficit(runs), replace(metric_named(metric_of(runs)), digits=2)
+    numbers = numbers[
+        (numbers["artefact"] == "table_1") & (numbers["dataset"] == dataset)
+    ]
+    found, metric = (
+        minus_no_deficit(runs),
+        replace(metric_named(metric_of(runs)), digits=2),
+    )
     same = len(printed.of_experiment(runs, "table_1")) > 0
     lines = []
     for p in numbers.itertuples():
@@ -189,13 +252,18 @@ def table_1_beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
             label = "" if nearest.empty else nearest["arm"].iloc[0]
         else:
             nearest, label = nearest_arm(found, p.arm, dataset)
-        lines.append((p.arm, f"{p.value:.2f} +- {p.std:.2f}", *_beside(nearest, label, metric)))
+        lines.append(
+            (p.arm, f"{p.value:.2f} +- {p.std:.2f}", *_beside(nearest, label, metric))
+        )
     name = f"{DATASETS[dataset].title} {NETWORKS[dataset]}"
     unit = f", {metric.unit}" if metric.unit else f", {metric.name}"
     columns = [
-        "low precision (paper)", f"paper, {name}, %", "low precision (this run)", f"this run (mean +- std, n){unit}",
+        "low precision (paper)",
+        f"paper, {name}, %",
+        "low precision (this run)",
+        f"this run (mean +- std, n){unit}",
         "minus no deficit [95 %]",
-    ]  # fmt: skip
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -204,10 +272,16 @@ def _beside(nearest: pd.DataFrame, label: str, metric: Metric) -> tuple[str, str
         return "not run", "–", "–"
     first = nearest.iloc[0]
     (difference,) = intervals(metric, nearest.head(1))
-    return label, spread_text(metric, first["mean"], first["std"], first["n"]), difference or "–"
+    return (
+        label,
+        spread_text(metric, first["mean"], first["std"], first["n"]),
+        difference or "–",
+    )
 
 
-def nearest_arm(found: pd.DataFrame, paper_arm: str, dataset: str) -> tuple[pd.DataFrame, str]:
+def nearest_arm(
+    found: pd.DataFrame, paper_arm: str, dataset: str
+) -> tuple[pd.DataFrame, str]:
     """Return the line of ``deficits`` nearest to an arm of table 1, and its name with both shares.
 
     Args:
@@ -230,7 +304,12 @@ def nearest_arm(found: pd.DataFrame, paper_arm: str, dataset: str) -> tuple[pd.D
         column, wanted, words, total = "stop", int(span[2]), "", normal.total
     else:
         part = found[(found["experiment"] == "window") & (found["place"] == "inside")]
-        column, wanted, words, total = "start", int(span[1]), "begins after ", part["total"].min()
+        column, wanted, words, total = (
+            "start",
+            int(span[1]),
+            "begins after ",
+            part["total"].min(),
+        )
     if part.empty:
         return part, ""
     paper_share = wanted / NORMAL_TRAINING[dataset]
@@ -252,7 +331,10 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         "std": metric.text(found["std"]),
         "n": found.n,
         f"minus {control} [95 %]": intervals(metric_named(name), differences),
-        "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in differences.itertuples()],
+        "worse": [
+            f"{r.worse} of {r.n}" if r.place != "none" else ""
+            for r in differences.itertuples()
+        ],
         "diverged": found.diverged,
         "paper": [f"{p:g}" if p == p else "–" for p in found.paper],
     }
@@ -267,7 +349,11 @@ def finding(runs: pd.DataFrame) -> str:
     their 95 % interval over seeds excludes 0. Fewer than ``MIN_SEEDS`` seeds compare nothing.
     """
     found, control = compared(runs)
-    parts = list(filter(None, (_start_finding(runs, found, control), _window_finding(runs, found))))
+    parts = list(
+        filter(
+            None, (_start_finding(runs, found, control), _window_finding(runs, found))
+        )
+    )
     if not parts:
         return "Nothing was trained with a deficit and without one"
     text = "; ".join(dict.fromkeys(parts))
@@ -282,9 +368,13 @@ def _start_finding(runs: pd.DataFrame, found: pd.DataFrame, control: str) -> str
     if longest["n"] < MIN_SEEDS:
         return f"{counted(int(longest['n']), 'seed')}: no comparison"
     metric = metric_named(metric_of(runs))
-    better_low, better_high = sorted((metric.better * longest["low"], metric.better * longest["high"]))
+    better_low, better_high = sorted(
+        (metric.better * longest["low"], metric.better * longest["high"])
+    )
     where = f"{longest['stop']:,} steps of low precision first"
-    against = "training of equal length" if control == "control of equal length" else control
+    against = (
+        "training of equal length" if control == "control of equal length" else control
+    )
     size = f"{abs(metric.factor * longest['difference']):.1f} {'points' if metric.factor == 100 else metric.name}"
     if better_high < 0:
         return f"{where} cost {size} against {against}"
@@ -294,7 +384,9 @@ def _start_finding(runs: pd.DataFrame, found: pd.DataFrame, control: str) -> str
 
 
 def _window_finding(runs: pd.DataFrame, found: pd.DataFrame) -> str:
-    windows = found[(found["experiment"] == "window") & found["place"].isin(["start", "inside"])]
+    windows = found[
+        (found["experiment"] == "window") & found["place"].isin(["start", "inside"])
+    ]
     dates = windows.sort_values("start", kind="stable")
     if dates["start"].nunique() < 2:
         return ""
@@ -334,21 +426,35 @@ def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
     drawn, found = metric_named(name), deficits(runs)
     controlled = has_controls(found)
     found["mean"] *= drawn.factor
-    values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])["value"]
+    values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])[
+        "value"
+    ]
     dots = {key: part.dropna().to_numpy() for key, part in values}
     panels = [kind for kind in ("length", "window") if (found.experiment == kind).any()]
-    with drawing(1, len(panels), figsize=(max(5 * len(panels), 6.4), 4.2), sharey=True) as (figure, axes):
+    with drawing(
+        1, len(panels), figsize=(max(5 * len(panels), 6.4), 4.2), sharey=True
+    ) as (figure, axes):
         for ax, kind in zip(axes[0], panels, strict=True):
             part = found[found.experiment == kind]
             seeds = [dots[r.arm, r.recipe] for r in part.itertuples()]
-            _length(ax, part, seeds, controlled) if kind == "length" else _window(ax, part, seeds)
-            label = "control: q_max, same length" if controlled else "no deficit, normal length"
+            _length(ax, part, seeds, controlled) if kind == "length" else _window(
+                ax, part, seeds
+            )
+            label = (
+                "control: q_max, same length"
+                if controlled
+                else "no deficit, normal length"
+            )
             ax.plot([], [], color=COLORS["static"], label=label)
         limits = axes[0][0].get_ylim()  # shared, and those of the runs
         for ax, kind in zip(axes[0], panels, strict=True):
-            _learning_curve(ax, runs, min(found[found.experiment == kind].total), name, drawn)
+            _learning_curve(
+                ax, runs, min(found[found.experiment == kind].total), name, drawn
+            )
             ax.set_ylim(limits)
-            ax.legend(fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)  # above the axes: over no point
+            ax.legend(
+                fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=2
+            )  # above the axes: over no point
         if drawn.better < 0:
             axes[0][0].invert_yaxis()
         axes[0][0].set_ylabel(drawn.label)
@@ -359,7 +465,9 @@ def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
     return figure
 
 
-def _length(ax: Axes, part: pd.DataFrame, dots: list[np.ndarray], controlled: bool) -> None:
+def _length(
+    ax: Axes, part: pd.DataFrame, dots: list[np.ndarray], controlled: bool
+) -> None:
     """Draw deficits that make training longer over their length R, the controls at the same R; dots per line."""
     # R of a control, which has no deficit, is what it is longer than the shortest training
     x = part.stop.where(part.place == "start", part.total - min(part.total))
@@ -369,14 +477,33 @@ def _length(ax: Axes, part: pd.DataFrame, dots: list[np.ndarray], controlled: bo
         ("none", None, COLORS["static"], "s-"),
     ):
         here, clean = part.place == place, place == "none"
-        for r, seeds in zip(x[here], [d for d, h in zip(dots, here, strict=True) if h], strict=True):
+        for r, seeds in zip(
+            x[here], [d for d, h in zip(dots, here, strict=True) if h], strict=True
+        ):
             alpha, size = (0.25, 3) if clean else (0.35, 4)
-            ax.plot(np.full(len(seeds), r), seeds, style[0], color=color, alpha=alpha, markersize=size)
+            ax.plot(
+                np.full(len(seeds), r),
+                seeds,
+                style[0],
+                color=color,
+                alpha=alpha,
+                markersize=size,
+            )
         if here.any():
             size, width = (3, 1.2) if clean else (0, None)
-            ax.plot(x[here], part["mean"][here], style, color=color, label=label, markersize=size, linewidth=width)
+            ax.plot(
+                x[here],
+                part["mean"][here],
+                style,
+                color=color,
+                label=label,
+                markersize=size,
+                linewidth=width,
+            )
         if clean and not controlled and here.any():
-            ax.axhline(part["mean"][here].iloc[0], color=color, linewidth=0.8, linestyle=":")
+            ax.axhline(
+                part["mean"][here].iloc[0], color=color, linewidth=0.8, linestyle=":"
+            )
     ax.set_xlabel("R: steps at low precision")
 
 
@@ -385,25 +512,65 @@ def _window(ax: Axes, part: pd.DataFrame, dots: list[np.ndarray]) -> None:
     low = part[part.place != "none"]
     for r, seeds in zip(part.itertuples(), dots, strict=True):
         if r.place != "none":
-            ax.plot(np.full(len(seeds), r.start), seeds, "o", color=COLORS["large"], alpha=0.35, markersize=4)
+            ax.plot(
+                np.full(len(seeds), r.start),
+                seeds,
+                "o",
+                color=COLORS["large"],
+                alpha=0.35,
+                markersize=4,
+            )
         elif len(seeds):
             starts = sorted(set(low.start))
-            ax.axhspan(min(seeds), max(seeds), color=COLORS["static"], alpha=0.08, linewidth=0)
-            ax.plot(starts, [r.mean] * len(starts), color=COLORS["static"], linewidth=1.2)
-    ax.plot(low.start, low["mean"], "o-", color=COLORS["large"], label="window of low precision", markersize=0)
-    at_end = " (the last one has no time left after it)" if (low.place == "end").any() else ""
+            ax.axhspan(
+                min(seeds), max(seeds), color=COLORS["static"], alpha=0.08, linewidth=0
+            )
+            ax.plot(
+                starts, [r.mean] * len(starts), color=COLORS["static"], linewidth=1.2
+            )
+    ax.plot(
+        low.start,
+        low["mean"],
+        "o-",
+        color=COLORS["large"],
+        label="window of low precision",
+        markersize=0,
+    )
+    at_end = (
+        " (the last one has no time left after it)"
+        if (low.place == "end").any()
+        else ""
+    )
     ax.set_xlabel(f"first step of the window{at_end}")
 
 
-def _learning_curve(ax: Axes, runs: pd.DataFrame, total: int, name: str, metric: Metric) -> None:
+def _learning_curve(
+    ax: Axes, runs: pd.DataFrame, total: int, name: str, metric: Metric
+) -> None:
     """Draw the mean learning curve of the shortest training without a deficit."""
-    clean = runs[(runs["status"] == "ok") & (runs["stop"] == 0) & (runs["total_steps"] == total)]
-    curves = [{e["step"]: e["test"][name] for e in evaluations} for evaluations in clean["evaluations"]]
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []  # those that all seeds have
+    clean = runs[
+        (runs["status"] == "ok") & (runs["stop"] == 0) & (runs["total_steps"] == total)
+    ]
+    curves = [
+        {e["step"]: e["test"][name] for e in evaluations}
+        for evaluations in clean["evaluations"]
+    ]
+    steps = (
+        sorted(set.intersection(*map(set, curves))) if curves else []
+    )  # those that all seeds have
     if len(steps) < 2:
         return
-    means = [metric.factor * np.mean([curve[step] for curve in curves]) for step in steps]
-    ax.plot(steps, means, color=QUIET, linewidth=1, zorder=0, label="learning curve without a deficit")
+    means = [
+        metric.factor * np.mean([curve[step] for curve in curves]) for step in steps
+    ]
+    ax.plot(
+        steps,
+        means,
+        color=QUIET,
+        linewidth=1,
+        zorder=0,
+        label="learning curve without a deficit",
+    )
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
@@ -411,4 +578,6 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     for name, group in named(deficit_groups(runs)):
         if (group["status"] != "failed").any():
             drawn, alt = figure_8(group), "quality after a deficit, with controls"
-            yield Section(f"Critical learning periods: {name}", (), drawn, alt, summary(group))
+            yield Section(
+                f"Critical learning periods: {name}", (), drawn, alt, summary(group)
+            )

@@ -15,7 +15,9 @@ NOTHING_CHANGED = "Nothing was left out or changed, and no sample stands in two 
 NOT_STORED = "the report of these rows is not stored beside them"
 
 
-def stored_reports(files: Iterable[Path], rows: Iterable[Row] | None = None) -> tuple[list[DataReport], list[str]]:
+def stored_reports(
+    files: Iterable[Path], rows: Iterable[Row] | None = None
+) -> tuple[list[DataReport], list[str]]:
     """Return the different data reports that rows name, and a sentence for each that cannot be read.
 
     Args:
@@ -35,20 +37,30 @@ def stored_reports(files: Iterable[Path], rows: Iterable[Row] | None = None) -> 
                 found[digest] = load_data_report(file, digest)
                 missing.pop(digest, None)
             except (FileNotFoundError, ValueError) as error:
-                reason = NOT_STORED if isinstance(error, FileNotFoundError) else str(error)
-                missing[digest] = f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
+                reason = (
+                    NOT_STORED if isinstance(error, FileNotFoundError) else str(error)
+                )
+                missing[digest] = (
+                    f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
+                )
     return list(found.values()), list(missing.values())
 
 
-def sections(reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left") -> list[Section]:
+def sections(
+    reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left"
+) -> list[Section]:
     """Return a section of a page for every data report, and one for those that cannot be read."""
     shown = []
     for report in reports:
-        notes = [f"Report {report.digest}: `data_report` of the rows that were trained on these data."]
+        notes = [
+            f"Report {report.digest}: `data_report` of the rows that were trained on these data."
+        ]
         if not report.notices:
             notes.append(NOTHING_CHANGED)
         table = pd.DataFrame(report.facts, columns=["topic", "fact"])
-        shown.append(Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style))
+        shown.append(
+            Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style)
+        )
     if sentences := tuple(missing):
         shown.append(Section("Data whose report cannot be read", sentences))
     return shown
@@ -59,4 +71,6 @@ def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:
     count = sum(len(report.notices) for report in reports)
     if not count:
         return ()
-    return (f"{count_of(count, 'fact')} below on what was left out or changed of the data, or stands in two splits.",)
+    return (
+        f"{count_of(count, 'fact')} below on what was left out or changed of the data, or stands in two splits.",
+    )

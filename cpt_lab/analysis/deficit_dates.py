@@ -27,9 +27,19 @@ from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
 
-DECAYS = ("step", "cosine", "linear", "plateau", "constant")  # the order in which they are named
+DECAYS = (
+    "step",
+    "cosine",
+    "linear",
+    "plateau",
+    "constant",
+)  # the order in which they are named
 MIN_DATES = 3  # fewer dates make no slope
-COLOR_OF_DECAY = {"step": COLORS["large"], "cosine": COLORS["medium"], "constant": COLORS["static"]}
+COLOR_OF_DECAY = {
+    "step": COLORS["large"],
+    "cosine": COLORS["medium"],
+    "constant": COLORS["static"],
+}
 MARKER_OF_DECAY = {"step": "o", "cosine": "s", "constant": "D"}
 
 
@@ -78,17 +88,32 @@ def costs(runs: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for _, family in quality_of(runs).groupby("recipe", sort=False):
         control = family[family["stop"] == 0]
-        for (start, stop), part in family[family["stop"] > 0].groupby(["start", "stop"]):
+        for (start, stop), part in family[family["stop"] > 0].groupby(
+            ["start", "stop"]
+        ):
             total = int(family["total_steps"].iloc[0])
-            where = {"decay": family["decay"].iloc[0], "start": int(start), "stop": int(stop), "total": total}
+            where = {
+                "decay": family["decay"].iloc[0],
+                "start": int(start),
+                "stop": int(stop),
+                "total": total,
+            }
             by_seed = statistics.paired(control, part, "quality")
-            lines += [{**where, "recovery": total - stop, "seed": seed, "cost": x} for seed, x in by_seed.items()]
-    return pd.DataFrame(lines, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"])
+            lines += [
+                {**where, "recovery": total - stop, "seed": seed, "cost": x}
+                for seed, x in by_seed.items()
+            ]
+    return pd.DataFrame(
+        lines, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"]
+    )
 
 
 def ordered(decays: pd.Series) -> list[str]:
     """Return the decays that there are, in the order of ``DECAYS``, others first."""
-    return sorted(set(decays), key=lambda name: (DECAYS.index(name) if name in DECAYS else -1, name))
+    return sorted(
+        set(decays),
+        key=lambda name: (DECAYS.index(name) if name in DECAYS else -1, name),
+    )
 
 
 def at_equal_recovery(found: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -103,12 +128,16 @@ def at_equal_recovery(found: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
 def slopes(part: pd.DataFrame) -> pd.Series:
     """Return the slope of the costs over the dates, latest minus earliest, by seed; for seeds that have all dates."""
     wide = part.pivot(index="seed", columns="start", values="cost").dropna()
-    dates = (wide.columns - wide.columns.min()) / (wide.columns.max() - wide.columns.min())
+    dates = (wide.columns - wide.columns.min()) / (
+        wide.columns.max() - wide.columns.min()
+    )
     fitted = np.polyfit(dates.to_numpy(dtype=float), wide.to_numpy().T, 1)[0]
     return pd.Series(fitted, index=wide.index)
 
 
-def start_differences(found: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame, pd.Series]]:
+def start_differences(
+    found: pd.DataFrame,
+) -> Iterator[tuple[str, str, pd.DataFrame, pd.Series]]:
     """Yield pairs of decays with the longest deficit at the start that both have, and what it costs more by seed.
 
     Yields:
@@ -116,7 +145,10 @@ def start_differences(found: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFr
     """
     first = found[found["start"] == 0]
     for one, other in itertools.combinations(ordered(first["decay"]), 2):
-        sides = [first[first["decay"] == decay].set_index(["stop", "total", "seed"])["cost"] for decay in (one, other)]
+        sides = [
+            first[first["decay"] == decay].set_index(["stop", "total", "seed"])["cost"]
+            for decay in (one, other)
+        ]
         both = (sides[0] - sides[1]).dropna()
         if len(both):
             stop, total = max(both.index.droplevel("seed"))
@@ -127,10 +159,18 @@ def start_differences(found: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFr
 class DateOutcome(NamedTuple):
     """Costs of deficits by date under each decay, with what follows from them; all effects by seed."""
 
-    losses: dict[tuple[str, int], Estimate]  # by decay and first step: no deficit minus deficit
-    slopes: dict[str, Estimate]  # by decay: loss at the latest minus at the earliest date, from a line
-    differences: dict[tuple[str, str], Estimate]  # by two decays: loss of the deficit at step 0, one minus the other
-    slope_differences: dict[tuple[str, str], Estimate]  # by two decays: slope under one minus under the other
+    losses: dict[
+        tuple[str, int], Estimate
+    ]  # by decay and first step: no deficit minus deficit
+    slopes: dict[
+        str, Estimate
+    ]  # by decay: loss at the latest minus at the earliest date, from a line
+    differences: dict[
+        tuple[str, str], Estimate
+    ]  # by two decays: loss of the deficit at step 0, one minus the other
+    slope_differences: dict[
+        tuple[str, str], Estimate
+    ]  # by two decays: slope under one minus under the other
     control_levels: dict[str, str]  # by decay: what training without a deficit reaches
     deficit_steps: int
     recovery_steps: int
@@ -142,9 +182,13 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
     Raises:
         ValueError: for runs that are not one experiment with deficits at three dates or more.
     """
-    parts = [part for part in dated_groups(runs) if list(at_equal_recovery(costs(part)))]
+    parts = [
+        part for part in dated_groups(runs) if list(at_equal_recovery(costs(part)))
+    ]
     if len(parts) != 1:
-        raise ValueError(f"runs: expected one experiment with deficits at {MIN_DATES} dates or more, got {len(parts)}")
+        raise ValueError(
+            f"runs: expected one experiment with deficits at {MIN_DATES} dates or more, got {len(parts)}"
+        )
     (group,) = parts
     found, unit = costs(group), unit_of(group)
     factor = metric_named(metric_of(group)).factor
@@ -155,23 +199,34 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
     losses, by_decay, fitted = {}, {}, {}
     for decay, part in at_equal_recovery(found):
         fitted[decay] = slopes(part)
-        by_decay[decay] = estimate(f"loss, latest minus earliest, {decay} learning rate", fitted[decay])
+        by_decay[decay] = estimate(
+            f"loss, latest minus earliest, {decay} learning rate", fitted[decay]
+        )
         for start, at_date in part.groupby("start"):
-            losses[decay, int(start)] = estimate(f"loss of a deficit from step {start}, {decay}", at_date["cost"])
+            losses[decay, int(start)] = estimate(
+                f"loss of a deficit from step {start}, {decay}", at_date["cost"]
+            )
     differences = {}
     for one, other, where, values in start_differences(found):
         stop = int(where["stop"].iloc[0])
-        differences[one, other] = estimate(f"loss of the deficit [0, {stop}), {one} minus {other}", values)
+        differences[one, other] = estimate(
+            f"loss of the deficit [0, {stop}), {one} minus {other}", values
+        )
     between = {}
     for one, other in itertools.combinations(fitted, 2):
         apart = (fitted[one] - fitted[other]).dropna()
         between[one, other] = estimate(f"slope, {one} minus {other}", apart)
     controls = group[group["stop"] == 0]
-    reached = {decay: levels.reached(controls[controls["decay"] == decay]) for decay in by_decay}
+    reached = {
+        decay: levels.reached(controls[controls["decay"] == decay])
+        for decay in by_decay
+    }
     _, first = next(at_equal_recovery(found))
     length = int((first["stop"] - first["start"]).iloc[0])
     recovery = int(first["recovery"].iloc[0])
-    return DateOutcome(losses, by_decay, differences, between, reached, length, recovery)
+    return DateOutcome(
+        losses, by_decay, differences, between, reached, length, recovery
+    )
 
 
 def loss_table(found: DateOutcome) -> pd.DataFrame:
@@ -181,9 +236,13 @@ def loss_table(found: DateOutcome) -> pd.DataFrame:
         line = {"learning rate": decay}
         for (other, start), loss in found.losses.items():
             if other == decay:
-                line[f"[{start}, {start + found.deficit_steps})"] = loss.shown().removesuffix(f" {loss.unit}")
+                line[f"[{start}, {start + found.deficit_steps})"] = (
+                    loss.shown().removesuffix(f" {loss.unit}")
+                )
         line |= {
-            f"slope, latest minus earliest ({slope.unit})": slope.shown().removesuffix(f" {slope.unit}"),
+            f"slope, latest minus earliest ({slope.unit})": slope.shown().removesuffix(
+                f" {slope.unit}"
+            ),
             "p": f"{slope.p():.2g}",
             "n": str(len(slope.values)),
             "no deficit reaches": found.control_levels[decay],
@@ -222,13 +281,24 @@ def finding(found: DateOutcome) -> str:
         else:
             signs["no clear difference"].append(decay)
     parts = [
-        f"costs {word} than a late one with {_joined(signs[word])} decay" for word in ("more", "less") if signs[word]
+        f"costs {word} than a late one with {_joined(signs[word])} decay"
+        for word in ("more", "less")
+        if signs[word]
     ]
     if unclear := signs["no clear difference"]:
-        names = _joined(["a constant learning rate" if name == "constant" else f"{name} decay" for name in unclear])
+        names = _joined(
+            [
+                "a constant learning rate" if name == "constant" else f"{name} decay"
+                for name in unclear
+            ]
+        )
         parts.append(f"no clear difference with {names}")
     words = "; ".join(parts)
-    return f"An early deficit {words}" if parts[0].startswith("costs") else f"Early and late deficits: {words}"
+    return (
+        f"An early deficit {words}"
+        if parts[0].startswith("costs")
+        else f"Early and late deficits: {words}"
+    )
 
 
 def _joined(names: list[str]) -> str:
@@ -242,21 +312,46 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
     Differs: equal time to recover, controls of equal length and intervals are ours.
     """
     found = outcome(runs)
-    group = next(part for part in dated_groups(runs) if list(at_equal_recovery(costs(part))))
+    group = next(
+        part for part in dated_groups(runs) if list(at_equal_recovery(costs(part)))
+    )
     starts = sorted({start for _, start in found.losses})
     shift = 0.012 * (starts[-1] - starts[0])
-    with drawing(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (figure, ((ax,),)):
+    with drawing(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (
+        figure,
+        ((ax,),),
+    ):
         for i, decay in enumerate(found.slopes):
-            mine = [(start, loss) for (other, start), loss in found.losses.items() if other == decay]
+            mine = [
+                (start, loss)
+                for (other, start), loss in found.losses.items()
+                if other == decay
+            ]
             x = [start + (i - 1) * shift for start, _ in mine]
             means = [loss.mean for _, loss in mine]
             halves = [loss.mean - loss.interval()[0] for _, loss in mine]
             label = f"{decay} learning rate: slope {found.slopes[decay].shown()}"
-            color, marker = COLOR_OF_DECAY.get(decay, COLORS["own"]), MARKER_OF_DECAY.get(decay, "^")
-            ax.errorbar(x, means, yerr=halves, color=color, marker=marker, capsize=3, markersize=5, label=label)
+            color, marker = (
+                COLOR_OF_DECAY.get(decay, COLORS["own"]),
+                MARKER_OF_DECAY.get(decay, "^"),
+            )
+            ax.errorbar(
+                x,
+                means,
+                yerr=halves,
+                color=color,
+                marker=marker,
+                capsize=3,
+                markersize=5,
+                label=label,
+            )
         ax.axhline(0, color="#888888", linewidth=0.8)
         unit = next(iter(found.losses.values())).unit
-        ax.set(xlabel="first step of the deficit", ylabel=f"loss: no deficit minus deficit ({unit})", xticks=starts)
+        ax.set(
+            xlabel="first step of the deficit",
+            ylabel=f"loss: no deficit minus deficit ({unit})",
+            xticks=starts,
+        )
         ax.legend(fontsize=SMALL, loc="upper right")
         figure.suptitle(finding(found).replace("; ", ";\n"), fontsize=11)
         figure.supxlabel(_caption(group, found), fontsize=SMALL, color="#666666")
@@ -286,6 +381,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         found = outcome(group)
         title = f"Costs of a deficit by date and learning-rate decay: {groups.title_of(group)}"
         note = f"{finding(found)}. Secondary effects: without correction for several tests."
-        yield Section(title, (note,), decay_figure(group), _described(found), loss_table(found))
+        yield Section(
+            title, (note,), decay_figure(group), _described(found), loss_table(found)
+        )
         if found.differences:
             yield Section(f"{title}: decays compared", table=difference_table(found))

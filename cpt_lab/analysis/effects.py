@@ -24,7 +24,9 @@ class Effect:
 
     experiment: str  # what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min
     scale: str  # of the runs; "exact" of what is computed
-    at: Callable[[float], Interval]  # the effect with its interval at 1 - alpha, from alpha
+    at: Callable[
+        [float], Interval
+    ]  # the effect with its interval at 1 - alpha, from alpha
     n: int  # seeds that were compared
     what: str  # what was compared
     place: str = ""
@@ -34,9 +36,15 @@ class Effect:
     dataset: str = ""
     started: tuple[str, ...] = ()  # when the runs that were compared were started, ISO
     diverged: int = 0  # how many of them did
-    others: tuple["Effect", ...] = ()  # the same effect against further controls; all have to agree
-    compared: tuple[tuple[Any, ...], ...] = ()  # values of ``levels.LEVEL_COLUMNS`` of the runs that were compared
-    level: str = ""  # what full bits reach in this experiment, such as "static 8 reaches 82.1 %"
+    others: tuple[
+        "Effect", ...
+    ] = ()  # the same effect against further controls; all have to agree
+    compared: tuple[
+        tuple[Any, ...], ...
+    ] = ()  # values of ``levels.LEVEL_COLUMNS`` of the runs that were compared
+    level: str = (
+        ""  # what full bits reach in this experiment, such as "static 8 reaches 82.1 %"
+    )
 
     @property
     def interval(self) -> Interval:
@@ -60,7 +68,11 @@ class Effect:
     def number(self) -> str:
         """Return what was compared with its effect."""
         mean, low, high = self.interval
-        lost = f", {self.diverged} of {len(self.started)} runs diverged" if self.diverged else ""
+        lost = (
+            f", {self.diverged} of {len(self.started)} runs diverged"
+            if self.diverged
+            else ""
+        )
         if mean != mean:
             return f"{self.what}: no seed to compare{lost}"
         return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
@@ -69,7 +81,9 @@ class Effect:
 @cache
 def range_tests() -> dict[str, dict[str, Any]]:
     """Return the kept range tests, by data set and model."""
-    tests: dict[str, Any] = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
+    tests: dict[str, Any] = json.loads(
+        (results_dir() / "range_tests.json").read_text(encoding="utf-8")
+    )["tests"]
     return tests
 
 
@@ -99,24 +113,50 @@ class Claim:
     rule: str
 
 
-def effect_of(runs: pd.DataFrame, differences: Iterable[float], what: str, others: tuple[Effect, ...] = ()) -> Effect:
+def effect_of(
+    runs: pd.DataFrame,
+    differences: Iterable[float],
+    what: str,
+    others: tuple[Effect, ...] = (),
+) -> Effect:
     """Make an effect of differences by seed, as stored and positive in the claim's direction; of the runs compared."""
-    values = metric_named(metric_of(runs)).factor * np.asarray(list(differences), dtype=float)
-    return effect_at(runs, lambda alpha: statistics.interval(values, alpha), len(values), what, others)
+    values = metric_named(metric_of(runs)).factor * np.asarray(
+        list(differences), dtype=float
+    )
+    return effect_at(
+        runs,
+        lambda alpha: statistics.interval(values, alpha),
+        len(values),
+        what,
+        others,
+    )
 
 
 def effect_at(
-    runs: pd.DataFrame, at: Callable[[float], Interval], n: int, what: str, others: tuple[Effect, ...] = ()
+    runs: pd.DataFrame,
+    at: Callable[[float], Interval],
+    n: int,
+    what: str,
+    others: tuple[Effect, ...] = (),
 ) -> Effect:
     """Make an effect whose interval is a function of its level; of the runs compared."""
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
     return Effect(
-        f"{groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits", str(first["scale"]), at, n, what,
-        f"{dataset}/{first['model']}", f"q_min {first['q_min']}",
-        tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})), str(first["task"]), dataset,
-        tuple(runs["started"]), int(runs["diverged"].sum()), others,
-    )  # fmt: skip
+        f"{groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
+        str(first["scale"]),
+        at,
+        n,
+        what,
+        f"{dataset}/{first['model']}",
+        f"q_min {first['q_min']}",
+        tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})),
+        str(first["task"]),
+        dataset,
+        tuple(runs["started"]),
+        int(runs["diverged"].sum()),
+        others,
+    )
 
 
 def _with_compared(make: Callable[..., Effect]) -> Callable[..., Effect]:
@@ -124,19 +164,29 @@ def _with_compared(make: Callable[..., Effect]) -> Callable[..., Effect]:
 
     @wraps(make)
     def with_compared(runs: pd.DataFrame, *args: Any, **kwargs: Any) -> Effect:
-        recipes = runs[levels.LEVEL_COLUMNS].drop_duplicates().itertuples(index=False, name=None)
+        recipes = (
+            runs[levels.LEVEL_COLUMNS]
+            .drop_duplicates()
+            .itertuples(index=False, name=None)
+        )
         return replace(make(runs, *args, **kwargs), compared=tuple(recipes))
 
     return with_compared
 
 
-effect_at = _with_compared(effect_at)  # not above it: the fingerprint of a rule is that of what it computes
+effect_at = _with_compared(
+    effect_at
+)  # not above it: the fingerprint of a rule is that of what it computes
 
 
 def quality_of(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs with a column "quality", more is better; of a perplexity 100 times minus its logarithm."""
     metric = metric_of(runs)
-    values = -100 * np.log(runs[metric]) if metric == "perplexity" else metric_named(metric).better * runs[metric]
+    values = (
+        -100 * np.log(runs[metric])
+        if metric == "perplexity"
+        else metric_named(metric).better * runs[metric]
+    )
     return runs.assign(quality=values)
 
 
@@ -148,8 +198,12 @@ def minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effec
         sides = quality_cost.runs_of(runs, x), quality_cost.runs_of(runs, y)
     except ValueError:
         return
-    what = " minus ".join(_called(side, name) for side, name in zip(sides, (x, y), strict=True))
-    yield effect_of(pd.concat(sides), statistics.paired(*sides, "quality"), what + words)
+    what = " minus ".join(
+        _called(side, name) for side, name in zip(sides, (x, y), strict=True)
+    )
+    yield effect_of(
+        pd.concat(sides), statistics.paired(*sides, "quality"), what + words
+    )
 
 
 def _called(side: pd.DataFrame, name: str) -> str:
@@ -175,8 +229,13 @@ def named_arm(runs: pd.DataFrame, name: str) -> str:
     return str(means.index[int(name == "second worst")])
 
 
-def arm_minus(runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], what: str) -> Effect:
+def arm_minus(
+    runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], what: str
+) -> Effect:
     """Quality of ``a`` minus that of ``b``, each an arm of a recipe."""
     runs = quality_of(runs)
-    x, y = (runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)] for arm, recipe in (a, b))
+    x, y = (
+        runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)]
+        for arm, recipe in (a, b)
+    )
     return effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)

@@ -31,26 +31,43 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     unit = (runs["bitops"] / planned)[~runs["diverged"]].median()
     runs = runs.assign(bitops=runs["bitops"].where(~runs["diverged"], unit * planned))
     lines = []
-    for base in [a for a in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", a)]:
+    for base in [
+        a for a in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", a)
+    ]:
         reference = runs[runs["arm"] == base]
         # RR of other budgets, delayed or not, belongs to them even where its cost is near
-        other = runs["arm"].str.startswith("RR") & ~runs["arm"].str.match(rf"{re.escape(base)}( delayed|$)")
+        other = runs["arm"].str.startswith("RR") & ~runs["arm"].str.match(
+            rf"{re.escape(base)}( delayed|$)"
+        )
         for arm, part in runs[~other].groupby("arm", sort=False):
             spent = float(part["bitops"].mean() / reference["bitops"].mean())
             if abs(spent - 1) <= WITHIN:
-                values, gains = part[metric], metric_named(metric).better * paired(part, reference, metric)
+                values, gains = (
+                    part[metric],
+                    metric_named(metric).better * paired(part, reference, metric),
+                )
                 gains = gains if arm != base else gains.iloc[:0]
                 mean, low, high = interval(gains)
                 lines.append(
                     {
-                        "base": base, "arm": arm, "spent": spent, "mean": values.mean(), "std": values.std(),
-                        "n": int(values.count()), "diverged": int(part["diverged"].sum()),
-                        "difference": mean, "low": low, "high": high,
-                        "better": int((gains > 0).sum()), "pairs": len(gains),
+                        "base": base,
+                        "arm": arm,
+                        "spent": spent,
+                        "mean": values.mean(),
+                        "std": values.std(),
+                        "n": int(values.count()),
+                        "diverged": int(part["diverged"].sum()),
+                        "difference": mean,
+                        "low": low,
+                        "high": high,
+                        "better": int((gains > 0).sum()),
+                        "pairs": len(gains),
                     }
-                )  # fmt: skip
+                )
     if not lines:
-        raise ValueError("no rows of RR that others could be compared with; run designs.equal_cost")
+        raise ValueError(
+            "no rows of RR that others could be compared with; run designs.equal_cost"
+        )
     return pd.DataFrame(lines)
 
 
@@ -64,8 +81,13 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
         "std": metric.text(found["std"]),
         "n": found.n,
-        "better than RR by [95 %]": intervals(replace(metric, digits=metric.digits + 1), found),
-        "better": [f"{r.better} of {r.pairs}" if r.arm != r.base else "" for r in found.itertuples()],
+        "better than RR by [95 %]": intervals(
+            replace(metric, digits=metric.digits + 1), found
+        ),
+        "better": [
+            f"{r.better} of {r.pairs}" if r.arm != r.base else ""
+            for r in found.itertuples()
+        ],
         "diverged": found.diverged,
     }
     return pd.DataFrame(cells)

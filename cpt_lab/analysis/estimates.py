@@ -20,7 +20,10 @@ from cpt_lab.experiments.spec import RunSpec
 
 POINTS, PERCENT = "points", "%"
 TOP, OWN = "8 bits", "their own bits"
-RULES = {TOP: "", OWN: "_current"}  # where runs are evaluated, and what follows the metric in rows
+RULES = {
+    TOP: "",
+    OWN: "_current",
+}  # where runs are evaluated, and what follows the metric in rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,11 @@ class Estimate:
         """Return the p-value of the t-test against ``bound``; of being "greater" or "less" alone, or of both."""
         if stats.sem(self.values) == 0:  # all seeds alike: scipy warns, or has NaN
             away = self.mean - bound
-            return 0.0 if {"two-sided": away != 0, "greater": away > 0, "less": away < 0}[side] else 1.0
+            return (
+                0.0
+                if {"two-sided": away != 0, "greater": away > 0, "less": away < 0}[side]
+                else 1.0
+            )
         return float(stats.ttest_1samp(self.values, bound, alternative=side).pvalue)
 
     @property
@@ -55,7 +62,9 @@ class Estimate:
         return -self.margin < low and high < self.margin
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
+        return (
+            f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
+        )
 
     def shown(self) -> str:
         """Return the mean with its interval and unit, such as "-0.6 [-0.8, -0.3] points"."""
@@ -64,9 +73,16 @@ class Estimate:
 
 def found(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
     """Return the newest rows of specs in their order; where some are missing, a word such as "open: 3 of 9 runs"."""
-    keys, known = [spec.key for spec in specs], runs.drop_duplicates("key", keep="last").set_index("key")
+    keys, known = (
+        [spec.key for spec in specs],
+        runs.drop_duplicates("key", keep="last").set_index("key"),
+    )
     there = sum(key in known.index for key in keys)
-    return known.loc[keys] if there == len(keys) else f"open: {there} of {counted(len(keys), 'run')}"
+    return (
+        known.loc[keys]
+        if there == len(keys)
+        else f"open: {there} of {counted(len(keys), 'run')}"
+    )
 
 
 def unit_of(rows: pd.DataFrame) -> str:
@@ -82,12 +98,19 @@ def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
         column: what follows the name of the metric, such as "_current".
     """
     metric = metric_of(rows)
-    values = rows[metric + column].where(rows["status"] == "ok", outputs if metric == "perplexity" else 1 / outputs)
-    return metric_named(metric).factor * quality_of(rows.assign(**{metric: values}))["quality"].to_numpy(dtype=float)
+    values = rows[metric + column].where(
+        rows["status"] == "ok", outputs if metric == "perplexity" else 1 / outputs
+    )
+    return metric_named(metric).factor * quality_of(rows.assign(**{metric: values}))[
+        "quality"
+    ].to_numpy(dtype=float)
 
 
 def by_run(
-    specs: Sequence[RunSpec], rows: pd.DataFrame, outputs: int, columns: Mapping[str, str] = RULES
+    specs: Sequence[RunSpec],
+    rows: pd.DataFrame,
+    outputs: int,
+    columns: Mapping[str, str] = RULES,
 ) -> pd.DataFrame:
     """Return one line per run: spec, seed, arm, unit, whether it was lost, its BitOps, and ``quality`` by ``columns``.
 
@@ -99,7 +122,14 @@ def by_run(
         columns: name -> what follows the metric.
     """
     arms = [re.sub(r" at [\d.]+$", "", spec.arm) for spec in specs]
-    found = pd.DataFrame({"spec": specs, "seed": [spec.seed for spec in specs], "arm": arms, "unit": unit_of(rows)})
+    found = pd.DataFrame(
+        {
+            "spec": specs,
+            "seed": [spec.seed for spec in specs],
+            "arm": arms,
+            "unit": unit_of(rows),
+        }
+    )
     taken = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
     values = {name: quality(rows, outputs, column) for name, column in columns.items()}
     return found.assign(lost=(rows["status"] != "ok").to_numpy(), **taken, **values)
@@ -107,7 +137,9 @@ def by_run(
 
 def seeds_by_arms(runs: pd.DataFrame, value: str = TOP) -> pd.DataFrame:
     """Return a column of ``by_run``, seeds by arms, arms in the order of the design."""
-    return runs.pivot(index="seed", columns="arm", values=value)[list(dict.fromkeys(runs["arm"]))]
+    return runs.pivot(index="seed", columns="arm", values=value)[
+        list(dict.fromkeys(runs["arm"]))
+    ]
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -124,4 +156,6 @@ def holm(p: Sequence[float]) -> list[float]:
 def standing(effects: Sequence[Estimate], side: str, level: float) -> list[str]:
     """Return the effects that lie on one side of 0, with Holm's correction over all of them."""
     adjusted = holm([effect.p(0.0, side) for effect in effects])
-    return [effect.what for effect, p in zip(effects, adjusted, strict=True) if p < level]
+    return [
+        effect.what for effect, p in zip(effects, adjusted, strict=True) if p < level
+    ]

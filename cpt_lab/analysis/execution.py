@@ -15,7 +15,10 @@ from cpt_lab.experiments.recipe import LOSS
 COMPARISONS = {
     "integer minus simulated": (("integer", False), ("simulated", False)),
     "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
-    "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
+    "shared steps minus the paper's, simulated": (
+        ("simulated", True),
+        ("simulated", False),
+    ),
 }
 
 
@@ -28,7 +31,10 @@ def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
     for grid in find_grids("execution").values():
         recipes = {spec.key: spec.recipe for spec in grid.make(grid.scales[0])}
         part = runs[runs["key"].isin(recipes)]
-        ways = {name: [getattr(recipes[key], name) for key in part["key"]] for name in ("execution", "shared_steps")}
+        ways = {
+            name: [getattr(recipes[key], name) for key in part["key"]]
+            for name in ("execution", "shared_steps")
+        }
         parts.append(part.assign(**ways))
     return [part for part in parts if part["execution"].nunique() > 1]
 
@@ -46,12 +52,19 @@ def execution_difference(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
     """
     lines = []
     for name, sides in COMPARISONS.items():
-        first, second = (runs[(runs["execution"] == way) & (runs["shared_steps"] == shared)] for way, shared in sides)
+        first, second = (
+            runs[(runs["execution"] == way) & (runs["shared_steps"] == shared)]
+            for way, shared in sides
+        )
         pairs = paired(first, second, metric)
         if len(pairs):
             diverged = int(first["diverged"].sum() + second["diverged"].sum())
-            lines.append((name, *interval(pairs), second[metric].std(), len(pairs), diverged))
-    return pd.DataFrame(lines, columns="comparison difference low high std pairs diverged".split())
+            lines.append(
+                (name, *interval(pairs), second[metric].std(), len(pairs), diverged)
+            )
+    return pd.DataFrame(
+        lines, columns="comparison difference low high std pairs diverged".split()
+    )
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -74,4 +87,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what computing on codes changes, for every model that was run in both ways."""
     for part in executions(runs):
-        yield Section(f"Products on codes: {experiment_name(part)}", table=summary(part), style="left")
+        yield Section(
+            f"Products on codes: {experiment_name(part)}",
+            table=summary(part),
+            style="left",
+        )

@@ -19,7 +19,9 @@ MIN_SCHEDULES = 5  # of the ten: fewer do not show how quality depends on cost
 _TASKS = {"figure_3": "image", "figure_4": "detection", "figure_6": "graph"}
 
 
-def experiments(artefact: str, runs: pd.DataFrame | None = None, model: str = "") -> list[pd.DataFrame]:
+def experiments(
+    artefact: str, runs: pd.DataFrame | None = None, model: str = ""
+) -> list[pd.DataFrame]:
     """Return the experiments of a figure, those that show most first.
 
     An experiment is one recipe at one scale, with any q_max and both aggregations. The order is by scale, then by the
@@ -37,16 +39,26 @@ def experiments(artefact: str, runs: pd.DataFrame | None = None, model: str = ""
         found = found[found["model"] == model]
     figure, _, task = artefact.partition("/")
     if figure in ("figure_8", "table_1"):
-        parts = groups.deficit_groups(found[found["task"] == "image"] if figure == "table_1" else found)
+        parts = groups.deficit_groups(
+            found[found["task"] == "image"] if figure == "table_1" else found
+        )
     elif figure == "figure_5":
         parts = groups.aggregation_groups(found)
     else:
-        tasks = [task] if task else [_TASKS[figure]] if figure in _TASKS else ["language_model", "entailment"]
+        tasks = (
+            [task]
+            if task
+            else [_TASKS[figure]]
+            if figure in _TASKS
+            else ["language_model", "entailment"]
+        )
         parts = _by_recipe(found[found["task"].isin(tasks)])
     return sorted((part for part in parts if len(part)), key=_shows, reverse=True)
 
 
-def best_rows(artefact: str, runs: pd.DataFrame | None = None, model: str = "") -> pd.DataFrame:
+def best_rows(
+    artefact: str, runs: pd.DataFrame | None = None, model: str = ""
+) -> pd.DataFrame:
     """Return the experiment of a figure that shows most; an empty table where there is none."""
     found = experiments(artefact, runs, model)
     return found[0] if found else all_committed().iloc[:0]
@@ -59,7 +71,11 @@ def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
         keys = set(part["key"])
         path = results_dir() / str(store).rpartition("/")[2]
         if path.is_file():
-            specs += [RunSpec.from_dict(row["spec"]) for row in load_rows(path) if row["key"] in keys]
+            specs += [
+                RunSpec.from_dict(row["spec"])
+                for row in load_rows(path)
+                if row["key"] in keys
+            ]
     return specs
 
 
@@ -93,7 +109,9 @@ def _shows(part: pd.DataFrame) -> _Shows:
     first = part.iloc[0]
     of_suite = part[part["arm"].isin(SUITE)]
     schedules = of_suite["arm"].nunique()
-    is_embedded = str(first["dataset"]) in DATASETS and bool(DATASETS[str(first["dataset"])].embedded)
+    is_embedded = str(first["dataset"]) in DATASETS and bool(
+        DATASETS[str(first["dataset"])].embedded
+    )
     has_deficits = part["kind"].eq("deficit").any()
     has_both_aggregations = part["aggregation"].nunique() == 2
     return _Shows(

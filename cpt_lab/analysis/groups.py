@@ -22,7 +22,13 @@ def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
     Runs of critical periods and those that only equal cost needs are left out.
     """
-    return _split(runs[(runs["kind"] != "deficit") & ~runs["equal_cost"]], "recipe", "preset", "q_max", "scale")
+    return _split(
+        runs[(runs["kind"] != "deficit") & ~runs["equal_cost"]],
+        "recipe",
+        "preset",
+        "q_max",
+        "scale",
+    )
 
 
 def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -35,7 +41,16 @@ def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 def top_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of static q_max, by recipe: one experiment has several q_max."""
     parts = quality_cost_groups(runs)
-    return _split(pd.concat([part[at_top(part)] for part in parts]), "recipe", "preset", "scale") if parts else []
+    return (
+        _split(
+            pd.concat([part[at_top(part)] for part in parts]),
+            "recipe",
+            "preset",
+            "scale",
+        )
+        if parts
+        else []
+    )
 
 
 def gradient_groups(runs: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
@@ -53,17 +68,27 @@ def cycle_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 def fanout_groups(runs: pd.DataFrame, aggregations: bool = False) -> list[pd.DataFrame]:
     """Pick the runs of static q_max on sampled neighbours, by recipe but for their number, and for the aggregation."""
     sampled = runs[runs["fanout"].notna() & at_top(runs)]
-    return _split(sampled, "recipe_but_fanout", "q_max", "scale", *([] if aggregations else ["aggregation"]))
+    return _split(
+        sampled,
+        "recipe_but_fanout",
+        "q_max",
+        "scale",
+        *([] if aggregations else ["aggregation"]),
+    )
 
 
 def deficit_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of critical-period experiments: one recipe but for its length."""
-    return _split(runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale")
+    return _split(
+        runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale"
+    )
 
 
 def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of equal-cost experiments: all arms of a recipe, at any length of training."""
-    parts = _split(runs[runs["kind"] != "deficit"], "recipe_but_length", "preset", "q_max", "scale")
+    parts = _split(
+        runs[runs["kind"] != "deficit"], "recipe_but_length", "preset", "q_max", "scale"
+    )
     return [part for part in parts if part["equal_cost"].any()]
 
 
@@ -99,8 +124,15 @@ def at_q_max(runs: pd.DataFrame, q_max: int | None) -> pd.DataFrame:
 def title_of(runs: pd.DataFrame) -> str:
     """Return what was trained, in words; of two aggregations it names none."""
     first = runs.iloc[0]
-    title = next((title for title in runs["title"] if title), f"{first['model']} on {first['dataset']}")
-    return re.sub(r" \((FP|Q)-Agg\)", "", title) if runs["aggregation"].nunique() > 1 else title
+    title = next(
+        (title for title in runs["title"] if title),
+        f"{first['model']} on {first['dataset']}",
+    )
+    return (
+        re.sub(r" \((FP|Q)-Agg\)", "", title)
+        if runs["aggregation"].nunique() > 1
+        else title
+    )
 
 
 def experiment_name(runs: pd.DataFrame) -> str:
@@ -110,9 +142,13 @@ def experiment_name(runs: pd.DataFrame) -> str:
         parts.append(f"{first['total_steps']:,} steps")
     if (runs["kind"] == "cyclic").any() and runs["n_cycles"].nunique() == 1:
         parts.append(counted(first["n_cycles"], "cycle"))
-    tops = " and ".join(str(top) for top in sorted(runs["q_max"].unique(), reverse=True))
+    tops = " and ".join(
+        str(top) for top in sorted(runs["q_max"].unique(), reverse=True)
+    )
     parts += [f"q_min {first['q_min']}, q_max {tops}", f"{first['scale']} scale"]
-    return ", ".join(parts if first["preset"] == "ours" else [*parts, f"{first['preset']}' preset"])
+    return ", ".join(
+        parts if first["preset"] == "ours" else [*parts, f"{first['preset']}' preset"]
+    )
 
 
 def named(parts: Iterable[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
@@ -120,5 +156,10 @@ def named(parts: Iterable[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
     parts = list(parts)
     names = [experiment_name(part) for part in parts]
     recipes = [f", recipe {part['recipe'].iloc[0]}" for part in parts]
-    ends = ["" if names.count(name) == 1 else recipe for name, recipe in zip(names, recipes, strict=True)]
-    return [(name + end, part) for name, end, part in zip(names, ends, parts, strict=True)]
+    ends = [
+        "" if names.count(name) == 1 else recipe
+        for name, recipe in zip(names, recipes, strict=True)
+    ]
+    return [
+        (name + end, part) for name, end, part in zip(names, ends, parts, strict=True)
+    ]

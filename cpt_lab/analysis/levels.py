@@ -30,7 +30,9 @@ def value_text(metric: str, value: float) -> str:
 
 def full_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs at full bits: static q_max with gradients of q_max bits, or without a deficit."""
-    static = (runs["arm"] == "static " + runs["q_max"].astype("string")) & (runs["q_grad"] == runs["q_max"])
+    static = (runs["arm"] == "static " + runs["q_max"].astype("string")) & (
+        runs["q_grad"] == runs["q_max"]
+    )
     no_deficit = (runs["kind"] == "deficit") & (runs["stop"] == 0)
     return runs[(static | no_deficit).fillna(False)]
 
@@ -100,7 +102,10 @@ def training_text(recipe: Recipe) -> str:
         epochs = recipe.steps * recipe.batch / images
         shown = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
         return f"{shown} epochs of {images:,} images of {size} x {size}"
-    tokens, length = getattr(recipe, "train_tokens", None), getattr(recipe, "length", None)
+    tokens, length = (
+        getattr(recipe, "train_tokens", None),
+        getattr(recipe, "length", None),
+    )
     if recipe.task == "language_model" and tokens and length:
         unit = getattr(recipe, "unit", "tokens")
         return f"{recipe.steps * recipe.batch * length / tokens:.2g} passes over {tokens:,} {unit}"

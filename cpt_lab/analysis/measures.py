@@ -9,8 +9,25 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import aggregation, critical_periods, deficit_dates, exact, groups, predictors, statistics
-from cpt_lab.analysis.effects import Claim, Effect, Interval, arm_minus, effect_at, effect_of, minus, quality_of
+from cpt_lab.analysis import (
+    aggregation,
+    critical_periods,
+    deficit_dates,
+    exact,
+    groups,
+    predictors,
+    statistics,
+)
+from cpt_lab.analysis.effects import (
+    Claim,
+    Effect,
+    Interval,
+    arm_minus,
+    effect_at,
+    effect_of,
+    minus,
+    quality_of,
+)
 from cpt_lab.analysis.metrics import metric_of
 
 
@@ -24,15 +41,28 @@ def _best_elsewhere(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
     Both are chosen on every second seed and compared on the others. An effect of 0 says that they are the same.
     """
-    parts = [quality_of(part) for part in groups.quality_cost_groups(runs) if {*SUITE} <= {*part["arm"]}]
+    parts = [
+        quality_of(part)
+        for part in groups.quality_cost_groups(runs)
+        if {*SUITE} <= {*part["arm"]}
+    ]
     chosen = [part["seed"].isin(sorted(set(part["seed"]))[::2]) for part in parts]
-    suites = [part[mine & part["arm"].isin([*SUITE])] for part, mine in zip(parts, chosen, strict=True)]
-    ranks = pd.DataFrame([suite.groupby("arm")["quality"].mean().rank() for suite in suites])
+    suites = [
+        part[mine & part["arm"].isin([*SUITE])]
+        for part, mine in zip(parts, chosen, strict=True)
+    ]
+    ranks = pd.DataFrame(
+        [suite.groupby("arm")["quality"].mean().rank() for suite in suites]
+    )
     for i, (part, mine) in enumerate(zip(parts, chosen, strict=True)):
-        elsewhere = ranks[[other["task"].iloc[0] != part["task"].iloc[0] for other in parts]]
+        elsewhere = ranks[
+            [other["task"].iloc[0] != part["task"].iloc[0] for other in parts]
+        ]
         if len(elsewhere) and not mine.all():
             best, other = ranks.iloc[i].idxmax(), elsewhere.mean().idxmax()
-            yield from minus(part[~mine], str(best), str(other), ", the best of other tasks")
+            yield from minus(
+                part[~mine], str(best), str(other), ", the best of other tasks"
+            )
 
 
 def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -40,9 +70,19 @@ def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group in groups.aggregation_groups(runs[runs["q_max"] == 8]):
         effects: tuple[Effect, ...] = ()
         for metric, words in (("valid", "validation"), ("accuracy", "test")):
-            gaps = -aggregation.aggregation_difference(group, metric)["difference"].dropna()
-            if len(gaps) or metric == "accuracy":  # an experiment that shows nothing is said to show nothing
-                effects += (effect_of(group, gaps, f"FP-Agg minus Q-Agg at static 8 bits, {words} nodes"),)
+            gaps = -aggregation.aggregation_difference(group, metric)[
+                "difference"
+            ].dropna()
+            if (
+                len(gaps) or metric == "accuracy"
+            ):  # an experiment that shows nothing is said to show nothing
+                effects += (
+                    effect_of(
+                        group,
+                        gaps,
+                        f"FP-Agg minus Q-Agg at static 8 bits, {words} nodes",
+                    ),
+                )
         yield replace(effects[0], others=effects[1:])
 
 
@@ -55,15 +95,25 @@ def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _gradient_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Static ``a`` with gradients of q_max 8 minus the same with its own bits, each evaluated at the bits of those."""
     for group in groups.gradient_groups(runs, f"static {claim.a}"):
-        x, y = (quality_of(group[group["q_grad"] == bits]) for bits in (8, int(claim.a)))
+        x, y = (
+            quality_of(group[group["q_grad"] == bits]) for bits in (8, int(claim.a))
+        )
         what = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
         yield effect_of(group, statistics.paired(x, y, "quality"), what)
 
 
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
-    columns = ("difference", "difference_low", "difference_high") if claim.a else ("strength", "low", "high")
-    what = f"strength of {claim.a.replace('_', ' ')} minus that of cost" if claim.a else "rank correlation"
+    columns = (
+        ("difference", "difference_low", "difference_high")
+        if claim.a
+        else ("strength", "low", "high")
+    )
+    what = (
+        f"strength of {claim.a.replace('_', ' ')} minus that of cost"
+        if claim.a
+        else "rank correlation"
+    )
     for group in groups.quality_cost_groups(runs):
 
         @cache
@@ -91,9 +141,15 @@ def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group, deficits, clean in _lengths(runs):
         longest = deficits.iloc[-1]
         effects: tuple[Effect, ...] = ()
-        for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples():
+        for r in clean[
+            clean.total.isin([longest.total, clean.total.min()])
+        ].itertuples():
             what = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
-            effects += (arm_minus(group, (r.arm, r.recipe), (longest.arm, longest.recipe), what),)
+            effects += (
+                arm_minus(
+                    group, (r.arm, r.recipe), (longest.arm, longest.recipe), what
+                ),
+            )
         if effects:
             yield replace(effects[0], others=effects[1:])
 
@@ -106,17 +162,25 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """
     for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
-        inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
+        inner = found[
+            (found.experiment == "window") & found.place.isin(["start", "inside"])
+        ].sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
             what = f"window {last.arm} minus {first.arm}"
-            yield arm_minus(group, (last.arm, first.recipe), (first.arm, first.recipe), what)
+            yield arm_minus(
+                group, (last.arm, first.recipe), (first.arm, first.recipe), what
+            )
     for group in deficit_dates.dated_groups(runs):
         for decay, part in deficit_dates.at_equal_recovery(deficit_dates.costs(group)):
             dates, recovery = part["start"].nunique(), part["recovery"].iloc[0]
             what = f"loss at the earliest minus at the latest of {dates} dates, {recovery} steps after each"
             same_decay = group[group["decay"] == decay]
-            effect = effect_of(same_decay, -deficit_dates.slopes(part), f"{what}, {decay} learning rate")
+            effect = effect_of(
+                same_decay,
+                -deficit_dates.slopes(part),
+                f"{what}, {decay} learning rate",
+            )
             yield replace(effect, bits=f"{effect.bits}, {decay} learning rate")
 
 
@@ -124,12 +188,19 @@ def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The latest window that leaves some time after it against one of the same length at the end."""
     for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
-        windows = found[found.experiment == "window"].sort_values("start").set_index("place")
+        windows = (
+            found[found.experiment == "window"].sort_values("start").set_index("place")
+        )
         if {"inside", "end"} <= set(windows.index):
-            before, last = windows.loc[["inside"]].iloc[-1], windows.loc[["end"]].iloc[-1]
+            before, last = (
+                windows.loc[["inside"]].iloc[-1],
+                windows.loc[["end"]].iloc[-1],
+            )
             if before.stop - before.start == last.stop - last.start:
                 what = f"window {before.arm} minus {last.arm}"
-                yield arm_minus(group, (before.arm, before.recipe), (last.arm, last.recipe), what)
+                yield arm_minus(
+                    group, (before.arm, before.recipe), (last.arm, last.recipe), what
+                )
 
 
 def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -139,15 +210,25 @@ def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """
     for group in groups.deficit_groups(runs):
         found, name = critical_periods.deficits(group), metric_of(group)
-        inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])]
+        inner = found[
+            (found.experiment == "window") & found.place.isin(["start", "inside"])
+        ]
         for recipe, windows in inner.groupby("recipe"):
             mine = group[group["recipe"] == recipe]
             clean, gains = mine[mine["stop"] == 0].set_index("seed"), {}
             for seed, evaluations in clean["evaluations"].items():
-                at, of = zip(*((e["step"], e["test"][name]) for e in evaluations), strict=True)
-                gains[seed] = np.interp(windows.stop, at, of) - np.interp(windows.start, at, of)
-            costs = mine.pivot(index="seed", columns="arm", values=name)[windows.arm].rsub(clean[name], axis=0)
-            rho = costs.corrwith(pd.DataFrame(gains, windows.arm).T, axis=1, method="spearman").dropna()
+                at, of = zip(
+                    *((e["step"], e["test"][name]) for e in evaluations), strict=True
+                )
+                gains[seed] = np.interp(windows.stop, at, of) - np.interp(
+                    windows.start, at, of
+                )
+            costs = mine.pivot(index="seed", columns="arm", values=name)[
+                windows.arm
+            ].rsub(clean[name], axis=0)
+            rho = costs.corrwith(
+                pd.DataFrame(gains, windows.arm).T, axis=1, method="spearman"
+            ).dropna()
             what = f"rank correlation over {len(windows)} windows"
             yield effect_at(mine, partial(statistics.interval, rho), len(rho), what)
 
@@ -158,7 +239,12 @@ def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         if len(deficits) > 1:
             shorter, longest = deficits.iloc[-2], deficits.iloc[-1]
             what = f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
-            yield arm_minus(group, (longest.arm, longest.recipe), (shorter.arm, shorter.recipe), what)
+            yield arm_minus(
+                group,
+                (longest.arm, longest.recipe),
+                (shorter.arm, shorter.recipe),
+                what,
+            )
 
 
 def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -166,7 +252,9 @@ def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group, deficits, clean in _lengths(runs):
         shortest, normal = deficits.iloc[0], clean.iloc[0]
         what = f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
-        yield arm_minus(group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), what)
+        yield arm_minus(
+            group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), what
+        )
 
 
 def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -176,22 +264,31 @@ def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """
     for group in deficit_dates.dated_groups(runs):
         effects: tuple[Effect, ...] = ()
-        for one, other, where, differences in deficit_dates.start_differences(deficit_dates.costs(group)):
+        for one, other, where, differences in deficit_dates.start_differences(
+            deficit_dates.costs(group)
+        ):
             stop, total = where["stop"].iloc[0], where["total"].iloc[0]
             alike = group["decay"].isin([one, other]) & (group["total_steps"] == total)
-            compared = group[alike & group["stop"].isin([0, stop]) & (group["start"] == 0)]
+            compared = group[
+                alike & group["stop"].isin([0, stop]) & (group["start"] == 0)
+            ]
             what = f"cost of a deficit of {stop} of {total} steps, {one} minus {other} learning rate"
             effects += (effect_of(compared, differences, what),)
         if effects:
             yield replace(effects[0], others=effects[1:])
 
 
-def _lengths(runs: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
+def _lengths(
+    runs: pd.DataFrame,
+) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
     """Experiments with deficits at the start, those by length, and trainings without one by length."""
     for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
         found = found[found.experiment == "length"]
-        deficits, clean = found[found.place == "start"].sort_values("stop"), found[found.place == "none"]
+        deficits, clean = (
+            found[found.place == "start"].sort_values("stop"),
+            found[found.place == "none"],
+        )
         if len(deficits) and len(clean):
             yield group, deficits, clean.sort_values("total")
 
@@ -208,7 +305,9 @@ def _fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         yield from _varied(group, claim, "fanout", "neighbours")
 
 
-def _varied(runs: pd.DataFrame, claim: Claim, column: str, words: str) -> Iterator[Effect]:
+def _varied(
+    runs: pd.DataFrame, claim: Claim, column: str, words: str
+) -> Iterator[Effect]:
     sides = [quality_of(runs[runs[column] == int(n)]) for n in (claim.a, claim.b)]
     arms = sorted(set(sides[0]["arm"]) & set(sides[1]["arm"]))
     if arms:
@@ -222,7 +321,10 @@ def _aggregation_fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group in groups.fanout_groups(runs, aggregations=True):
         parts = [group[group["fanout"] == int(n)] for n in (claim.a, claim.b)]
         if all(part["aggregation"].nunique() == 2 for part in parts):
-            x, y = (aggregation.aggregation_difference(part).set_index("seed")["difference"] for part in parts)
+            x, y = (
+                aggregation.aggregation_difference(part).set_index("seed")["difference"]
+                for part in parts
+            )
             what = f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
             yield effect_of(pd.concat(parts), (y - x).dropna(), what)
 
@@ -241,9 +343,28 @@ BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")  # measures that compa
 MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     measure.__name__.lstrip("_"): measure
     for measure in (
-        _arms, _best_elsewhere, _aggregation, _top_bits, _gradient_bits, _correlation, _deficit_length, _deficit_window,
-        _deficit_end, _deficit_slope, _deficit_longer, _deficit_short, _deficit_decay, _cycles, _fanout,
-        _aggregation_fanout, _delay, exact.ptb_costs, exact.cost_groups, exact.more_than_halved, exact.cost_order,
-        exact.saved, exact.aggregation_share,
+        _arms,
+        _best_elsewhere,
+        _aggregation,
+        _top_bits,
+        _gradient_bits,
+        _correlation,
+        _deficit_length,
+        _deficit_window,
+        _deficit_end,
+        _deficit_slope,
+        _deficit_longer,
+        _deficit_short,
+        _deficit_decay,
+        _cycles,
+        _fanout,
+        _aggregation_fanout,
+        _delay,
+        exact.ptb_costs,
+        exact.cost_groups,
+        exact.more_than_halved,
+        exact.cost_order,
+        exact.saved,
+        exact.aggregation_share,
     )
-}  # fmt: skip
+}

@@ -8,7 +8,9 @@ import pandas as pd
 from cpt_lab.experiments.recipe import ACCURACY, LOSS, Metric
 from cpt_lab.experiments.recipes import EXPERIMENTS
 
-METRICS: dict[str, Metric] = {m.name: m for e in EXPERIMENTS.values() for m in e.metrics} | {LOSS.name: LOSS}
+METRICS: dict[str, Metric] = {
+    m.name: m for e in EXPERIMENTS.values() for m in e.metrics
+} | {LOSS.name: LOSS}
 
 
 def main_metric(task: str) -> Metric:
@@ -18,7 +20,9 @@ def main_metric(task: str) -> Metric:
 
 def worst_value(task: str, metric: Metric, recipe: Mapping[str, Any]) -> float:
     """Return what a run that diverged counts; NaN where nothing is stated, or the task is not here any more."""
-    return EXPERIMENTS[task].worst(metric, recipe) if task in EXPERIMENTS else float("nan")
+    return (
+        EXPERIMENTS[task].worst(metric, recipe) if task in EXPERIMENTS else float("nan")
+    )
 
 
 def metric_of(runs: pd.DataFrame) -> str:
@@ -38,14 +42,19 @@ def metric_named(name: str) -> Metric:
 def intervals(metric: Metric, lines: pd.DataFrame) -> list[str]:
     """Return the stored differences of lines with their intervals, such as "-0.6 [-0.8, -0.3]"; "" for NaN."""
     scaled = metric.factor * lines[["difference", "low", "high"]]
-    return [interval_text(r.difference, r.low, r.high, metric.digits) for r in scaled.itertuples()]
+    return [
+        interval_text(r.difference, r.low, r.high, metric.digits)
+        for r in scaled.itertuples()
+    ]
 
 
 def interval_text(mean: float, low: float, high: float, digits: int = 2) -> str:
     """Return a number with its interval, such as "-0.6 [-0.8, -0.3]", alone where it has none; "" for NaN."""
     if mean != mean:
         return ""
-    return f"{mean:+.{digits}f}" + (f" [{low:+.{digits}f}, {high:+.{digits}f}]" if low == low else "")
+    return f"{mean:+.{digits}f}" + (
+        f" [{low:+.{digits}f}, {high:+.{digits}f}]" if low == low else ""
+    )
 
 
 def spread_text(metric: Metric, mean: float, std: float, n: int) -> str:

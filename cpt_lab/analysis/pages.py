@@ -59,10 +59,15 @@ class NotebookTable:
     def html(self) -> str:
         """Return the table as HTML that needs no style sheet."""
         style = "text-align: left; vertical-align: top; white-space: normal"
-        head = "".join(f'<th style="{style}">{escape(str(name))}</th>' for name in self.frame.columns)
+        head = "".join(
+            f'<th style="{style}">{escape(str(name))}</th>'
+            for name in self.frame.columns
+        )
         lines = []
         for line in self.frame.itertuples(index=False, name=None):
-            cells = "".join(f'<td style="{style}">{_code(escape(str(cell)))}</td>' for cell in line)
+            cells = "".join(
+                f'<td style="{style}">{_code(escape(str(cell)))}</td>' for cell in line
+            )
             lines.append(f"<tr>{cells}</tr>")
         caption = f"<p>{escape(self.caption)}</p>" if self.caption else ""
         return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
@@ -80,19 +85,34 @@ def _code(text: str) -> str:
 
 def terminal(frame: pd.DataFrame) -> str:
     """Return a table as text, its first column aligned left and the others right."""
-    lines = [list(map(str, line)) for line in (frame.columns, *frame.itertuples(index=False, name=None))]
+    lines = [
+        list(map(str, line))
+        for line in (frame.columns, *frame.itertuples(index=False, name=None))
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([w.rjust(n) if i else w.ljust(n) for i, (w, n) in enumerate(zip(x, widths, strict=True))] for x in lines)
+    padded = (
+        [
+            w.rjust(n) if i else w.ljust(n)
+            for i, (w, n) in enumerate(zip(x, widths, strict=True))
+        ]
+        for x in lines
+    )
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def markdown(frame: pd.DataFrame) -> str:
     """Return a table in Markdown."""
-    lines = [frame.columns, ["---"] * len(frame.columns), *frame.itertuples(index=False, name=None)]
+    lines = [
+        frame.columns,
+        ["---"] * len(frame.columns),
+        *frame.itertuples(index=False, name=None),
+    ]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def render(template: str, folder: Path = Path(__file__).parent, /, **values: Any) -> str:
+def render(
+    template: str, folder: Path = Path(__file__).parent, /, **values: Any
+) -> str:
     """Fill in one of the templates of a folder, that of this file unless given; what goes into HTML is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -104,7 +124,12 @@ def render(template: str, folder: Path = Path(__file__).parent, /, **values: Any
     )
     used: dict[str, str] = {}  # of the glossary, what the page uses
     marked = partial(_marked, glossary=glossary(), used=used)
-    environment.filters |= {"marked": marked, "contents": contents, "picture": _picture, "markdown": markdown}
+    environment.filters |= {
+        "marked": marked,
+        "contents": contents,
+        "picture": _picture,
+        "markdown": markdown,
+    }
     return environment.get_template(template).render(values, used=used)
 
 
@@ -114,7 +139,9 @@ _EXPERIMENT = re.compile(
 )
 
 
-def contents(sections: Sequence[Section]) -> list[tuple[str, list[tuple[str, list[tuple[int, str]]]]]]:
+def contents(
+    sections: Sequence[Section],
+) -> list[tuple[str, list[tuple[str, list[tuple[int, str]]]]]]:
     """Return what a page holds, experiments together that show the same of the same.
 
     Returns:
@@ -126,20 +153,29 @@ def contents(sections: Sequence[Section]) -> list[tuple[str, list[tuple[str, lis
     shared = ends.pop() if len(ends) == 1 else ""
     parts: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for number, (section, m) in enumerate(zip(sections, found, strict=True), 1):
-        part, name = (m["part"] or "Quality against cost", m["name"]) if m else (section.title, "")
+        part, name = (
+            (m["part"] or "Quality against cost", m["name"])
+            if m
+            else (section.title, "")
+        )
         how = m["how"].removesuffix(shared) if m else section.title
         parts.setdefault(part, {}).setdefault(name, []).append((number, how))
     shown = []
     for part, names in parts.items():
         # one training alone needs no settings to be told apart
-        entries = [(name, at) if not name or len(at) > 1 else ("", [(at[0][0], name)]) for name, at in names.items()]
+        entries = [
+            (name, at) if not name or len(at) > 1 else ("", [(at[0][0], name)])
+            for name, at in names.items()
+        ]
         shown.append((part if any(names) else "", entries))
     return shown
 
 
 def plain(text: str) -> str:
     """Return Markdown as words: without links, emphasis and the signs of formulas."""
-    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text.replace(r"\cdot", "x").replace(r"\,", " "))
+    text = re.sub(
+        r"\[([^]]+)\]\([^)]+\)", r"\1", text.replace(r"\cdot", "x").replace(r"\,", " ")
+    )
     return re.sub(r"\\mathrm|[${}*\\`]", "", text)
 
 
@@ -147,13 +183,23 @@ def glossary() -> dict[str, str]:
     """Return what the notebooks' glossary says of every word, in plain text."""
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     text = plain(re.sub(r" (Notebook|Lesson)\s\[\d.*", "", text))
-    return {name: " ".join(said.split()) for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)}
+    return {
+        name: " ".join(said.split())
+        for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)
+    }
 
 
 def _marked(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str:
     """Set words between backticks as code; where a word of the glossary stands first, it leads to what that says."""
-    names = {word: name for name in glossary for of in name.split(" and ") for word in (of, of.capitalize())}
-    names |= {arm: name for name in glossary if name == "names of schedules" for arm in SUITE}
+    names = {
+        word: name
+        for name in glossary
+        for of in name.split(" and ")
+        for word in (of, of.capitalize())
+    }
+    names |= {
+        arm: name for name in glossary if name == "names of schedules" for arm in SUITE
+    }
 
     def mark(found: re.Match[str]) -> str:
         if found["code"]:
@@ -172,4 +218,7 @@ def _picture(figure: Figure | str) -> dict[str, Any]:
     if isinstance(figure, str):
         return {"src": figure, "width": 480}
     png, width, _ = picture(figure)
-    return {"src": f"data:image/png;base64,{base64.b64encode(png).decode()}", "width": width}
+    return {
+        "src": f"data:image/png;base64,{base64.b64encode(png).decode()}",
+        "width": width,
+    }

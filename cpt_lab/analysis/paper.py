@@ -44,18 +44,27 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     at_paper = runs[runs["scale"] == "paper"]
     lines = []
     for p in numbers().itertuples():
-        what = ", ".join(filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model)))
+        what = ", ".join(
+            filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model))
+        )
         arm = f"{p.arm} minus {p.minus}" if p.minus and p.metric != "saved" else p.arm
         printed = number_text(p.value, p.to, p.std, p.unit)
-        lines.append((what, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place))
+        lines.append(
+            (what, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
+        )
     return pd.DataFrame(lines, columns=COLUMNS)
 
 
-def _nearest(p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame) -> tuple[str, str, str]:
+def _nearest(
+    p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame
+) -> tuple[str, str, str]:
     """Return our value, its data and scale, and the value of the best epoch ("" where there is none)."""
     if p.metric == "saved":
         return _saved(p), "the paper's setting", ""
-    same = at_paper[(at_paper["dataset"] == p.dataset) & ((at_paper["model"] == p.model) | (p.model == ""))]
+    same = at_paper[
+        (at_paper["dataset"] == p.dataset)
+        & ((at_paper["model"] == p.model) | (p.model == ""))
+    ]
     if p.minus:
         found = _differences(same, p)
         if found:
@@ -91,9 +100,15 @@ def _described(part: pd.DataFrame) -> str:
 
 def _needs(p: Any) -> str:
     """Return which grid holds a number that was not measured, and its runs."""
-    named = [name for name, grid in GRIDS.items() if name.startswith(f"{p.dataset}/") and "paper" in grid.scales]
+    named = [
+        name
+        for name, grid in GRIDS.items()
+        if name.startswith(f"{p.dataset}/") and "paper" in grid.scales
+    ]
     grids = [name for name in named if GRIDS[name].artefact == p.artefact] or named
-    return f"needs `{grids[0]}` ({len(grid_specs(grids[0], 'paper'))} runs at paper scale)"
+    return (
+        f"needs `{grids[0]}` ({len(grid_specs(grids[0], 'paper'))} runs at paper scale)"
+    )
 
 
 def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
@@ -102,10 +117,14 @@ def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
         found = critical_periods.deficits(part)
         arm, _ = critical_periods.nearest_arm(found, p.arm, p.dataset)
         if len(arm):
-            normal = found[(found["experiment"] == "length") & (found["place"] == "none")]["total"].min()
+            normal = found[
+                (found["experiment"] == "length") & (found["place"] == "none")
+            ]["total"].min()
             factor = metric_named(metric_of(part)).factor
             first = arm.iloc[0]
-            shown = spread_text(PRINTED, factor * first["mean"], factor * first["std"], first["n"])
+            shown = spread_text(
+                PRINTED, factor * first["mean"], factor * first["std"], first["n"]
+            )
             return f"{shown} with {first['arm']}", _described(part).replace(
                 f"{part.iloc[0]['total_steps']:,} steps", f"{normal:,} normal steps"
             )
@@ -116,17 +135,32 @@ def _of_arm(runs: pd.DataFrame, p: Any) -> pd.DataFrame:
     """Pick the runs of an arm, of table 1 by the name it has there."""
     if p.artefact != "table_1":
         return runs[(runs["arm"] == p.arm) & (runs["q_max"] == p.q_max)]
-    found = [r for part in groups.deficit_groups(runs) for r in critical_periods.deficits(part).itertuples()]
+    found = [
+        r
+        for part in groups.deficit_groups(runs)
+        for r in critical_periods.deficits(part).itertuples()
+    ]
     arms = {(r.arm, r.recipe) for r in found if r.paper_arm == p.arm}
-    same = np.array([pair in arms for pair in zip(runs["arm"], runs["recipe"], strict=True)], dtype=bool)
+    same = np.array(
+        [pair in arms for pair in zip(runs["arm"], runs["recipe"], strict=True)],
+        dtype=bool,
+    )
     return runs[same & (runs["q_max"] == p.q_max)]
 
 
 def _spread(runs: pd.DataFrame, p: Any, metric: str) -> str:
     """Mean and spread of a column in the paper's unit, "" where there are no numbers."""
-    values = UNITS[p.unit] * runs[metric].dropna() if metric in runs else runs["relative_cost"].iloc[:0]
+    values = (
+        UNITS[p.unit] * runs[metric].dropna()
+        if metric in runs
+        else runs["relative_cost"].iloc[:0]
+    )
     lost = f", {runs['diverged'].sum()} diverged" if runs["diverged"].any() else ""
-    return spread_text(PRINTED, values.mean(), values.std(), len(values)) + lost if len(values) else ""
+    return (
+        spread_text(PRINTED, values.mean(), values.std(), len(values)) + lost
+        if len(values)
+        else ""
+    )
 
 
 def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
@@ -134,9 +168,16 @@ def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
     found = []
     if p.artefact == "figure_5":
         for part in groups.aggregation_groups(runs[runs["q_max"] == p.q_max]):
-            found.append((groups.title_of(part), -aggregation_difference(part, p.metric)["difference"]))
+            found.append(
+                (
+                    groups.title_of(part),
+                    -aggregation_difference(part, p.metric)["difference"],
+                )
+            )
     else:
-        for part in groups.quality_cost_groups(runs[(runs["q_max"] == p.q_max) | (p.q_max != p.q_max)]):
+        for part in groups.quality_cost_groups(
+            runs[(runs["q_max"] == p.q_max) | (p.q_max != p.q_max)]
+        ):
             q_max, names = part["q_max"].iloc[0], {*part["arm"], *part["savings"]}
             if {p.arm, static := f"static {q_max}"} <= names:
                 values = quality_cost.paired_difference(part, p.arm, static, p.metric)
@@ -153,7 +194,16 @@ def _saved(p: Any) -> str:
     r = recipe("paper", p.dataset, p.model)
     arms = [name for name, entry in SUITE.items() if p.arm in (name, entry.savings)]
     schedules = [
-        make_schedule(a, q_min=r.q_min, q_max=int(p.q_max), total_steps=r.steps, n_cycles=r.n_cycles) for a in arms
+        make_schedule(
+            a,
+            q_min=r.q_min,
+            q_max=int(p.q_max),
+            total_steps=r.steps,
+            n_cycles=r.n_cycles,
+        )
+        for a in arms
     ]
-    saved = sorted({f"{100 - 100 * schedule.relative_cost():.1f}" for schedule in schedules})
+    saved = sorted(
+        {f"{100 - 100 * schedule.relative_cost():.1f}" for schedule in schedules}
+    )
     return f"{' to '.join(dict.fromkeys((saved[0], saved[-1])))} {p.unit}, computed"

@@ -15,12 +15,25 @@ from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA, spearman
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar
 
-PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
-NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
+PREDICTORS = {
+    "relative_cost": 1,
+    "noise_exposure": -1,
+    "share_at_q_min": -1,
+}  # name -> expected sign
+NAMES = {
+    "relative_cost": "cost",
+    "noise_exposure": "noise exposure",
+    "share_at_q_min": "share of steps at q_min",
+}
 
 
 def rank_correlation(
-    runs: pd.DataFrame, metric: str | None = None, *, static: bool = False, resamples: int = 2000, alpha: float = ALPHA
+    runs: pd.DataFrame,
+    metric: str | None = None,
+    *,
+    static: bool = False,
+    resamples: int = 2000,
+    alpha: float = ALPHA,
 ) -> pd.DataFrame:
     """Return the rank correlation over arms of mean quality with cost, noise exposure and share of steps at q_min.
 
@@ -54,9 +67,13 @@ def rank_correlation(
     runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
     if len(wide) < 3:
-        raise ValueError(f"a rank correlation needs at least three arms, there are {len(wide)}")
+        raise ValueError(
+            f"a rank correlation needs at least three arms, there are {len(wide)}"
+        )
     common = wide.dropna(axis=1)  # arms are compared on the seeds that all of them have
-    values = metric_named(metric).better * (common if common.shape[1] else wide).to_numpy()
+    values = (
+        metric_named(metric).better * (common if common.shape[1] else wide).to_numpy()
+    )
     first = runs.groupby("arm")[list(PREDICTORS)].first().loc[wide.index]
     xs = first.to_numpy().T * np.array([list(PREDICTORS.values())]).T
     strength = spearman(xs, np.nanmean(values, axis=1))
@@ -71,21 +88,36 @@ def rank_correlation(
     difference_low, difference_high = _bounds(sampled - sampled[0], alpha)
     return pd.DataFrame(
         {
-            "predictor": list(PREDICTORS), "strength": strength, "low": low, "high": high,
-            "difference": strength - strength[0], "difference_low": difference_low, "difference_high": difference_high,
-            "arms": len(values), "seeds": common.shape[1], "diverged": int(runs["diverged"].sum()),
+            "predictor": list(PREDICTORS),
+            "strength": strength,
+            "low": low,
+            "high": high,
+            "difference": strength - strength[0],
+            "difference_low": difference_low,
+            "difference_high": difference_high,
+            "arms": len(values),
+            "seeds": common.shape[1],
+            "diverged": int(runs["diverged"].sum()),
         }
-    )  # fmt: skip
+    )
 
 
 def _bounds(sampled: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
     """The interval of every line; resamples in which all arms are alike say nothing, and all NaN stay NaN."""
     edges = [100 * alpha / 2, 100 - 100 * alpha / 2]
-    return sampled[:, [0, 0]].T if np.isnan(sampled).all() else np.nanpercentile(sampled, edges, axis=1)
+    return (
+        sampled[:, [0, 0]].T
+        if np.isnan(sampled).all()
+        else np.nanpercentile(sampled, edges, axis=1)
+    )
 
 
 def predictors(
-    runs: pd.DataFrame, metric: str | None = None, *, static: bool = False, alpha: float = ALPHA
+    runs: pd.DataFrame,
+    metric: str | None = None,
+    *,
+    static: bool = False,
+    alpha: float = ALPHA,
 ) -> pd.DataFrame:
     """Return ``rank_correlation`` with a verdict about every predictor: is it better than cost?
 
@@ -106,10 +138,18 @@ def predictors(
     found = rank_correlation(runs, metric, static=static, alpha=alpha)
     arms, seeds = found["arms"].iloc[0], found["seeds"].iloc[0]
     if arms < 10 or seeds < 2:
-        raise ValueError(f"ten arms and two seeds are needed, there are {arms} and {seeds}")
+        raise ValueError(
+            f"ten arms and two seeds are needed, there are {arms} and {seeds}"
+        )
     if found["strength"].isna().all():
-        raise ValueError(f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank")
-    verdicts = np.select([found["difference_low"] > 0, found["difference_high"] < 0], ["better", "worse"], "undecided")
+        raise ValueError(
+            f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank"
+        )
+    verdicts = np.select(
+        [found["difference_low"] > 0, found["difference_high"] < 0],
+        ["better", "worse"],
+        "undecided",
+    )
     return found.assign(verdict=verdicts)
 
 
@@ -121,27 +161,58 @@ def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     found = {}
     for name, group in named(quality_cost_groups(runs)):
         try:
-            found[name] = (f"{title_of(group)}, {group['scale'].iloc[0]} scale", predictors(group))
+            found[name] = (
+                f"{title_of(group)}, {group['scale'].iloc[0]} scale",
+                predictors(group),
+            )
         except ValueError:  # too few arms or seeds
             continue
     titles = Counter(title for title, _ in found.values())
-    return {title if titles[title] == 1 else name: frame for name, (title, frame) in found.items()}
+    return {
+        title if titles[title] == 1 else name: frame
+        for name, (title, frame) in found.items()
+    }
 
 
 def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return ``predictors_by_title`` for people: a line per experiment and predictor."""
     of_both = ["rank correlation [95 %]", "minus that of cost [95 %]"]
-    columns = ["experiment", "predictor", *of_both, "verdict", "arms", "seeds", "diverged"]
+    columns = [
+        "experiment",
+        "predictor",
+        *of_both,
+        "verdict",
+        "arms",
+        "seeds",
+        "diverged",
+    ]
     lines = []
-    short = {name: re.split(r",(?![^(]*\))", name)[0] for name in found}  # up to the first comma, not in brackets
+    short = {
+        name: re.split(r",(?![^(]*\))", name)[0] for name in found
+    }  # up to the first comma, not in brackets
     for name, frame in found.items():
         shown = short[name] if list(short.values()).count(short[name]) == 1 else name
         for r in frame.itertuples():
             cost = r.predictor == "relative_cost"
-            against = "" if cost else interval_text(r.difference, r.difference_low, r.difference_high)
+            against = (
+                ""
+                if cost
+                else interval_text(r.difference, r.difference_low, r.difference_high)
+            )
             strength = interval_text(r.strength, r.low, r.high)
             verdict = "" if cost else r.verdict
-            lines.append((shown, NAMES[r.predictor], strength, against, verdict, r.arms, r.seeds, r.diverged))
+            lines.append(
+                (
+                    shown,
+                    NAMES[r.predictor],
+                    strength,
+                    against,
+                    verdict,
+                    r.arms,
+                    r.seeds,
+                    r.diverged,
+                )
+            )
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -154,7 +225,10 @@ def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     Paper: section 4.5 (cost and quality correlate in the majority of domains).
     Differs: the paper gives no coefficient; coefficients and intervals are ours.
     """
-    lines = [(name, frame.set_index("predictor").loc["relative_cost"]) for name, frame in found.items()]
+    lines = [
+        (name, frame.set_index("predictor").loc["relative_cost"])
+        for name, frame in found.items()
+    ]
     lines.sort(key=lambda line: line[1].strength)
     names = [textwrap.fill(name.removesuffix(" scale"), 48) for name, _ in lines]
     positive = sum(line.strength > 0 for _, line in lines)
@@ -162,7 +236,13 @@ def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     title = f"Quality rises with cost in {positive} of {len(lines)} experiments; intervals exclude 0 in {significant}"
     with drawing(1, 1, figsize=(9, 0.5 * len(lines) + 1.2)) as (figure, ((ax,),)):
         for y, (_, line) in enumerate(lines):
-            interval_bar(ax, y, (line.strength, line.low, line.high), color=COLORS["static"], capsize=3)
+            interval_bar(
+                ax,
+                y,
+                (line.strength, line.low, line.high),
+                color=COLORS["static"],
+                capsize=3,
+            )
         ax.axvline(0, color="#888888", linewidth=0.8)
         ax.set_yticks(range(len(lines)), names, fontsize=SMALL)
         ax.set(xlim=(-1.05, 1.05), ylim=(-0.6, len(lines) - 0.4))

@@ -48,7 +48,9 @@ class Answer:
 
     def judged(self) -> str:
         """Return the outcomes by rule in words, such as "Judged at 8 bits: open. Judged at their own bits: ..."."""
-        return " ".join(f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule)
+        return " ".join(
+            f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule
+        )
 
 
 def corrected(found: Sequence[Answer]) -> list[Answer]:
@@ -56,10 +58,19 @@ def corrected(found: Sequence[Answer]) -> list[Answer]:
 
     def worded(a: Answer, adjusted: float) -> Answer:
         stands, otherwise = a.words
-        said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
-        return replace(a, adjusted=adjusted, word="; ".join([*(said or ["open"]), *filter(None, [a.beside])]))
+        said = [
+            word for word in (stands if adjusted < LEVEL else "", otherwise) if word
+        ]
+        return replace(
+            a,
+            adjusted=adjusted,
+            word="; ".join([*(said or ["open"]), *filter(None, [a.beside])]),
+        )
 
-    return [worded(a, p) if a.primary else a for a, p in zip(found, holm([a.p for a in found]), strict=True)]
+    return [
+        worded(a, p) if a.primary else a
+        for a, p in zip(found, holm([a.p for a in found]), strict=True)
+    ]
 
 
 def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
@@ -69,18 +80,37 @@ def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
 
 
 def unbeaten(
-    primary: Sequence[Estimate], stands: str, wins: str, secondary: Sequence[Estimate] = (), beside: str = "",
+    primary: Sequence[Estimate],
+    stands: str,
+    wins: str,
+    secondary: Sequence[Estimate] = (),
+    beside: str = "",
     other: str = "static",
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Return the answer to whether nothing beats the other side by its margin; ``wins`` says what does."""
     p, above, below = against(primary)
     count = f"of {len(primary)}"
-    beaten = f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})" if above else ""
-    words, said = (f"confirmed: {stands}", beaten), f"{other} is better in {len(below)} {count}{beside}"
-    return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(secondary), beside=said)
+    beaten = (
+        f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})"
+        if above
+        else ""
+    )
+    words, said = (
+        (f"confirmed: {stands}", beaten),
+        f"{other} is better in {len(below)} {count}{beside}",
+    )
+    return Answer(
+        primary=tuple(primary),
+        p=p,
+        words=words,
+        secondary=tuple(secondary),
+        beside=said,
+    )
 
 
-def ruled(answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]) -> Answer:
+def ruled(
+    answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]
+) -> Answer:
     """Add to an answer its outcome by each of ``RULES``, which judge both sides alike, and whether it depends on them.
 
     Args:
@@ -90,13 +120,22 @@ def ruled(answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer
     """
     outcomes, told = {}, []
     for rule, alike in by_rule.items():
-        told_alike = corrected([alike if a.question == answer.question else a for a in family])
+        told_alike = corrected(
+            [alike if a.question == answer.question else a for a in family]
+        )
         found = next(a for a in told_alike if a.question == answer.question)
         outcomes[rule] = _outcome_alone(found.word)
         without_names = re.sub(r" \([^()]*\)", "", found.word)
-        told.append((rule, f"{without_names}; p {_number(found.adjusted)} after Holm's correction"))
+        told.append(
+            (
+                rule,
+                f"{without_names}; p {_number(found.adjusted)} after Holm's correction",
+            )
+        )
     said = depends(_outcome_alone(answer.word), outcomes)
-    return replace(answer, word="; ".join(filter(None, [answer.word, said])), by_rule=tuple(told))
+    return replace(
+        answer, word="; ".join(filter(None, [answer.word, said])), by_rule=tuple(told)
+    )
 
 
 def _outcome_alone(word: str) -> str:
@@ -106,7 +145,11 @@ def _outcome_alone(word: str) -> str:
 
 def depends(outcome: str, by_rule: Mapping[str, str]) -> str:
     """Return "depends on the rule" where an outcome is another under rules that judge both sides alike, and which."""
-    others = [f"{other} where both are judged at {rule}" for rule, other in by_rule.items() if other != outcome]
+    others = [
+        f"{other} where both are judged at {rule}"
+        for rule, other in by_rule.items()
+        if other != outcome
+    ]
     return f"depends on the rule: {' and '.join(others)}" if others else ""
 
 
@@ -116,7 +159,18 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     for a in found:
         effects = "; ".join(map(str, a.primary)) or "–"
         by_rule = a.judged() or "–"
-        lines.append((a.question, a.asks, effects, _number(a.p), _number(a.adjusted), a.word, by_rule, a.lost))
+        lines.append(
+            (
+                a.question,
+                a.asks,
+                effects,
+                _number(a.p),
+                _number(a.adjusted),
+                a.word,
+                by_rule,
+                a.lost,
+            )
+        )
     columns = [
         "",
         "question",
@@ -137,7 +191,11 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
 
 def secondary(found: Sequence[Answer]) -> pd.DataFrame:
     """Return all else that the document promises, with 95 % intervals; it decides nothing."""
-    lines = [(a.question, e.what, e.shown(), len(e.values)) for a in found for e in a.secondary]
+    lines = [
+        (a.question, e.what, e.shown(), len(e.values))
+        for a in found
+        for e in a.secondary
+    ]
     return pd.DataFrame(lines, columns=["", "effect", "mean [95 %]", "seeds"])
 
 
@@ -150,31 +208,75 @@ Line = tuple[str, float, float, float, str]
 
 
 def in_margins(
-    effects: Sequence[Estimate], names: Sequence[str], below: str = "static is better", above: str = "cycle is better"
+    effects: Sequence[Estimate],
+    names: Sequence[str],
+    below: str = "static is better",
+    above: str = "cycle is better",
 ) -> list[Line]:
     """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
     lost, won = (standing(effects, side, 0.025) for side in ("less", "greater"))
     lines = []
     for name, e in zip(names, effects, strict=True):
-        word = below if e.what in lost else above if e.what in won else "alike" if e.small else "open"
+        word = (
+            below
+            if e.what in lost
+            else above
+            if e.what in won
+            else "alike"
+            if e.small
+            else "open"
+        )
         low, high = e.interval()
         said = f"{word} ({e.mean:+.2f} {e.unit})"
-        lines.append((f"{name}, n = {len(e.values)}", e.mean / e.margin, low / e.margin, high / e.margin, said))
+        lines.append(
+            (
+                f"{name}, n = {len(e.values)}",
+                e.mean / e.margin,
+                low / e.margin,
+                high / e.margin,
+                said,
+            )
+        )
     return lines
 
 
-def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:
+def intervals(
+    lines: Sequence[Line], title: str, unit: str, band: float = 0.0
+) -> Figure:
     """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
     alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
-    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (figure, ((ax,),)):  # narrow: phones read it, too
+    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (
+        figure,
+        ((ax,),),
+    ):  # narrow: phones read it, too
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)
         ax.axvline(0, color=QUIET, linewidth=0.8)
-        size = min(8.5, 640 / max(len(name + word) for name, *_, word in lines))  # both fit beside each other
-        for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
-            group = "static" if word.startswith("open") or low <= 0 <= high else "large" if high < 0 else "small"
-            interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
+        size = min(
+            8.5, 640 / max(len(name + word) for name, *_, word in lines)
+        )  # both fit beside each other
+        for y, (name, mean, low, high, word) in zip(
+            range(len(lines))[::-1], lines, strict=True
+        ):
+            group = (
+                "static"
+                if word.startswith("open") or low <= 0 <= high
+                else "large"
+                if high < 0
+                else "small"
+            )
+            interval_bar(
+                ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2
+            )
             for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
-                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, size=size, transform=ax.get_yaxis_transform())
+                ax.text(
+                    x,
+                    y + 0.28,
+                    text,
+                    color=TEXT[group],
+                    ha=side,
+                    size=size,
+                    transform=ax.get_yaxis_transform(),
+                )
         ax.grid(axis="y", visible=False)
         ax.set(xlabel=unit, yticks=[], ylim=(-0.35, len(lines) - 0.2))
         figure.suptitle(title, fontsize=11)
@@ -196,10 +298,19 @@ class Repeated:
     @property
     def word(self) -> str:
         """ "repeats", "no effect, again", "DIFFERS", or "cannot be told" with these seeds."""
-        signs = [(low > 0) - (high < 0) for low, high in (self.before.interval(), self.now.interval())]
+        signs = [
+            (low > 0) - (high < 0)
+            for low, high in (self.before.interval(), self.now.interval())
+        ]
         if self.p < LEVEL:
             return "DIFFERS"
-        return "cannot be told" if signs[0] != signs[1] else "repeats" if signs[0] else "no effect, again"
+        return (
+            "cannot be told"
+            if signs[0] != signs[1]
+            else "repeats"
+            if signs[0]
+            else "no effect, again"
+        )
 
     def __str__(self) -> str:
         n = f"n = {len(self.before.values)} and {len(self.now.values)}"
@@ -219,7 +330,9 @@ def fresh(grid: str) -> list[RunSpec]:
 def data_of(grid: str) -> list[tuple[RunSpec, str]]:
     """Return a run of every recipe of a grid, and the checksum of the data that its committed rows were trained on."""
     stored = committed().set_index("key")["data_checksum"]
-    of = {(spec.recipe, str(stored.get(spec.key, ""))): spec for spec in grid_specs(grid)}
+    of = {
+        (spec.recipe, str(stored.get(spec.key, ""))): spec for spec in grid_specs(grid)
+    }
     return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
 
 
@@ -232,12 +345,24 @@ def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
     mixed = pd.concat([known[~known["key"].isin(keys)], again])
     both = zip(studies("arms"), studies("outcome"), strict=True)
     (study,) = (outcome for arms, outcome in both if grid in arms.GRIDS)
-    before, now = ({(a.question, e.what): e for a in study.answers(runs) for e in a.primary} for runs in (known, mixed))
-    return compared((e, now[k]) for k, e in before.items() if k in now and list(e.values) != list(now[k].values))
+    before, now = (
+        {(a.question, e.what): e for a in study.answers(runs) for e in a.primary}
+        for runs in (known, mixed)
+    )
+    return compared(
+        (e, now[k])
+        for k, e in before.items()
+        if k in now and list(e.values) != list(now[k].values)
+    )
 
 
 def compared(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[Repeated]:
     """Return what became of the effects of a grid: each from the committed rows, and from fresh seeds."""
     pairs = list(pairs)
-    p = holm([float(stats.ttest_ind(a.values, b.values, equal_var=False).pvalue) for a, b in pairs])
+    p = holm(
+        [
+            float(stats.ttest_ind(a.values, b.values, equal_var=False).pvalue)
+            for a, b in pairs
+        ]
+    )
     return [Repeated(a, b, found) for (a, b), found in zip(pairs, p, strict=True)]

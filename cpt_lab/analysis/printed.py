@@ -23,8 +23,16 @@ def numbers() -> pd.DataFrame:
 def of_experiment(runs: pd.DataFrame, artefact: str) -> pd.DataFrame:
     """Return those of an artefact, such as "figure_3", that are about the arms of an experiment at paper scale."""
     found, first = numbers(), runs.iloc[0]
-    same = (found["minus"] == "") & (found["artefact"] == artefact) & (found["metric"] == metric_of(runs))
-    same &= (found["dataset"] == first["dataset"]) & (found["model"] == first["model"]) & (first["scale"] == "paper")
+    same = (
+        (found["minus"] == "")
+        & (found["artefact"] == artefact)
+        & (found["metric"] == metric_of(runs))
+    )
+    same &= (
+        (found["dataset"] == first["dataset"])
+        & (found["model"] == first["model"])
+        & (first["scale"] == "paper")
+    )
     return found[same].astype({"q_max": int})
 
 
@@ -37,18 +45,29 @@ def of_figure(runs: pd.DataFrame) -> pd.DataFrame:
     """
     found, first = numbers(), runs.iloc[0]
     found = found[found["artefact"] == EXPERIMENTS[first["task"]].artefact]
-    found = found[[task_of_dataset(dataset) == first["task"] for dataset in found["dataset"]]]
+    found = found[
+        [task_of_dataset(dataset) == first["task"] for dataset in found["dataset"]]
+    ]
     if first["task"] == "graph":
         found = found[found["model"] == first["model"]]
-    same = (found["dataset"] == first["dataset"]) & found["model"].isin(["", first["model"]])
+    same = (found["dataset"] == first["dataset"]) & found["model"].isin(
+        ["", first["model"]]
+    )
     own_data = not (first["scale"] == "paper" and same.any())
     if not own_data:
         found = found[same]
-    return found.assign(own_data=own_data, data=[DATASETS[dataset].title for dataset in found["dataset"]])
+    return found.assign(
+        own_data=own_data,
+        data=[DATASETS[dataset].title for dataset in found["dataset"]],
+    )
 
 
 def number_text(value: float, to: float, std: float, unit: str) -> str:
     """Return a number as it is printed, such as "92.23 +- 0.09 %" or "-1.5 to -1 points"."""
     sign = "+" if unit == "points" else ""
-    shown = f"{value:{sign}g}" + (f" to {to:{sign}g}" if to == to else "") + (f" +- {std:.2f}" if std == std else "")
+    shown = (
+        f"{value:{sign}g}"
+        + (f" to {to:{sign}g}" if to == to else "")
+        + (f" +- {std:.2f}" if std == std else "")
+    )
     return f"{shown} {unit}"

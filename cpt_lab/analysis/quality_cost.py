@@ -73,11 +73,20 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
         raise ValueError("there are no rows; run the grid first")
     for column in ("dataset", "model", "scale", "preset", "q_min", "recipe"):
         if runs[column].nunique() > 1:
-            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
+            raise ValueError(
+                f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one"
+            )
     failed = (runs["status"] == "failed") & ~runs["diverged"]
     groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
-    alike = {name: (name, "first") for name in ("savings", "relative_cost", "noise_exposure", "share_at_q_min")}
-    measured = {"mean": (metric, "mean"), "std": (metric, "std"), "n": (metric, "count")}
+    alike = {
+        name: (name, "first")
+        for name in ("savings", "relative_cost", "noise_exposure", "share_at_q_min")
+    }
+    measured = {
+        "mean": (metric, "mean"),
+        "std": (metric, "std"),
+        "n": (metric, "count"),
+    }
     lost = {name: (name, "sum") for name in ("diverged", "failed")}
     return groups.agg(**alike, **measured, **lost).reset_index()
 
@@ -90,7 +99,11 @@ def on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
     """
     valued = runs[runs[metric_of(runs)].notna()]
     arms = valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
-    common = runs[runs["seed"].isin(arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))])]
+    common = runs[
+        runs["seed"].isin(
+            arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))]
+        )
+    ]
     return common if len(common) else runs
 
 
@@ -100,11 +113,16 @@ def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
     ``better`` is -1 for a metric of which less is better.
     """
     cost, mean = arms["relative_cost"].to_numpy(), better * arms["mean"].to_numpy()
-    beaten = [((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any() for c, m in zip(cost, mean, strict=True)]
+    beaten = [
+        ((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()
+        for c, m in zip(cost, mean, strict=True)
+    ]
     return pd.Series(~np.array(beaten, dtype=bool) & ~np.isnan(mean), index=arms.index)
 
 
-def paired_difference(runs: pd.DataFrame, a: str, b: str, metric: str | None = None) -> pd.Series:
+def paired_difference(
+    runs: pd.DataFrame, a: str, b: str, metric: str | None = None
+) -> pd.Series:
     """Return metric(a) - metric(b) by seed, at the largest q_max.
 
     ``a`` and ``b`` are arms or savings groups ("large", "medium", "small"); ``metric`` None takes the main one.
@@ -118,7 +136,9 @@ def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError when there are none."""
     part = runs[runs["savings" if name in GROUPS else "arm"] == name]
     if part.empty:
-        raise ValueError(f"no rows for {name!r}; there are {', '.join(sorted(runs['arm'].unique()))}")
+        raise ValueError(
+            f"no rows for {name!r}; there are {', '.join(sorted(runs['arm'].unique()))}"
+        )
     return part
 
 
@@ -132,14 +152,16 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     metric, arms = metric_named(name), by_arm(runs)
     compared = by_arm(on_common_seeds(runs))
     best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
-    front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(pd.MultiIndex.from_frame(best))
+    front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(
+        pd.MultiIndex.from_frame(best)
+    )
     cells = {
         "arm": arms.arm,
         "savings": arms.savings,
         "q_max": arms.q_max,
-        f"cost relative to static {runs['q_max'].max()}" if several else "relative cost": (
-            arms.relative_cost.map("{:.3f}".format)
-        ),
+        f"cost relative to static {runs['q_max'].max()}"
+        if several
+        else "relative cost": (arms.relative_cost.map("{:.3f}".format)),
         "noise exposure": arms.noise_exposure.map("{:.0f}".format),
         f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
         "std": metric.text(arms["std"]),
@@ -156,9 +178,13 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
     """What the paper prints of every arm (``data/paper/numbers.csv``), and where; or that it has no number of it."""
     first = runs.iloc[0]
-    lines = printed.of_experiment(runs, EXPERIMENTS[first["task"]].artefact).drop_duplicates(["arm", "q_max"])
+    lines = printed.of_experiment(
+        runs, EXPERIMENTS[first["task"]].artefact
+    ).drop_duplicates(["arm", "q_max"])
     known = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
-    unknown = "drawn, no number printed" if first["scale"] == "paper" else "not in the paper"
+    unknown = (
+        "drawn, no number printed" if first["scale"] == "paper" else "not in the paper"
+    )
     return [known.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
 
 
@@ -183,7 +209,9 @@ def _finding(runs: pd.DataFrame) -> str:
     seeds = comparisons[0].seeds
     if 0 <= seeds < MIN_SEEDS:
         return f"{counted(seeds, 'seed')}: no comparison"
-    shown = [comparison for comparison in comparisons if comparison.schedules] or comparisons[:1]
+    shown = [
+        comparison for comparison in comparisons if comparison.schedules
+    ] or comparisons[:1]
     words = "; ".join(comparison.words for comparison in shown)
     relation = _relation(runs) if comparisons[0].schedules > 1 else ""
     return f"{relation}; {words}" if relation else f"{words[0].upper()}{words[1:]}"
@@ -194,7 +222,9 @@ def _relation(runs: pd.DataFrame) -> str:
     name = metric_of(runs)
     schedules = at_q_max(runs, None)
     schedules = schedules[schedules["savings"] != "static"]
-    wide = schedules.pivot_table(index="seed", columns="arm", values=name, aggfunc="first").dropna()
+    wide = schedules.pivot_table(
+        index="seed", columns="arm", values=name, aggfunc="first"
+    ).dropna()
     if wide.shape[1] < 3:
         return ""
     cost = schedules.groupby("arm")["relative_cost"].first()[wide.columns]
@@ -221,7 +251,9 @@ def _against_static(runs: pd.DataFrame) -> _Comparison:
     name, top = metric_of(runs), runs["q_max"].iloc[0]
     valued = runs[runs[name].notna()]
     static = valued[valued["arm"] == f"static {top}"]
-    schedules = [part for arm, part in valued[valued["savings"] != "static"].groupby("arm")]
+    schedules = [
+        part for arm, part in valued[valued["savings"] != "static"].groupby("arm")
+    ]
     if not schedules:
         return _Comparison(f"static precision alone ran at q_max {top}", -1, 0)
     if static.empty:
@@ -230,7 +262,11 @@ def _against_static(runs: pd.DataFrame) -> _Comparison:
     differences = [better * paired(part, static, name) for part in schedules]
     seeds = min(len(values) for values in differences)
     if seeds < MIN_SEEDS:
-        return _Comparison(f"static {top}: {counted(seeds, 'seed')}, no comparison", seeds, len(schedules))
+        return _Comparison(
+            f"static {top}: {counted(seeds, 'seed')}, no comparison",
+            seeds,
+            len(schedules),
+        )
     bounds = [interval(values, ALPHA / len(schedules)) for values in differences]
     above = sum(low > 0 for _, low, _ in bounds)
     below = sum(high < 0 for _, _, high in bounds)
@@ -253,17 +289,25 @@ def relative_to_largest(runs: pd.DataFrame) -> pd.DataFrame:
             cost[q_max] = float(step_cost(q_max, q_max) / step_cost(top, top))
     converted = {
         "relative_cost": runs["relative_cost"] * runs["q_max"].map(cost).astype(float),
-        "noise_exposure": runs["noise_exposure"] * runs["q_max"].map(noise).astype(float),
+        "noise_exposure": runs["noise_exposure"]
+        * runs["q_max"].map(noise).astype(float),
     }
     return runs.assign(**converted)
 
 
 def full_bitops(runs: pd.DataFrame) -> pd.Series:
     """Return the BitOps of training at static q_max, by q_max; NaN where no run has them."""
-    return (runs["bitops"] / runs["relative_cost"]).astype(float).groupby(runs["q_max"].to_numpy()).median()
+    return (
+        (runs["bitops"] / runs["relative_cost"])
+        .astype(float)
+        .groupby(runs["q_max"].to_numpy())
+        .median()
+    )
 
 
-def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), front: bool = False) -> Figure:
+def figure_3(
+    runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), front: bool = False
+) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
     Colours are profiles, shapes repeated and triangular schedules; schedules of several q_max share a panel, and each
@@ -284,13 +328,19 @@ def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), fron
     metric = metric_named(metric_of(runs))
     common = _on_common_seeds(runs)
     panels = _panels(common, metric, xs)
-    rows, columns = (len(panels) // len(xs), len(xs)) if len(xs) > 1 else (1, len(panels))
+    rows, columns = (
+        (len(panels) // len(xs), len(xs)) if len(xs) > 1 else (1, len(panels))
+    )
     size = (6.4 if columns == 1 else 5.4 * columns, 4.5 * rows)
     with drawing(rows, columns, figsize=size, sharey=True) as (figure, axes):
         _label_marks(axes[0][0], panels)
         for ax, panel in zip(axes.flat, panels, strict=True):
             _draw_panel(ax, panel, metric)
-            if front and panel.x == "relative_cost" and panel.arms["n"].min() >= MIN_SEEDS:
+            if (
+                front
+                and panel.x == "relative_cost"
+                and panel.arms["n"].min() >= MIN_SEEDS
+            ):
                 _draw_front(ax, panel.arms, metric)
         if metric.better < 0:
             axes[0][0].invert_yaxis()  # shared
@@ -301,7 +351,9 @@ def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), fron
         drawn = "points are means over seeds, bars one standard deviation"
         write_caption(figure, f"{caption(common, runs)}; {drawn}")
         for ax, panel in zip(axes.flat, panels, strict=True):
-            shown = panel.arms[(panel.arms.savings != "static") & panel.arms["mean"].notna()]
+            shown = panel.arms[
+                (panel.arms.savings != "static") & panel.arms["mean"].notna()
+            ]
             colors = [PROFILE_TEXT[_profile(arm)] for arm in shown.arm]
             name_points(ax, list(shown.arm), shown[panel.x], shown["mean"], colors)
     return figure
@@ -312,13 +364,18 @@ class _Panel(NamedTuple):
 
     name: str  # of the aggregation; "" where there is one
     x: str
-    runs: pd.DataFrame  # costs relative to static precision at the largest q_max, as in ``arms``
+    runs: (
+        pd.DataFrame
+    )  # costs relative to static precision at the largest q_max, as in ``arms``
     arms: pd.DataFrame
 
 
 def _on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs on the seeds that all arms of their q_max and aggregation have."""
-    parts = [on_common_seeds(part) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
+    parts = [
+        on_common_seeds(part)
+        for _, part in runs.groupby(["q_max", "aggregation"], sort=False)
+    ]
     return pd.concat(parts) if parts else runs
 
 
@@ -330,7 +387,9 @@ def _panels(runs: pd.DataFrame, metric: Metric, xs: Sequence[str]) -> list[_Pane
     for kind, part in sorted(runs.groupby("aggregation"), key=lambda part: part[0]):
         converted = relative_to_largest(part)
         arms = by_arm(converted)
-        arms = arms.assign(mean=metric.factor * arms["mean"], std=metric.factor * arms["std"])
+        arms = arms.assign(
+            mean=metric.factor * arms["mean"], std=metric.factor * arms["std"]
+        )
         name = AGGREGATIONS[kind] if several else ""
         panels += [_Panel(name, x, converted, arms) for x in xs]
     return panels
@@ -339,16 +398,29 @@ def _panels(runs: pd.DataFrame, metric: Metric, xs: Sequence[str]) -> list[_Pane
 def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
     arms, x, top = panel.arms, panel.x, panel.runs["q_max"].max()
     worst = _worst(arms, metric)
-    for color, (_, static) in zip(STATIC_COLORS, _by_q_max(arms[(arms.savings == "static") & ~worst]), strict=False):
+    for color, (_, static) in zip(
+        STATIC_COLORS,
+        _by_q_max(arms[(arms.savings == "static") & ~worst]),
+        strict=False,
+    ):
         _draw_static(ax, static.sort_values(x), x, color)
     for r in arms[(arms.savings != "static") & arms["mean"].notna()].itertuples():
         color = PROFILE_COLORS[_profile(r.arm)]
         edge = COLORS["static"] if r.q_max >= OUTLINED_BITS else color
         spread = r.std if r.n > 1 else None
         ax.errorbar(
-            [getattr(r, x)], [r.mean], None if spread is None else [spread], fmt=_marker(r.arm), color=color,
-            markersize=7.5, markeredgecolor=edge, markeredgewidth=1.1, capsize=2, elinewidth=1, zorder=3,
-        )  # fmt: skip
+            [getattr(r, x)],
+            [r.mean],
+            None if spread is None else [spread],
+            fmt=_marker(r.arm),
+            color=color,
+            markersize=7.5,
+            markeredgecolor=edge,
+            markeredgewidth=1.1,
+            capsize=2,
+            elinewidth=1,
+            zorder=3,
+        )
     if worst.any():
         several = arms.q_max.nunique() > 1
         names = []
@@ -374,19 +446,43 @@ def _by_q_max(arms: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
 def _draw_static(ax: Axes, static: pd.DataFrame, x: str, color: str) -> None:
     spread = static["std"].where(static["n"] > 1).fillna(0)
     ax.errorbar(
-        static[x], static["mean"], spread, color=color, marker="s", markersize=10, linewidth=1, capsize=2, zorder=1
+        static[x],
+        static["mean"],
+        spread,
+        color=color,
+        marker="s",
+        markersize=10,
+        linewidth=1,
+        capsize=2,
+        zorder=1,
     )
     for r in static.itertuples():
         bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
-        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=SMALL, ha="center", va="center_baseline", zorder=4)
+        ax.text(
+            getattr(r, x),
+            r.mean,
+            bits,
+            color="white",
+            fontsize=SMALL,
+            ha="center",
+            va="center_baseline",
+            zorder=4,
+        )
 
 
 def _draw_front(ax: Axes, arms: pd.DataFrame, metric: Metric) -> None:
-    best = arms[pareto(arms, metric.better) & ~_worst(arms, metric)].sort_values("relative_cost")
+    best = arms[pareto(arms, metric.better) & ~_worst(arms, metric)].sort_values(
+        "relative_cost"
+    )
     ax.step(
-        best["relative_cost"], best["mean"], where="post", color=PRINTED, linestyle=":", zorder=0.5,
+        best["relative_cost"],
+        best["mean"],
+        where="post",
+        color=PRINTED,
+        linestyle=":",
+        zorder=0.5,
         label="Pareto front",
-    )  # fmt: skip
+    )
 
 
 def _profile(arm: str) -> str:
@@ -409,7 +505,9 @@ def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
     look: dict[str, Any] = {"linestyle": "none", "markersize": 7.5}
     for profile, name in PROFILE_NAMES.items():
         if profile in {_profile(arm) for arm in schedules.arm}:
-            ax.plot([], [], marker="o", color=PROFILE_COLORS[profile], label=name, **look)
+            ax.plot(
+                [], [], marker="o", color=PROFILE_COLORS[profile], label=name, **look
+            )
     for marker, name in MARKERS.items():
         if marker in {_marker(arm) for arm in schedules.arm}:
             ax.plot([], [], marker=marker, color=QUIET, label=name, **look)
@@ -418,11 +516,23 @@ def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
             outlined = q_max >= OUTLINED_BITS
             edge = COLORS["static"] if outlined else "#BBBBBB"
             name = f"q_max {q_max}: {'dark' if outlined else 'no'} outline"
-            ax.plot([], [], marker="o", color="#BBBBBB", markeredgecolor=edge, label=name, **look)
+            ax.plot(
+                [],
+                [],
+                marker="o",
+                color="#BBBBBB",
+                markeredgecolor=edge,
+                label=name,
+                **look,
+            )
     static = _by_q_max(arms[arms.savings == "static"])
     for color, (q_max, _) in zip(STATIC_COLORS, static, strict=False):
-        name = "static precision (bits)" + (f", gradients of {q_max} bits" if len(static) > 1 else "")
-        ax.plot([], [], marker="s", color=color, linewidth=1, markersize=7.5, label=name)
+        name = "static precision (bits)" + (
+            f", gradients of {q_max} bits" if len(static) > 1 else ""
+        )
+        ax.plot(
+            [], [], marker="s", color=color, linewidth=1, markersize=7.5, label=name
+        )
 
 
 def _draw_bitops(ax: Axes, panel: _Panel) -> None:
@@ -432,8 +542,12 @@ def _draw_bitops(ax: Axes, panel: _Panel) -> None:
         return
     at_paper_scale = panel.runs["scale"].iloc[0] == "paper"
     factor = full / (PAPER_UNIT if at_paper_scale else GIGA)
-    axis = ax.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
-    unit = "10^13 BitOps, printed as GBitOps in the paper" if at_paper_scale else "GBitOps"
+    axis = ax.secondary_xaxis(
+        "top", functions=(lambda x: x * factor, lambda x: x / factor)
+    )
+    unit = (
+        "10^13 BitOps, printed as GBitOps in the paper" if at_paper_scale else "GBitOps"
+    )
     axis.set_xlabel(f"training cost in {unit}", fontsize=9)
     axis.tick_params(labelsize=SMALL + 0.5)
 
@@ -441,24 +555,46 @@ def _draw_bitops(ax: Axes, panel: _Panel) -> None:
 def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
     """Draw what the paper prints, in grey: differences to static precision, values, and costs at paper scale."""
     lines = printed.of_figure(panel.runs)
-    differences = lines[(lines["minus"] == "static") & (lines["metric"] == metric.name) & (lines["unit"] == "points")]
+    differences = lines[
+        (lines["minus"] == "static")
+        & (lines["metric"] == metric.name)
+        & (lines["unit"] == "points")
+    ]
     for p in differences.itertuples():
         _draw_difference(ax, panel.arms, p)
     if lines["own_data"].all():
         return
     points = _printed_values(lines, panel.arms, metric)
     if points:
-        ax.plot(*zip(*points, strict=True), "x", color=PRINTED, markersize=8, markeredgewidth=2, label="paper: quality")
+        ax.plot(
+            *zip(*points, strict=True),
+            "x",
+            color=PRINTED,
+            markersize=8,
+            markeredgewidth=2,
+            label="paper: quality",
+        )
     costs = _printed_costs(lines, full_bitops(panel.runs)[panel.runs["q_max"].max()])
     if costs:
-        look: dict[str, Any] = {"color": PRINTED, "markersize": 8, "clip_on": False, "label": "paper: printed costs"}
-        ax.plot(costs, [1.0] * len(costs), "v", transform=ax.get_xaxis_transform(), **look)
+        look: dict[str, Any] = {
+            "color": PRINTED,
+            "markersize": 8,
+            "clip_on": False,
+            "label": "paper: printed costs",
+        }
+        ax.plot(
+            costs, [1.0] * len(costs), "v", transform=ax.get_xaxis_transform(), **look
+        )
 
 
-def _printed_values(lines: pd.DataFrame, arms: pd.DataFrame, metric: Metric) -> list[tuple[float, float]]:
+def _printed_values(
+    lines: pd.DataFrame, arms: pd.DataFrame, metric: Metric
+) -> list[tuple[float, float]]:
     """Return cost and printed quality of the arms whose quality the paper prints."""
     points = []
-    for p in lines[(lines["minus"] == "") & (lines["metric"] == metric.name)].itertuples():
+    for p in lines[
+        (lines["minus"] == "") & (lines["metric"] == metric.name)
+    ].itertuples():
         same = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
         points += [(cost, p.value) for cost in same["relative_cost"]]
     return points
@@ -485,9 +621,26 @@ def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
     where = f"paper, on its own data ({p.data})" if p.own_data else "paper"
     label = f"{where}: {name} minus static {q_max}"
     if low == high:
-        ax.plot([x], [low], marker="_", color=PRINTED, linestyle="none", markersize=16, markeredgewidth=4, label=label)
+        ax.plot(
+            [x],
+            [low],
+            marker="_",
+            color=PRINTED,
+            linestyle="none",
+            markersize=16,
+            markeredgewidth=4,
+            label=label,
+        )
     else:
-        ax.plot([x, x], [low, high], color=PRINTED, alpha=0.6, linewidth=9, solid_capstyle="butt", label=label)
+        ax.plot(
+            [x, x],
+            [low, high],
+            color=PRINTED,
+            alpha=0.6,
+            linewidth=9,
+            solid_capstyle="butt",
+            label=label,
+        )
 
 
 def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
@@ -496,18 +649,33 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
     means = (schedules if len(schedules) else arms)["mean"]
     spread = means.max() - means.min()
     limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * spread
-    return (arms.savings == "static") & (metric.better * arms["mean"] < metric.better * limit)
+    return (arms.savings == "static") & (
+        metric.better * arms["mean"] < metric.better * limit
+    )
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the figure and the table of every recipe, with all its q_max, those that show most first."""
     for name, group in sorted(named(recipe_groups(runs)), key=_shows):
         arms, metric = group["arm"].nunique(), metric_of(group)
-        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if arms > 1 else None
+        drawn = (
+            figure_3(group, xs=("relative_cost", "noise_exposure"), front=True)
+            if arms > 1
+            else None
+        )
         shown = summary(group)
-        same = {"paper": "not in the paper", "std": "–", "failed": 0, "q_max": group["q_max"].iloc[0]}
-        silent = [column for column, said in same.items() if (shown[column] == said).all()]
-        yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
+        same = {
+            "paper": "not in the paper",
+            "std": "–",
+            "failed": 0,
+            "q_max": group["q_max"].iloc[0],
+        }
+        silent = [
+            column for column, said in same.items() if (shown[column] == said).all()
+        ]
+        yield Section(
+            name, (), drawn, f"{metric} against cost", shown.drop(columns=silent)
+        )
 
 
 def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -515,7 +683,12 @@ def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     parts = quality_cost_groups(runs)
     if not parts:
         return []
-    return [part for _, part in pd.concat(parts).groupby(["recipe", "preset", "scale"], sort=False)]
+    return [
+        part
+        for _, part in pd.concat(parts).groupby(
+            ["recipe", "preset", "scale"], sort=False
+        )
+    ]
 
 
 def _shows(named_group: tuple[str, pd.DataFrame]) -> tuple[bool, int]:

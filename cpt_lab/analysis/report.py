@@ -91,12 +91,16 @@ def write(
         *committed,
         Section("Notebooks", (BRACKETS,), table=_notebooks(outcomes), style="left"),
         *_paper_sections(runs),
-        *data_reports.sections(*data_reports.stored_reports(files), style="left folded"),
+        *data_reports.sections(
+            *data_reports.stored_reports(files), style="left folded"
+        ),
         Section("Where this comes from", (_versions(),)),
     ]
     index = folder / "index.html"
     title = f"Cyclic precision training: notebooks run at {scale} scale"
-    write_text(index, render("page.html.j2", title=title, notes=notes, sections=sections))
+    write_text(
+        index, render("page.html.j2", title=title, notes=notes, sections=sections)
+    )
     return index
 
 
@@ -108,9 +112,14 @@ def compare_claims(here: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
         committed: the same of the committed rows.
     """
     lines = []
-    for ours, theirs in zip(here.itertuples(index=False), committed.itertuples(index=False), strict=True):
+    for ours, theirs in zip(
+        here.itertuples(index=False), committed.itertuples(index=False), strict=True
+    ):
         lines.append((theirs[0], _measured_here(ours), *theirs[1:]))
-    return pd.DataFrame(lines, columns=[here.columns[0], "this run", "committed rows", *committed.columns[2:]])
+    return pd.DataFrame(
+        lines,
+        columns=[here.columns[0], "this run", "committed rows", *committed.columns[2:]],
+    )
 
 
 def _measured_here(line: tuple[str, ...]) -> str:
@@ -129,7 +138,11 @@ def _measured_here(line: tuple[str, ...]) -> str:
 
 def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield, by section of the paper that was run, the table of claims and the figures of the runs."""
-    figures = {topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS} if len(runs) else {}
+    figures = (
+        {topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS}
+        if len(runs)
+        else {}
+    )
     topics = [topic for topic, drawn in figures.items() if drawn]
     if not topics:
         return
@@ -138,9 +151,15 @@ def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
         section = reproduction.SECTIONS[topic]
         heading = f"{section.title}: the paper, this run, committed rows"
         note = (
-            f"Paper: {section.place}. Notebook {section.number} explains it. Verdicts are those of the committed rows."
+            f"Paper: {section.place}. Notebook {section.number} explains it. "
+            "Verdicts are those of the committed rows."
         )
-        yield Section(heading, (note,), table=compare_claims(here[topic], committed[topic]), style="left claims")
+        yield Section(
+            heading,
+            (note,),
+            table=compare_claims(here[topic], committed[topic]),
+            style="left claims",
+        )
         yield from figures[topic]
 
 
@@ -157,8 +176,18 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
     for name, group in groups.named(groups.quality_cost_groups(part)):
         drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
         seeds = int(group.groupby("arm")["seed"].nunique().max())
-        notes = (f"{counted(seeds, 'seed')}: too few to compare.",) if seeds < MIN_SEEDS else ()
-        yield Section(name, notes, drawn, f"{metric_of(group)} against cost", _without_front(group))
+        notes = (
+            (f"{counted(seeds, 'seed')}: too few to compare.",)
+            if seeds < MIN_SEEDS
+            else ()
+        )
+        yield Section(
+            name,
+            notes,
+            drawn,
+            f"{metric_of(group)} against cost",
+            _without_front(group),
+        )
     if topic == "graphs":
         yield from aggregation.sections(part)
 
@@ -167,7 +196,11 @@ def _without_front(group: pd.DataFrame) -> pd.DataFrame:
     """Return the table of an experiment without its Pareto front, and without columns that say nothing."""
     shown = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
     empty_values = {"paper": "not in the paper", "std": "–", "failed": 0}
-    empty = [name for name, value in empty_values.items() if name in shown and (shown[name] == value).all()]
+    empty = [
+        name
+        for name, value in empty_values.items()
+        if name in shown and (shown[name] == value).all()
+    ]
     return shown.drop(columns=empty)
 
 
@@ -183,20 +216,52 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
     printed, title = paper.summary(runs), "Numbers printed in the paper"
     missing = printed.eq("not run").any(axis=1)
-    parts = (title, printed[~missing], "left"), (f"{title}: not run", printed[missing], "left folded")
+    parts = (
+        (title, printed[~missing], "left"),
+        (f"{title}: not run", printed[missing], "left folded"),
+    )
     tables = reproduction.claims_tables(runs) if len(runs) else {}
     sections = [
-        *(shown or [Section("Results", ("No run above smoke scale is stored yet; `cpt plan` lists the grids.",))]),
+        *(
+            shown
+            or [
+                Section(
+                    "Results",
+                    (
+                        "No run above smoke scale is stored yet; `cpt plan` lists the grids.",
+                    ),
+                )
+            ]
+        ),
         *(section for study in studies("outcome") for section in study.sections(runs)),
         *_claims_by_section(tables),
         of_claims(runs),
         *predictors.sections(runs),
-        Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
-        *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
+        Section(
+            "Figure 2: the ten schedules",
+            (),
+            figure_2(),
+            "precision over training steps for the ten schedules",
+        ),
+        *(
+            Section(title, table=lines, style=style)
+            for title, lines, style in parts
+            if len(lines)
+        ),
         *([_claims_not_run(tables)] if tables else []),
-        *data_reports.sections(*data_reports.stored_reports(files), style="left folded"),
-        Section("Differences from the paper", points=tuple((entry, place) for place, entry in differences())),
-        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
+        *data_reports.sections(
+            *data_reports.stored_reports(files), style="left folded"
+        ),
+        Section(
+            "Differences from the paper",
+            points=tuple((entry, place) for place, entry in differences()),
+        ),
+        Section(
+            "Where this comes from",
+            (str(integrity(files)), _versions()),
+            table=_sources(stored),
+            style="left",
+        ),
     ]
     notes = [
         ANSWER,
@@ -205,7 +270,9 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     ]
     notes += _numerics_note(stored)
     if smoke := len(found) - len(stored):
-        notes.append(f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more.")
+        notes.append(
+            f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
+        )
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
@@ -220,49 +287,111 @@ def _claims_by_section(tables: dict[str, pd.DataFrame]) -> Iterator[Section]:
         lines = tables[topic]
         heading = f"{section.title}: the paper and these rows"
         measured = lines[lines["verdict"] != NOT_RUN]
-        yield Section(heading, (f"Paper: {section.place}.",), table=measured, style="left claims folded")
+        yield Section(
+            heading,
+            (f"Paper: {section.place}.",),
+            table=measured,
+            style="left claims folded",
+        )
 
 
 def _claims_not_run(tables: dict[str, pd.DataFrame]) -> Section:
     """Return the claims that nothing was run for, and what they need."""
     lines = pd.concat(list(tables.values()))
-    missing = lines.loc[lines["verdict"] == NOT_RUN, ["the paper says", "data and scale"]]
-    return Section("Claims not run", table=missing.rename(columns={"data and scale": "needs"}), style="left folded")
+    missing = lines.loc[
+        lines["verdict"] == NOT_RUN, ["the paper says", "data and scale"]
+    ]
+    return Section(
+        "Claims not run",
+        table=missing.rename(columns={"data and scale": "needs"}),
+        style="left folded",
+    )
 
 
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
     """A line per page: the good one, with question and answer, and the failure with its reason, if the last."""
     lines = []
     for o in outcomes:
-        links = {"page": o["page"] and o["page"].name, "failed": o["failed"] and o["failed"].name}
+        links = {
+            "page": o["page"] and o["page"].name,
+            "failed": o["failed"] and o["failed"].name,
+        }
         time = f"{o['seconds']:.0f}\N{NO-BREAK SPACE}s" if o["seconds"] else "–"
         when = f"{time}, earlier" if "earlier" in o["status"] else time
-        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["asked"], o["found"], when))
-    return pd.DataFrame(lines, columns=["notebook", "what was asked", "what came out", "time"])
+        lines.append(
+            (
+                {**links, "name": o["name"], "error": o["error"]},
+                o["asked"],
+                o["found"],
+                when,
+            )
+        )
+    return pd.DataFrame(
+        lines, columns=["notebook", "what was asked", "what came out", "time"]
+    )
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:
     changed = runs["dirty"].map({True: " with changes"}).fillna("")
-    runs = runs.assign(commit=runs["commit"].fillna("none").str[:8] + changed, day=runs["started"].str[:10])
+    runs = runs.assign(
+        commit=runs["commit"].fillna("none").str[:8] + changed,
+        day=runs["started"].str[:10],
+    )
     lines = []
     for store, part in runs.groupby("store"):
-        devices, torch, commits = (", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit"))
+        devices, torch, commits = (
+            ", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit")
+        )
         numerics = _numerics(part)
-        hours, days = part["seconds"].sum() / 3600, f"{part['day'].min()} to {part['day'].max()}"
+        hours, days = (
+            part["seconds"].sum() / 3600,
+            f"{part['day'].min()} to {part['day'].max()}",
+        )
         diverged = int(part["diverged"].sum())
         failed = int(((part["status"] == "failed") & ~part["diverged"]).sum())
-        lines.append((store, len(part), diverged, failed, devices, f"{hours:.2f}", numerics, torch, commits, days))
-    columns = ["store", "runs that count", "diverged", "failed", "device", "hours", "numerics", "torch", "commit"]
+        lines.append(
+            (
+                store,
+                len(part),
+                diverged,
+                failed,
+                devices,
+                f"{hours:.2f}",
+                numerics,
+                torch,
+                commits,
+                days,
+            )
+        )
+    columns = [
+        "store",
+        "runs that count",
+        "diverged",
+        "failed",
+        "device",
+        "hours",
+        "numerics",
+        "torch",
+        "commit",
+    ]
     columns.append("started")
     return pd.DataFrame(lines, columns=columns)
 
 
 def _numerics(runs: pd.DataFrame) -> str:
     """Return the versions of the numerics that made some runs, with the number of runs of each where they differ."""
-    counts = runs["numerics"].astype("string").fillna("unknown").value_counts().sort_index(ascending=False)
+    counts = (
+        runs["numerics"]
+        .astype("string")
+        .fillna("unknown")
+        .value_counts()
+        .sort_index(ascending=False)
+    )
     if len(counts) == 1:
         return str(counts.index[0])
-    return ", ".join(f"{version}: {counted(count, 'run')}" for version, count in counts.items())
+    return ", ".join(
+        f"{version}: {counted(count, 'run')}" for version, count in counts.items()
+    )
 
 
 def _numerics_note(runs: pd.DataFrame) -> list[str]:
@@ -279,9 +408,17 @@ def _numerics_note(runs: pd.DataFrame) -> list[str]:
 
 def _versions() -> str:
     found = {name: provenance.version(name) for name in PACKAGES}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version != "not installed")
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in found.items()
+        if version != "not installed"
+    )
     commit = provenance.commit()
-    where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
+    where = (
+        f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}"
+        if commit["commit"]
+        else "none"
+    )
     written = datetime.now(UTC).isoformat(timespec="minutes")
     return f"Written {written} with {versions}; commit {where}."
 
@@ -304,5 +441,9 @@ def differences() -> Iterator[tuple[str, str]]:
 
 def _entries(text: str) -> list[str]:
     """Return the differences in a text: each ends at a ``Paper:`` line, a blank line or a line of less indent."""
-    found = re.findall(r"(?:^|\s)Differs: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S)
+    found = re.findall(
+        r"(?:^|\s)Differs: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)",
+        text,
+        re.S,
+    )
     return [" ".join(entry.split()) for entry in found]

@@ -55,34 +55,65 @@ class PaperSection:
 # A claim belongs to the first section whose pattern it has.
 SECTIONS: dict[str, PaperSection] = {
     "critical-periods": PaperSection(
-        "07", "Critical learning periods", "section 5, figure 8, table 1", ("table_1", "figure_8"), "deficit",
+        "07",
+        "Critical learning periods",
+        "section 5, figure 8, table 1",
+        ("table_1", "figure_8"),
+        "deficit",
         (("cifar10", "resnet74"), ("imagenet", "resnet18"), ("ogbn-arxiv", "gcn")),
     ),
     "detection": PaperSection(
-        "04", "Object detection", "section 4.2, figure 4", ("figure_4",), "detection", (("voc2012", "retinanet"),)
+        "04",
+        "Object detection",
+        "section 4.2, figure 4",
+        ("figure_4",),
+        "detection",
+        (("voc2012", "retinanet"),),
     ),
     "entailment": PaperSection(
-        "06", "Entailment", "section 4.4, figure 7 right", ("figure_7",), "entailment", (("xnli", "bert"),)
+        "06",
+        "Entailment",
+        "section 4.4, figure 7 right",
+        ("figure_7",),
+        "entailment",
+        (("xnli", "bert"),),
     ),
     "language": PaperSection(
-        "06", "Language modelling", "section 4.4, figure 7 left", ("figure_7",), "language|ptb", (("ptb", "lstm"),)
+        "06",
+        "Language modelling",
+        "section 4.4, figure 7 left",
+        ("figure_7",),
+        "language|ptb",
+        (("ptb", "lstm"),),
     ),
     "graphs": PaperSection(
-        "05", "Node classification", "section 4.3, figures 5 and 6", ("figure_5", "figure_6"),
-        "graph|gnn|aggregation", (("ogbn-arxiv", "gcn"), ("ogbn-products", "sage")),
+        "05",
+        "Node classification",
+        "section 4.3, figures 5 and 6",
+        ("figure_5", "figure_6"),
+        "graph|gnn|aggregation",
+        (("ogbn-arxiv", "gcn"), ("ogbn-products", "sage")),
     ),
     "images": PaperSection(
-        "03", "Image classification", "section 4.2, figure 3", ("figure_3",), "image|cifar",
+        "03",
+        "Image classification",
+        "section 4.2, figure 3",
+        ("figure_3",),
+        "image|cifar",
         (("cifar10", "resnet74"), ("imagenet", "resnet18")),
     ),
-    "schedules": PaperSection("08", "Choosing a schedule", "sections 3 and 4.5", (), ""),
-}  # fmt: skip
+    "schedules": PaperSection(
+        "08", "Choosing a schedule", "sections 3 and 4.5", (), ""
+    ),
+}
 
 
 def section_of_claim(claim: claims.Claim) -> str:
     """Return the key of the section that a claim belongs to."""
     words = f"{claim.id} {claim.tasks}"
-    return next(key for key, section in SECTIONS.items() if re.search(section.claims, words))
+    return next(
+        key for key, section in SECTIONS.items() if re.search(section.claims, words)
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------------
@@ -112,11 +143,28 @@ _LABELS = {
     "size": "image size (pixels)",
 }
 # Fields that say how a run is computed or watched, not what is trained, or that stand in another line already.
-_NOT_SHOWN = {"task", "seeds", "milestones", "lr_rule", "final_lr", "momentum", "lr_division", "learning_rates"}
-_OPTIMIZERS = {"image": "SGD", "detection": "Adam", "graph": "Adam", "language_model": "SGD", "entailment": "AdamW"}
+_NOT_SHOWN = {
+    "task",
+    "seeds",
+    "milestones",
+    "lr_rule",
+    "final_lr",
+    "momentum",
+    "lr_division",
+    "learning_rates",
+}
+_OPTIMIZERS = {
+    "image": "SGD",
+    "detection": "Adam",
+    "graph": "Adam",
+    "language_model": "SGD",
+    "entailment": "AdamW",
+}
 
 
-def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()) -> pd.DataFrame:
+def settings_table(
+    topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()
+) -> pd.DataFrame:
     """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
 
     The values come from the recipes. The paper's are those of its text, corrected where a ``Differs:`` line of the
@@ -150,13 +198,26 @@ def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec
         if reference is None or found.model == model:
             reference = values
     if reference is None:
-        raise ValueError(f"topic: {topic!r} of the paper has no experiment of task {task!r}")
+        raise ValueError(
+            f"topic: {topic!r} of the paper has no experiment of task {task!r}"
+        )
 
-    ours = {"figure below": _settings([spec.recipe for spec in drawn], drawn)} if drawn else {}
+    ours = (
+        {"figure below": _settings([spec.recipe for spec in drawn], drawn)}
+        if drawn
+        else {}
+    )
     if specs:
         ours["this run"] = _settings([spec.recipe for spec in specs], specs)
     further = [name for name in reference if name not in _SHOWN_FIRST]
-    names = [*_SHOWN_FIRST, *(n for n in further if any(values[n] != reference[n] for values in ours.values()))]
+    names = [
+        *_SHOWN_FIRST,
+        *(
+            n
+            for n in further
+            if any(values[n] != reference[n] for values in ours.values())
+        ),
+    ]
     lines = []
     for name in names:
         of_paper = [values[name] for values in theirs.values()]
@@ -166,7 +227,9 @@ def settings_table(topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec
     return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
 
 
-def _paper_recipe(topic: str, dataset: str, model: str) -> tuple[Recipe, dict[str, str]]:
+def _paper_recipe(
+    topic: str, dataset: str, model: str
+) -> tuple[Recipe, dict[str, str]]:
     """Return the paper's recipe of a section, and what its runs are where they are no schedules."""
     if topic != "critical-periods":
         return recipe("paper", dataset, model), {}
@@ -180,7 +243,9 @@ def _marked(value: str, printed: str) -> str:
     return value if value == printed else f"{value} {DIFFERENT}"
 
 
-def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dict[str, str]:
+def _settings(
+    recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None
+) -> dict[str, str]:
     """Return all settings of recipes in words; several values are listed. Without specs they are the paper's runs."""
     recipes = list(dict.fromkeys(recipes))
     words: dict[str, str] = {}
@@ -188,19 +253,32 @@ def _settings(recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None) -> dic
         words[name] = ""
     for field in fields(recipes[0]):
         if field.name not in _NOT_SHOWN:
-            words[field.name] = _listed(_text(getattr(r, field.name), field.name) for r in recipes)
+            words[field.name] = _listed(
+                _text(getattr(r, field.name), field.name) for r in recipes
+            )
     words["dataset"] = _listed(_dataset(r.dataset) for r in recipes)
     words["optimizer"] = _listed(_optimizer(r) for r in recipes)
     words["lr"] = _listed(_rates(r) for r in recipes)
     words["lr_decay"] = _listed(_decay(r) for r in recipes)
-    words["batch"] = _listed("full graph" if r.batch == 0 else f"{r.batch:,}" for r in recipes)
+    words["batch"] = _listed(
+        "full graph" if r.batch == 0 else f"{r.batch:,}" for r in recipes
+    )
     if specs is None:
-        words |= {"q_max": "6, 8", "q_grad": "q_max", "seeds": "3", "arms": "10 schedules, static q_max"}
+        words |= {
+            "q_max": "6, 8",
+            "q_grad": "q_max",
+            "seeds": "3",
+            "arms": "10 schedules, static q_max",
+        }
         return words
     schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
     others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
-    static = [arm.removeprefix("static ") for arm in others if arm.startswith("static ")]
-    if static and all(spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs):
+    static = [
+        arm.removeprefix("static ") for arm in others if arm.startswith("static ")
+    ]
+    if static and all(
+        spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs
+    ):
         static = ["q_max"]
     same = all(spec.q_grad == spec.q_max for spec in specs)
     words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
@@ -221,10 +299,16 @@ def _seeds(specs: Sequence[RunSpec]) -> str:
 
 
 def _arms(schedules: list[str], static: list[str], others: int) -> str:
-    named = ", ".join(schedules) if len(schedules) < len(SUITE) else f"{len(SUITE)} schedules"
+    named = (
+        ", ".join(schedules)
+        if len(schedules) < len(SUITE)
+        else f"{len(SUITE)} schedules"
+    )
     parts = [named] if schedules else []
     if static:
-        parts.append(f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}")
+        parts.append(
+            f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}"
+        )
     if others:
         parts.append(counted(others, "arm") + " with and without a deficit")
     return ", ".join(parts)
@@ -255,7 +339,9 @@ def _decay(r: Recipe) -> str:
     if rule in ("constant", "step"):
         return {"constant": "none", "step": "a tenth at 50 and 75 %"}[rule]
     if milestones and rule != "cosine":
-        return f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"
+        return (
+            f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"
+        )
     if rule == "cosine" and final is None:
         return "cosine to 0"
     if final is not None:
@@ -302,7 +388,9 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
         training without a deficit) reaches there; "verdict" by the rules of ``claims``, over all experiments.
     """
     choose("topic", topic, SECTIONS)
-    return _claims_table(topic, _committed_entries() if runs is None else claims.judged(runs))
+    return _claims_table(
+        topic, _committed_entries() if runs is None else claims.judged(runs)
+    )
 
 
 def claims_tables(runs: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
@@ -349,7 +437,12 @@ def _needs(claim: claims.Claim) -> str:
 def _effect_shows(effect: Effect) -> tuple[bool, int, bool, int]:
     """Return how much an effect shows, as a key: enough seeds for an interval, scale, real data, number of seeds."""
     is_embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
-    return effect.n >= LEAST_SEEDS, SCALES.index(effect.scale), not is_embedded, effect.n
+    return (
+        effect.n >= LEAST_SEEDS,
+        SCALES.index(effect.scale),
+        not is_embedded,
+        effect.n,
+    )
 
 
 def _plain(words: str) -> str:
@@ -373,5 +466,8 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         return numbers
     section = SECTIONS[choose("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
-    mine = [p.artefact in section.artefacts and p.dataset in datasets for p in printed.numbers().itertuples()]
+    mine = [
+        p.artefact in section.artefacts and p.dataset in datasets
+        for p in printed.numbers().itertuples()
+    ]
     return numbers[mine]

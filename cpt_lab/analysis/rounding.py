@@ -14,7 +14,14 @@ from cpt_core.validation import choose
 from cpt_lab.analysis.style import COLORS, drawing, legend_below, whole
 
 BINS = 80
-ROLE_COLORS = (COLORS["small"], COLORS["large"], COLORS["medium"], COLORS["own"], COLORS["static"], "#8C510A")
+ROLE_COLORS = (
+    COLORS["small"],
+    COLORS["large"],
+    COLORS["medium"],
+    COLORS["own"],
+    COLORS["static"],
+    "#8C510A",
+)
 MARKERS = "osD^vX"  # roles differ also without colours
 LABELS = {
     "relative_error": "||q(x) - x|| / ||x||",
@@ -24,7 +31,10 @@ LABELS = {
     "underflow": "share that became 0",
     "levels_used": "share of levels used",
 }
-LEAST = {"gradient_to_noise": np.sqrt(3), "snr_db": 10 * np.log10(3)}  # the rule of thumb for gradients
+LEAST = {
+    "gradient_to_noise": np.sqrt(3),
+    "snr_db": 10 * np.log10(3),
+}  # the rule of thumb for gradients
 
 
 def error_over_training(recording: Any, statistic: str = "relative_error") -> Figure:
@@ -42,21 +52,56 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
     known = table[table[choose("statistic", statistic, LABELS)].notna()]
     if known.empty:
         raise ValueError(f"no step has a {statistic}: nothing is recorded")
-    roles = known["role"].str.replace(r"_l\d+.*", "", regex=True)  # those of an LSTM's layers together
-    with drawing(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (figure, ((upper,), (lower,))):
+    roles = known["role"].str.replace(
+        r"_l\d+.*", "", regex=True
+    )  # those of an LSTM's layers together
+    with drawing(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (
+        figure,
+        ((upper,), (lower,)),
+    ):
         looks = zip(ROLE_COLORS * 2, MARKERS * 2, strict=True)
-        for (role, rows), (color, marker) in zip(known.groupby(roles, sort=True), looks, strict=False):
+        for (role, rows), (color, marker) in zip(
+            known.groupby(roles, sort=True), looks, strict=False
+        ):
             of_steps = rows.groupby("step")[statistic]
             middle = of_steps.median()
-            upper.plot(middle.index, middle, color=color, linewidth=1.4, marker=marker, markersize=3.5, label=role)
-            upper.fill_between(middle.index, of_steps.min(), of_steps.max(), color=color, alpha=0.15, linewidth=0)
-            lower.step(middle.index, rows.groupby("step")["level"].median(), where="post", color=color, linewidth=1.6)
+            upper.plot(
+                middle.index,
+                middle,
+                color=color,
+                linewidth=1.4,
+                marker=marker,
+                markersize=3.5,
+                label=role,
+            )
+            upper.fill_between(
+                middle.index,
+                of_steps.min(),
+                of_steps.max(),
+                color=color,
+                alpha=0.15,
+                linewidth=0,
+            )
+            lower.step(
+                middle.index,
+                rows.groupby("step")["level"].median(),
+                where="post",
+                color=color,
+                linewidth=1.6,
+            )
         if statistic in LEAST:
-            upper.axhline(LEAST[statistic], color="#666666", linewidth=1, linestyle="--")
+            upper.axhline(
+                LEAST[statistic], color="#666666", linewidth=1, linestyle="--"
+            )
             upper.annotate(
-                r"$\sqrt{3}$, for gradients", (1, LEAST[statistic]), xycoords=("axes fraction", "data"), ha="right",
-                va="bottom", fontsize=8, color="#444444",
-            )  # fmt: skip
+                r"$\sqrt{3}$, for gradients",
+                (1, LEAST[statistic]),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                fontsize=8,
+                color="#444444",
+            )
         if statistic in ("relative_error", "gradient_to_noise"):
             upper.set_yscale("log")
         upper.set_ylabel(LABELS[statistic])
@@ -67,7 +112,9 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
     return figure
 
 
-def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "bias") -> Figure:
+def histograms(
+    x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "bias"
+) -> Figure:
     """Draw how often the values of tensors occur, before and after rounding.
 
     Args:
@@ -77,11 +124,17 @@ def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "
 
     Gradients are drawn rounded to nearest; training rounds them stochastically.
     """
-    from cpt_extras.formats.tensor_rounding import quantize  # figures of rows need no torch
+    from cpt_extras.formats.tensor_rounding import (
+        quantize,
+    )  # figures of rows need no torch
 
     given = x if isinstance(x, Mapping) else {"": x}
-    with drawing(len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))) as (figure, axes):
-        figure.get_layout_engine().set(h_pad=0.1)  # titles keep away from the numbers of the row above
+    with drawing(
+        len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))
+    ) as (figure, axes):
+        figure.get_layout_engine().set(
+            h_pad=0.1
+        )  # titles keep away from the numbers of the row above
         for line, (name, tensor) in zip(axes, given.items(), strict=True):
             before = tensor.detach().float().cpu()
             ends = np.linspace(float(before.min()), float(before.max()), BINS + 1)
@@ -90,10 +143,16 @@ def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "
                 after = quantize(before, quantizer=quantizer, **how)
                 error = float((after - before).norm() / before.norm())
                 ax.hist(before.flatten().numpy(), ends, color="#B0B0B0", label="before")
-                rounded, style = after.flatten().numpy(), {"histtype": "step", "linewidth": 1.2}
+                rounded, style = (
+                    after.flatten().numpy(),
+                    {"histtype": "step", "linewidth": 1.2},
+                )
                 ax.hist(rounded, ends, color=COLORS["small"], label="after", **style)
                 ax.set_yscale("log")
-                ax.set_title(f"{q}{'' if isinstance(q, str) else ' bits'}, error {error:.1%}", fontsize=10)
+                ax.set_title(
+                    f"{q}{'' if isinstance(q, str) else ' bits'}, error {error:.1%}",
+                    fontsize=10,
+                )
             line[0].set_ylabel(f"{name}\nhow many" if name else "how many")
         for ax in axes[-1]:
             ax.set_xlabel("value")

@@ -5,7 +5,17 @@ import pandas as pd
 from cpt_lab.analysis.metrics import metric_named, metric_of
 
 # Columns that tell the arms of a grid apart; those in which all rows agree are not shown.
-_SETTINGS = ("aggregation", "q_max", "q_grad", "q_min", "n_cycles", "fanout", "lr", "lr_rule", "total_steps")
+_SETTINGS = (
+    "aggregation",
+    "q_max",
+    "q_grad",
+    "q_min",
+    "n_cycles",
+    "fanout",
+    "lr",
+    "lr_rule",
+    "total_steps",
+)
 
 
 def by_arm(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -15,9 +25,15 @@ def by_arm(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
         runs: the typed table of ``runs.table``; none gives no table.
     """
     tables = {}
-    for (dataset, model, scale), part in runs.groupby(["dataset", "model", "scale"], sort=False):
+    for (dataset, model, scale), part in runs.groupby(
+        ["dataset", "model", "scale"], sort=False
+    ):
         metric = metric_named(metric_of(part))
-        settings = [name for name in _SETTINGS if name in part and part[name].nunique(dropna=False) > 1]
+        settings = [
+            name
+            for name in _SETTINGS
+            if name in part and part[name].nunique(dropna=False) > 1
+        ]
         lines = []
         for setting, arm in part.groupby(["arm", *settings], sort=False, dropna=False):
             values = metric.factor * arm[metric.name].dropna()
@@ -26,8 +42,12 @@ def by_arm(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
                     **dict(zip(["arm", *settings], setting, strict=True)),
                     "seeds": arm["seed"].nunique(),
                     "relative cost": f"{arm['relative_cost'].mean():.3f}",
-                    metric.name: f"{values.mean():.{metric.digits}f}" if len(values) else "–",
-                    "std": f"{values.std():.{metric.digits}f}" if len(values) > 1 else "–",
+                    metric.name: f"{values.mean():.{metric.digits}f}"
+                    if len(values)
+                    else "–",
+                    "std": f"{values.std():.{metric.digits}f}"
+                    if len(values) > 1
+                    else "–",
                 }
             )
         unit = f", {metric.name} in {metric.unit}" if metric.unit else ""

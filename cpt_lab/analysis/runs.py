@@ -24,18 +24,55 @@ from cpt_lab.paths import ROOT, results_dir, runs_dir
 from cpt_lab.sweeps.stores import Row, load_rows, newest
 
 TYPES = {
-    "arm": "string", "savings": "string", "seed": "Int64", "scale": "string", "task": "string", "dataset": "string",
-    "model": "string", "preset": "string", "recipe": "string", "q_min": "Int64", "q_max": "Int64", "q_grad": "Int64",
-    "relative_cost": "float64", "noise_exposure": "float64", "share_at_q_min": "float64", "status": "string",
-    "seconds": "float64", "steps": "Int64", "bitops": "float64", "device": "string", "started": "string",
-    "commit": "string", "title": "string", "error": "string", "key": "string", "aggregation": "string",
-    "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_fanout": "string",
-    "recipe_but_length": "string", "total_steps": "Int64", "n_cycles": "Int64", "fanout": "Int64", "lr": "float64",
-    "learning_rates": "Int64", "kind": "string",
-    "start": "Int64", "stop": "Int64", "equal_cost": "bool", "bitops_per_op": "float64", "first_loss": "float64",
-    "last_loss": "float64", "valid": "float64", "diverged": "bool", "data_checksum": "string",
-    "dirty": "boolean", "torch": "string", "store": "string",
-}  # fmt: skip
+    "arm": "string",
+    "savings": "string",
+    "seed": "Int64",
+    "scale": "string",
+    "task": "string",
+    "dataset": "string",
+    "model": "string",
+    "preset": "string",
+    "recipe": "string",
+    "q_min": "Int64",
+    "q_max": "Int64",
+    "q_grad": "Int64",
+    "relative_cost": "float64",
+    "noise_exposure": "float64",
+    "share_at_q_min": "float64",
+    "status": "string",
+    "seconds": "float64",
+    "steps": "Int64",
+    "bitops": "float64",
+    "device": "string",
+    "started": "string",
+    "commit": "string",
+    "title": "string",
+    "error": "string",
+    "key": "string",
+    "aggregation": "string",
+    "recipe_but_aggregation": "string",
+    "recipe_but_cycles": "string",
+    "recipe_but_fanout": "string",
+    "recipe_but_length": "string",
+    "total_steps": "Int64",
+    "n_cycles": "Int64",
+    "fanout": "Int64",
+    "lr": "float64",
+    "learning_rates": "Int64",
+    "kind": "string",
+    "start": "Int64",
+    "stop": "Int64",
+    "equal_cost": "bool",
+    "bitops_per_op": "float64",
+    "first_loss": "float64",
+    "last_loss": "float64",
+    "valid": "float64",
+    "diverged": "bool",
+    "data_checksum": "string",
+    "dirty": "boolean",
+    "torch": "string",
+    "store": "string",
+}
 
 # failures that say nothing of the arm: memory, time, files, libraries, network, the device, the end of the process
 OUTSIDE = re.compile(
@@ -53,7 +90,9 @@ KEPT = {  # what the data of kept rows are called there, and what they are
 }
 # of a recipe, what a learning-rate decay and the length of the training change
 DECAY_FIELDS = ("lr_rule", "milestones", "steps", "evaluate_every")
-EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
+EQUAL_COST_ARM = re.compile(
+    r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$"
+)  # arms that only equal cost needs
 
 
 class OtherDataWarning(UserWarning):
@@ -79,7 +118,11 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
 
 
 def _read(files: Iterable[Path]) -> list[Row]:
-    return [{**row, "store": _place(file), "title": _title(row, file)} for file in files for row in load_rows(file)]
+    return [
+        {**row, "store": _place(file), "title": _title(row, file)}
+        for file in files
+        for row in load_rows(file)
+    ]
 
 
 def _title(row: Row, file: Path) -> str:
@@ -94,18 +137,25 @@ def _title(row: Row, file: Path) -> str:
 def _of_one_data(rows: list[Row]) -> list[Row]:
     """Keep, of every recipe, the rows on the data that most have (the newest of equally many), and those on none."""
     recipes: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:  # a data set may have several checksums for good: recipes take parts of it
+    for row in (
+        rows
+    ):  # a data set may have several checksums for good: recipes take parts of it
         if row.get("data_checksum"):
             recipes[_recipe_key(row["spec"]["recipe"])].append(row)
     left_out: set[int] = set()
     for mine in recipes.values():
-        ordered = sorted(mine, key=lambda row: row["provenance"]["started"], reverse=True)
+        ordered = sorted(
+            mine, key=lambda row: row["provenance"]["started"], reverse=True
+        )
         kept = Counter(row["data_checksum"] for row in ordered).most_common(1)[0][0]
         other = [row for row in mine if row["data_checksum"] != kept]
         if other:
             left_out.update(map(id, other))
             names = " and ".join(sorted({row["data_checksum"] for row in other}))
-            dataset, stores = other[0]["spec"]["recipe"]["dataset"], ", ".join(sorted({row["store"] for row in other}))
+            dataset, stores = (
+                other[0]["spec"]["recipe"]["dataset"],
+                ", ".join(sorted({row["store"] for row in other})),
+            )
             warnings.warn(
                 f"{len(other)} runs on {dataset} in {stores} are left out: their data (checksum {names}) are not those "
                 f"of the other {len(mine) - len(other)} ({kept})",
@@ -121,10 +171,21 @@ def committed(*names: str) -> pd.DataFrame:
     Where several stores hold a run, the row that counts among all of them is taken, whichever were named.
     """
     there = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
-    rows = _read(dict.fromkeys([*(there[choose("name of kept rows", name, there)] for name in names), *there.values()]))
+    rows = _read(
+        dict.fromkeys(
+            [
+                *(there[choose("name of kept rows", name, there)] for name in names),
+                *there.values(),
+            ]
+        )
+    )
     places = {_place(there[name]) for name in names or there}
     named = {row["key"] for row in rows if row["store"] in places}
-    return tuned(table(newest(_of_one_data([row for row in rows if row["key"] in named])).values()))
+    return tuned(
+        table(
+            newest(_of_one_data([row for row in rows if row["key"] in named])).values()
+        )
+    )
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -148,12 +209,18 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     the curves.
     """
     rows = list(rows)
-    lines = [{**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows]
+    lines = [
+        {**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows
+    ]
     _count_diverged(lines, rows)
-    found = dict.fromkeys(name for line in lines for name in line if name not in (*TYPES, "evaluations"))
+    found = dict.fromkeys(
+        name for line in lines for name in line if name not in (*TYPES, "evaluations")
+    )
     metrics = list(dict.fromkeys([*found, *METRICS]))
     frame = pd.DataFrame(lines, columns=[*TYPES, *metrics, "evaluations"])
-    return frame.astype({**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"})
+    return frame.astype(
+        {**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"}
+    )
 
 
 def _with_further_columns(tabulate: Any) -> Any:
@@ -170,11 +237,20 @@ def _with_further_columns(tabulate: Any) -> Any:
         recipes = [row["spec"]["recipe"] for row in rows]
         columns = {
             "lr_rule": [recipe.get("lr_rule", "") for recipe in recipes],
-            "milestones": [" ".join(f"{share:g}" for share in recipe.get("milestones", ())) for recipe in recipes],
-            "recipe_but_decay": [_recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes],
+            "milestones": [
+                " ".join(f"{share:g}" for share in recipe.get("milestones", ()))
+                for recipe in recipes
+            ],
+            "recipe_but_decay": [
+                _recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes
+            ],
         }
         for name, values in columns.items():
-            found.insert(found.columns.get_loc("evaluations"), name, pd.array(values, dtype="string"))
+            found.insert(
+                found.columns.get_loc("evaluations"),
+                name,
+                pd.array(values, dtype="string"),
+            )
         versions = pd.array([numerics_of(row) for row in rows], dtype="Int64")
         found.insert(found.columns.get_loc("evaluations"), "numerics", versions)
         warn_of_other_numerics(rows, stacklevel=3)
@@ -183,7 +259,9 @@ def _with_further_columns(tabulate: Any) -> Any:
     return with_further_columns
 
 
-table = _with_further_columns(table)  # not above it: rules have the fingerprint of the function without these columns
+table = _with_further_columns(
+    table
+)  # not above it: rules have the fingerprint of the function without these columns
 
 
 def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:
@@ -202,7 +280,9 @@ def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:
 def _settings(spec: dict[str, Any]) -> dict[str, Any]:
     recipe, schedule = spec["recipe"], spec["schedule"]
     windows = schedule.get("windows", [None, None])
-    start, stop = windows[0] if len(windows) == 1 else (None, None) if windows else (0, 0)
+    start, stop = (
+        windows[0] if len(windows) == 1 else (None, None) if windows else (0, 0)
+    )
     return {
         "arm": spec["arm"],
         "savings": savings_of(spec["arm"]),
@@ -211,12 +291,17 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
         "preset": spec["preset"],
         "q_max": spec["q_max"],
         "q_grad": spec["q_grad"],
-        **{name: recipe[name] for name in ("task", "dataset", "model", "q_min", "n_cycles", "lr")},
+        **{
+            name: recipe[name]
+            for name in ("task", "dataset", "model", "q_min", "n_cycles", "lr")
+        },
         "recipe": _recipe_key(recipe),
         "recipe_but_aggregation": _recipe_key(recipe, "aggregation"),
         "recipe_but_cycles": _recipe_key(recipe, "n_cycles"),
         "recipe_but_fanout": _recipe_key(recipe, "fanout", "aggregation"),
-        "recipe_but_length": _recipe_key(recipe, "steps", "milestones", "evaluate_every"),
+        "recipe_but_length": _recipe_key(
+            recipe, "steps", "milestones", "evaluate_every"
+        ),
         "total_steps": recipe["steps"],
         "learning_rates": len(recipe.get("learning_rates", ())) or 1,
         "aggregation": recipe.get("aggregation", ""),
@@ -234,8 +319,14 @@ def _outcome(row: Row) -> dict[str, Any]:
     failed = row["status"] == "failed" and not OUTSIDE.search(row.get("error", ""))
     losses, bitops = row.get("loss") or [nan], row.get("bitops", {})
     return {
-        **{name: row[name] for name in ("relative_cost", "noise_exposure", "status", "key")},
-        **{name: row.get(name, "") for name in ("title", "error", "device", "data_checksum", "store")},
+        **{
+            name: row[name]
+            for name in ("relative_cost", "noise_exposure", "status", "key")
+        },
+        **{
+            name: row.get(name, "")
+            for name in ("title", "error", "device", "data_checksum", "store")
+        },
         "diverged": row["status"] == "diverged" or failed,
         "share_at_q_min": _share_at_q_min(row),
         "seconds": row.get("seconds", nan),
@@ -258,9 +349,21 @@ def _metrics(row: Row) -> dict[str, float]:
     out = {}
     for m in row.get("metrics", []):
         if m["split"] == "test":
-            suffix = {"final": "", "best_valid": "_best_valid", "best_test": "_best_test"}[m["when"]]
-            out[f"{m['name']}{suffix}" + ("" if m["precision"] == "q_max" else "_current")] = m["value"]
-        elif (m["name"], m["split"], m["when"], m["precision"]) == (main, "valid", "final", "q_max"):
+            suffix = {
+                "final": "",
+                "best_valid": "_best_valid",
+                "best_test": "_best_test",
+            }[m["when"]]
+            out[
+                f"{m['name']}{suffix}"
+                + ("" if m["precision"] == "q_max" else "_current")
+            ] = m["value"]
+        elif (m["name"], m["split"], m["when"], m["precision"]) == (
+            main,
+            "valid",
+            "final",
+            "q_max",
+        ):
             out["valid"] = m["value"]
     return out
 
@@ -276,17 +379,32 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     """
     arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
     better = [main_metric(task).better for task in runs["task"]]
-    counted = runs.assign(score=runs["valid"] * better, lost=runs["diverged"].where(runs["valid"].notna()))
-    means = counted.astype({"lost": "float64"}).groupby([*arm, "lr"])[["lost", "score"]].mean().reset_index()
+    counted = runs.assign(
+        score=runs["valid"] * better, lost=runs["diverged"].where(runs["valid"].notna())
+    )
+    means = (
+        counted.astype({"lost": "float64"})
+        .groupby([*arm, "lr"])[["lost", "score"]]
+        .mean()
+        .reset_index()
+    )
     # ties, and arms of which no run counts, take the smallest rate: it comes first; NaN is sorted to the end
-    best = means.sort_values(["lost", "score"], ascending=[True, False], kind="stable").drop_duplicates(arm)
-    chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(pd.MultiIndex.from_frame(best[[*arm, "lr"]]))
+    best = means.sort_values(
+        ["lost", "score"], ascending=[True, False], kind="stable"
+    ).drop_duplicates(arm)
+    chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(
+        pd.MultiIndex.from_frame(best[[*arm, "lr"]])
+    )
     return runs[chosen | (runs["learning_rates"] == 1)]
 
 
 def _place(store: Path) -> str:
     """Where a store is, from the project's folder on; of others the last two names."""
-    return store.relative_to(ROOT).as_posix() if store.is_relative_to(ROOT) else "/".join(store.parts[-2:])
+    return (
+        store.relative_to(ROOT).as_posix()
+        if store.is_relative_to(ROOT)
+        else "/".join(store.parts[-2:])
+    )
 
 
 def _recipe_key(recipe: dict[str, Any], *but: str) -> str:

@@ -10,19 +10,33 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import PROFILES, SUITE
 from cpt_core.schedules.schedule import Schedule
-from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points, whole
+from cpt_lab.analysis.style import (
+    COLORS,
+    TEXT,
+    drawing,
+    legend_below,
+    name_points,
+    whole,
+)
 
 
-def figure_2(q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000) -> Figure:
+def figure_2(
+    q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000
+) -> Figure:
     """Draw the schedules of the suite: precision before and after rounding at every step.
 
     Paper: figure 2.
     """
     made = {
-        name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        name: make_schedule(
+            name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles
+        )
         for name in SUITE
     }
-    titles = {f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s for n, s in made.items()}
+    titles = {
+        f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s
+        for n, s in made.items()
+    }
     levels = len({s.savings for s in made.values()})
     what = f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {levels} levels of cost"
     return schedules(titles, what)
@@ -32,7 +46,10 @@ def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
     """Draw schedules by name: precision before and after rounding at every step."""
     columns = 2
     rows = -(-len(found) // columns)
-    with drawing(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True) as (figure, axes):
+    with drawing(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True) as (
+        figure,
+        axes,
+    ):
         for ax, (name, schedule) in zip(axes.flat, found.items(), strict=False):
             draw_schedule(ax, schedule)
             ax.set_title(name, fontsize=9)
@@ -59,7 +76,12 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
 def profiles_figure() -> Figure:
     """Draw the four profiles of the paper and their two mirror images.  Paper: section 3.1."""
     x = np.linspace(0, 1, 201)
-    groups = {"linear": "static", "cosine": "medium", "exponential": "small", "rex": "large"}
+    groups = {
+        "linear": "static",
+        "cosine": "medium",
+        "exponential": "small",
+        "rex": "large",
+    }
     turned = {
         "growth": "$f(x)$",
         "horizontal": "$f(1 - x)$, horizontal mirror",
@@ -72,36 +94,62 @@ def profiles_figure() -> Figure:
     )
     with drawing(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
         for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
-            for (name, group), line in zip(groups.items(), (":", "-", "--", "-."), strict=True):
+            for (name, group), line in zip(
+                groups.items(), (":", "-", "--", "-."), strict=True
+            ):
                 curve = getattr(PROFILES[name](), way)(x)
-                ax.plot(x, curve, line, color=COLORS[group], label="REX" if name == "rex" else name)
+                ax.plot(
+                    x,
+                    curve,
+                    line,
+                    color=COLORS[group],
+                    label="REX" if name == "rex" else name,
+                )
             ax.set_title(said, fontsize=10)
             ax.set_xlabel("x, place in the cycle")
         axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
         legend_below(figure, axes[0][0])
-        figure.suptitle("REX has few bits for longest, unless it is mirrored vertically", fontsize=11)
+        figure.suptitle(
+            "REX has few bits for longest, unless it is mirrored vertically",
+            fontsize=11,
+        )
     return figure
 
 
 def price_figure(schedule: Schedule) -> Figure:
     """Draw the bits of a schedule, and below what each step costs, as a share of a step at ``q_max`` bits."""
     bits, steps = schedule.bits(), np.arange(schedule.total_steps)
-    prices = cost.step_cost(bits, schedule.q_max) / cost.step_cost(schedule.q_max, schedule.q_max)
+    prices = cost.step_cost(bits, schedule.q_max) / cost.step_cost(
+        schedule.q_max, schedule.q_max
+    )
     alt = (
         f"Above, bits against training step, from {schedule.q_min} to {schedule.q_max}; below, the cost of each step, "
         f"{prices.min():.2f} at the fewest bits and {prices.max():.2f} at the most, the area under it filled."
     )
-    with drawing(2, 1, alt, figsize=(8, 4), sharex=True) as (figure, ((upper,), (lower,))):
+    with drawing(2, 1, alt, figsize=(8, 4), sharex=True) as (
+        figure,
+        ((upper,), (lower,)),
+    ):
         draw_schedule(upper, schedule)
         upper.set_ylabel("bits")
         color = COLORS.get(schedule.savings or "", COLORS["static"])
         lower.step(steps, prices, where="post", color=color, linewidth=1.6)
         lower.fill_between(steps, prices, step="post", color=color, alpha=0.25)
         throughout = f"every step at {schedule.q_max} bits"
-        lower.axhline(1, color=COLORS["static"], linestyle="--", linewidth=1, label=throughout)
-        lower.set(xlabel="training step", ylabel="cost of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
+        lower.axhline(
+            1, color=COLORS["static"], linestyle="--", linewidth=1, label=throughout
+        )
+        lower.set(
+            xlabel="training step",
+            ylabel="cost of the step",
+            ylim=(0, 1.3),
+            yticks=(0, 0.25, 0.5, 0.75, 1),
+        )
         lower.legend(fontsize=8, loc="upper right")
-        figure.suptitle(f"This schedule costs {prices.mean():.2f} of {schedule.q_max} bits throughout", fontsize=11)
+        figure.suptitle(
+            f"This schedule costs {prices.mean():.2f} of {schedule.q_max} bits throughout",
+            fontsize=11,
+        )
     return figure
 
 
@@ -112,21 +160,45 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
     is on the line or above it.
     """
     bits = np.arange(q_min, q_max + 1)
-    static = [(cost.relative_cost([q], q_max), cost.noise_exposure([q], q_max)) for q in bits]
-    between = np.linspace(static[0][0], 1, 400)  # two precisions, interleaved: straight, but for the scale of the axis
+    static = [
+        (cost.relative_cost([q], q_max), cost.noise_exposure([q], q_max)) for q in bits
+    ]
+    between = np.linspace(
+        static[0][0], 1, 400
+    )  # two precisions, interleaved: straight, but for the scale of the axis
     with drawing(figsize=(6.4, 3.8)) as (figure, axes):
         ax = axes[0, 0]
         costs, noises = zip(*static, strict=True)
         joined = np.interp(between, costs, noises)
-        ax.plot(between, joined, color=COLORS["static"], linewidth=1, label="static, or a mix of two neighbours")
+        ax.plot(
+            between,
+            joined,
+            color=COLORS["static"],
+            linewidth=1,
+            label="static, or a mix of two neighbours",
+        )
         ax.plot(costs, noises, "o", color=COLORS["static"], markersize=5)
-        labels = {entry.savings: f"schedules, {entry.savings} savings" for entry in SUITE.values()}
+        labels = {
+            entry.savings: f"schedules, {entry.savings} savings"
+            for entry in SUITE.values()
+        }
         for name, entry in SUITE.items():
             s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps)
-            look = {"color": COLORS[entry.savings], "label": labels.pop(entry.savings, None)}
+            look = {
+                "color": COLORS[entry.savings],
+                "label": labels.pop(entry.savings, None),
+            }
             ax.plot(s.relative_cost(), s.noise_exposure(), "D", markersize=5, **look)
-        ax.set(yscale="log", xlabel="cost relative to static q_max (BitOps)", ylabel="noise: mean 4^-q, relative")
+        ax.set(
+            yscale="log",
+            xlabel="cost relative to static q_max (BitOps)",
+            ylabel="noise: mean 4^-q, relative",
+        )
         ax.legend(fontsize=8)
-        figure.suptitle("At equal cost, static precision has the least noise", fontsize=10)
-        name_points(ax, [str(q) for q in bits], costs, noises, [TEXT["static"]] * len(bits))
+        figure.suptitle(
+            "At equal cost, static precision has the least noise", fontsize=10
+        )
+        name_points(
+            ax, [str(q) for q in bits], costs, noises, [TEXT["static"]] * len(bits)
+        )
     return figure

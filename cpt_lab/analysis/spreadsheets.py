@@ -21,7 +21,9 @@ def write_csv(frame: pd.DataFrame, path: Path, index_label: str | None = None) -
     table = frame.reset_index(names=index_label) if index_label else frame
     safe = table.map(without_formula).rename(columns=without_formula)
     texts = [*safe.columns, *safe.select_dtypes(exclude="number").to_numpy().ravel()]
-    has_new_cell = any(isinstance(text, str) and NEW_CELL.search(text) for text in texts)
+    has_new_cell = any(
+        isinstance(text, str) and NEW_CELL.search(text) for text in texts
+    )
     quoting = csv.QUOTE_ALL if has_new_cell else csv.QUOTE_MINIMAL
     safe.to_csv(path, index=False, quoting=quoting, encoding="utf-8")
 
@@ -34,8 +36,12 @@ def without_formula(cell: Any) -> Any:
     """
     if not isinstance(cell, str):
         return cell
-    text = cell if cell.isascii() else cell.encode("utf-8", "backslashreplace").decode()  # a file name may be no UTF-8
-    return f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
+    text = (
+        cell if cell.isascii() else cell.encode("utf-8", "backslashreplace").decode()
+    )  # a file name may be no UTF-8
+    return (
+        f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -30,7 +30,9 @@ def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
         )
         for name in (value, "diverged")
     }
-    return pd.DataFrame({name: part.dropna().mean(axis=1) for name, part in wide.items()}).dropna()
+    return pd.DataFrame(
+        {name: part.dropna().mean(axis=1) for name, part in wide.items()}
+    ).dropna()
 
 
 def _once(by: Any) -> Any:
@@ -43,15 +45,21 @@ def _once(by: Any) -> Any:
         asked = (value, *read.dtypes, *read.itertuples(index=False, name=None))
         if len(made) > 1000:  # small tables, a few hundred for all that is stored
             made.clear()
-        return (made[asked] if asked in made else made.setdefault(asked, by(read, value))).copy()
+        return (
+            made[asked] if asked in made else made.setdefault(asked, by(read, value))
+        ).copy()
 
     return of
 
 
-by_seed = _once(by_seed)  # not above it: the fingerprint of a rule is that of the whole text
+by_seed = _once(
+    by_seed
+)  # not above it: the fingerprint of a rule is that of the whole text
 
 
-def interval(values: Iterable[float], alpha: float = ALPHA) -> tuple[float, float, float]:
+def interval(
+    values: Iterable[float], alpha: float = ALPHA
+) -> tuple[float, float, float]:
     """Return mean, low and high of the 1 - alpha confidence interval (Student's t); one value has no bounds: NaN."""
     x = np.asarray(list(values), dtype=float)
     if len(x) < 2:

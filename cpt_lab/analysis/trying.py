@@ -47,10 +47,18 @@ def answered(dataset: str, scale: str) -> list[Section]:
     for path in sorted((runs_dir() / "try").glob(f"*-{scale}/{ANSWER}")):
         of, finding, *said = path.read_text(encoding="utf-8").splitlines()
         at = f"../../try/{path.parent.name}"
-        table = pd.DataFrame({"all of it": [{"page": f"{at}/index.html", "name": "every training", "failed": ""}]})
+        table = pd.DataFrame(
+            {
+                "all of it": [
+                    {"page": f"{at}/index.html", "name": "every training", "failed": ""}
+                ]
+            }
+        )
         figure = f"{at}/{FIGURE}" if path.with_name(FIGURE).exists() else None
         if of == dataset:
-            found.append(Section(f"{dataset}: {finding}", (*said, EVALUATED), figure, ALT, table))
+            found.append(
+                Section(f"{dataset}: {finding}", (*said, EVALUATED), figure, ALT, table)
+            )
     return found
 
 
@@ -58,13 +66,24 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
     """Return the runs of arms: evaluated at the end alone, where the learning rate does not wait for evaluations."""
     if getattr(recipe, "lr_rule", "") != "plateau":
         recipe = replace(recipe, evaluate_every=0)
-    return [RunSpec(recipe, a.schedule, WIDTHS[0], a.q_grad, seed, a.name, scale) for a in arms]
+    return [
+        RunSpec(recipe, a.schedule, WIDTHS[0], a.q_grad, seed, a.name, scale)
+        for a in arms
+    ]
 
 
 def try_recipe(
-    recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
-    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, guessed: float | None = None, note: str = "",
-) -> tuple[Tried, Path]:  # fmt: skip
+    recipe: Recipe,
+    scale: str,
+    run: Callable[[list[RunSpec], Path], list[Row]],
+    *,
+    at_once: int,
+    minutes: float = 10,
+    seeds: int = 10,
+    margin: float = MARGIN,
+    guessed: float | None = None,
+    note: str = "",
+) -> tuple[Tried, Path]:
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
 
     The page begins with the ``note``, a sentence about the model.
@@ -82,26 +101,49 @@ def try_recipe(
         rows = run(specs(recipe, scale, arms, seed), store)
         if failed := [row for row in rows if row["status"] == "failed"]:
             reason = failed[0]["error"].strip().splitlines()[-1]
-            raise RuntimeError(f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}")
+            raise RuntimeError(
+                f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}"
+            )
         tried_rows.extend(rows)
         frame = table(rows)
         unit, title, of = unit_of(frame), rows[0]["title"], metric_of(frame)
-        values = pd.Series(quality(frame, 1, "_current")).where((frame["status"] == "ok").to_numpy())
-        return {a.name: Result(float(v), row["seconds"]) for a, v, row in zip(arms, values, rows, strict=True)}
+        values = pd.Series(quality(frame, 1, "_current")).where(
+            (frame["status"] == "ok").to_numpy()
+        )
+        return {
+            a.name: Result(float(v), row["seconds"])
+            for a, v, row in zip(arms, values, rows, strict=True)
+        }
 
     found = tried(
-        results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
+        results,
+        recipe.dataset,
+        recipe.steps,
+        cycles=recipe.n_cycles,
+        margin=margin,
+        minutes=minutes,
+        seeds=seeds,
         at_once=at_once,
-    )  # fmt: skip
+    )
     guess = -math.inf if guessed is None else 100 * guessed
-    found = replace(found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess)
+    found = replace(
+        found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess
+    )
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     reports, missing = data_reports.stored_reports([store], tried_rows)
     first, *others = sections(found)
     first = replace(first, notes=(*first.notes, *data_reports.summary(reports)))
     shown = [first, *others, *data_reports.sections(reports, missing)]
-    write_text(page, render("page.html.j2", title=found.title, notes=[note] if note else [], sections=shown))
+    write_text(
+        page,
+        render(
+            "page.html.j2",
+            title=found.title,
+            notes=[note] if note else [],
+            sections=shown,
+        ),
+    )
     if drawn := shown[0].figure:
         page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address
     write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
@@ -110,26 +152,50 @@ def try_recipe(
 
 def _folder(recipe: Recipe, scale: str) -> Path:
     """Return the folder of the page: a name that no shell hides, or the hidden one that a former release made."""
-    name = re.sub(r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}")
+    name = re.sub(
+        r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}"
+    )
     former = name
     name = name.lstrip(".-") if name.startswith(".") else name
     if name != said:  # for a-b/ is another folder than a/b/
-        name, former = (f"{one}-{zlib.crc32(said.encode()):08x}" for one in (name, former))
+        name, former = (
+            f"{one}-{zlib.crc32(said.encode()):08x}" for one in (name, former)
+        )
     hidden = runs_dir() / "try" / f"{former}-{scale}"
     return hidden if hidden.exists() else hidden.with_name(f"{name}-{scale}")
 
 
 def sections(found: Tried) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
-    said = (*(f"{name}: {words}" for name, words in found.sentences().items()), str(found).partition("\n")[0])
-    over = ("Stopped before all was clear: the same command, run again, adds seeds.",) if found.out_of_time else ()
-    there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
+    said = (
+        *(f"{name}: {words}" for name, words in found.sentences().items()),
+        str(found).partition("\n")[0],
+    )
+    over = (
+        ("Stopped before all was clear: the same command, run again, adds seeds.",)
+        if found.out_of_time
+        else ()
+    )
+    there = [
+        d
+        for d in map(partial(found.difference, other=FULL), found.results)
+        if d.arm.name != FULL
+    ]
     pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
     lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
-    columns = ["bits", f"bit operations, {WIDTHS[0]} bits = 1", "difference to float32 [95 %]", "seeds"]
+    columns = [
+        "bits",
+        f"bit operations, {WIDTHS[0]} bits = 1",
+        "difference to float32 [95 %]",
+        "seeds",
+    ]
     return [
         Section(found.finding, (*said, *over), found.figure() if there else None, ALT),
         *([Section("To train like this", pasted)] if pasted else []),
-        Section("All that was trained", table=pd.DataFrame(lines, columns=columns), style="left"),
+        Section(
+            "All that was trained",
+            table=pd.DataFrame(lines, columns=columns),
+            style="left",
+        ),
         Section("What was not tried, and what this does not say", NOT_TRIED),
     ]

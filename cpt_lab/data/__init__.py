@@ -39,7 +39,9 @@ def download(dataset: str, language: str = "de") -> Path:
         ConnectionError: without a network: names the data set, and what went wrong.
     """
     if dataset not in DOWNLOADS:
-        raise ValueError(f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}")
+        raise ValueError(
+            f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}"
+        )
     experiment = EXPERIMENTS[DOWNLOADS[dataset]]
     get = library(experiment.download, experiment.extra)
     try:
@@ -51,4 +53,6 @@ def download(dataset: str, language: str = "de") -> Path:
         failures = [e for e in chain if isinstance(e, NETWORK)]
         if not failures:
             raise
-        raise ConnectionError(f"{dataset} was not downloaded: {failures[-1]}; a download needs a network") from error
+        raise ConnectionError(
+            f"{dataset} was not downloaded: {failures[-1]}; a download needs a network"
+        ) from error

@@ -42,18 +42,24 @@ class Stream(IntEnum):
 
 def generator_of(*numbers: int, device: str | torch.device = "cpu") -> torch.Generator:
     """Return a generator whose stream is a function of the numbers and the device, such as (seed, step, purpose)."""
-    seed = int.from_bytes(hashlib.sha256(repr(tuple(map(int, numbers))).encode()).digest()[:7])
+    seed = int.from_bytes(
+        hashlib.sha256(repr(tuple(map(int, numbers))).encode()).digest()[:7]
+    )
     return torch.Generator(device).manual_seed(seed)
 
 
-def batch_keys(count: int, batch: int, seed: int, start: int) -> Iterator[list[tuple[int, int]]]:
+def batch_keys(
+    count: int, batch: int, seed: int, start: int
+) -> Iterator[list[tuple[int, int]]]:
     """Yield the keys (epoch, number) of every batch from step ``start`` on, without end.
 
     The last batch of an epoch may be smaller. One iterator serves all epochs: processes that read start once.
     """
     first, position = divmod(start, math.ceil(count / batch))
     for epoch in itertools.count(first):
-        order = torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER)).tolist()
+        order = torch.randperm(
+            count, generator=generator_of(seed, epoch, Stream.ORDER)
+        ).tolist()
         for i in range(position * batch, count, batch):
             yield [(epoch, number) for number in order[i : i + batch]]
         position = 0
@@ -102,7 +108,9 @@ def readers(batch_bytes: int) -> int:
     return room // each
 
 
-def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> DataLoader:
+def loader(
+    data: Dataset, device: torch.device, workers: int, **keys: Any
+) -> DataLoader:
     """Return a loader that takes nothing from torch's random numbers: they belong to the model.
 
     Args:
@@ -113,7 +121,12 @@ def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> Da
     pinned = device.type == "cuda"
     ahead = PREFETCH if workers else None
     return DataLoader(
-        data, num_workers=workers, prefetch_factor=ahead, pin_memory=pinned, generator=generator_of(0), **keys
+        data,
+        num_workers=workers,
+        prefetch_factor=ahead,
+        pin_memory=pinned,
+        generator=generator_of(0),
+        **keys,
     )
 
 
@@ -127,7 +140,12 @@ def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
 
     ``fields``: of the recipe, on which what is loaded depends too.
     """
-    where = recipe.dataset, data_dir().absolute(), work_dir().absolute(), fingerprint(recipe)
+    where = (
+        recipe.dataset,
+        data_dir().absolute(),
+        work_dir().absolute(),
+        fingerprint(recipe),
+    )
     key = (*where, *(getattr(recipe, name) for name in fields))
     if load not in _last or _last[load][0] != key:
         _last.pop(load, None)  # there may not be memory for both
@@ -148,7 +166,11 @@ def each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
         raise next(iter(wrong.values()))
     if wrong:
         more = [f"and {len(wrong) - MOST_NAMED} more"] * (len(wrong) > MOST_NAMED)
-        raise ValueError("\n".join([f"{len(wrong)} files are wrong:", *list(wrong)[:MOST_NAMED], *more]))
+        raise ValueError(
+            "\n".join(
+                [f"{len(wrong)} files are wrong:", *list(wrong)[:MOST_NAMED], *more]
+            )
+        )
     return found
 
 
@@ -166,15 +188,25 @@ def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndar
     if given.ndim == 2 and given.shape[1] == 1:
         given = given[:, 0]
     if given.ndim != 1 or given.dtype.kind not in "iufb":
-        raise ValueError(f"{what} must be whole numbers of shape (n,), got {given.dtype} {given.shape}")
+        raise ValueError(
+            f"{what} must be whole numbers of shape (n,), got {given.dtype} {given.shape}"
+        )
     if given.dtype.kind == "f":
         given = given if missing is None else np.where(np.isnan(given), missing, given)
-        wrong = ~(np.isfinite(given) & (given == np.floor(given)) & (np.abs(given) < 2.0**53))
+        wrong = ~(
+            np.isfinite(given) & (given == np.floor(given)) & (np.abs(given) < 2.0**53)
+        )
     else:
-        wrong = np.zeros(len(given), bool) if given.dtype.kind != "u" else given > np.iinfo(np.int64).max
+        wrong = (
+            np.zeros(len(given), bool)
+            if given.dtype.kind != "u"
+            else given > np.iinfo(np.int64).max
+        )
     if wrong.any():
         first = int(wrong.argmax())
-        raise ValueError(f"{what} must be whole numbers, number {first} is {given[first]:.6g}")
+        raise ValueError(
+            f"{what} must be whole numbers, number {first} is {given[first]:.6g}"
+        )
     return given.astype(np.int64)
 
 
@@ -190,18 +222,28 @@ def class_count(what: str, labels: Any) -> int:
     """
     largest = int(labels.max())
     if largest >= max(MOST_CLASSES, len(labels)):
-        raise ValueError(f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ...")
+        raise ValueError(
+            f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ..."
+        )
     if int(labels.min()) == largest:
-        raise ValueError(f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class")
+        raise ValueError(
+            f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class"
+        )
     if int(labels.min()) > 0:
-        raise ValueError(f"{what}: labels are {int(labels.min())} to {largest}; classes must be numbered 0, 1, 2, ...")
+        raise ValueError(
+            f"{what}: labels are {int(labels.min())} to {largest}; classes must be numbered 0, 1, 2, ..."
+        )
     return largest + 1
 
 
 def some_of(there: int, limit: int | None) -> list[int]:
     """Return which of ``there`` samples are used, at most ``limit``: drawn, as rows may be sorted; always the same."""
     order = torch.randperm(there, generator=generator_of(0))
-    return [*range(there)] if limit is None or limit >= there else sorted(order[:limit].tolist())
+    return (
+        [*range(there)]
+        if limit is None or limit >= there
+        else sorted(order[:limit].tolist())
+    )
 
 
 def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
@@ -212,15 +254,28 @@ def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     tenth is held out and the rest trained on.
     """
     train, valid = recipe.train_images, recipe.valid_images
-    if is_own(recipe.dataset) and there > 1 and valid + (valid if train is None else train) > there:
+    if (
+        is_own(recipe.dataset)
+        and there > 1
+        and valid + (valid if train is None else train) > there
+    ):
         held = min(valid, max(1, there // 10))
         return train and min(train, there - held), held
     if (wanted := valid + (1 if train is None else train)) > there:
-        raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}")
+        raise ValueError(
+            f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}"
+        )
     return train, valid
 
 
 def titled(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
     """Return a title that says how many images there are, where ``split_sizes`` found fewer than the recipe wants."""
-    as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (None, len(train))
-    return title if as_wanted else f"{title}, {len(train):,} training and {len(valid):,} validation images"
+    as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (
+        None,
+        len(train),
+    )
+    return (
+        title
+        if as_wanted
+        else f"{title}, {len(train):,} training and {len(valid):,} validation images"
+    )

@@ -22,7 +22,13 @@ from torchvision.transforms import v2
 from cpt_lab.data.common import each, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.folder_contents import group_alike, list_folder
-from cpt_lab.data.pictures import bits_of, inspect_picture, open_rgb, report_orientation, report_pictures
+from cpt_lab.data.pictures import (
+    bits_of,
+    inspect_picture,
+    open_rgb,
+    report_orientation,
+    report_pictures,
+)
 from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.data.split_facts import (
     NAMES,
@@ -73,7 +79,9 @@ class Annotated:
 
     picture: Path | Tensor  # a file, or uint8 (3, H, W)
     size: tuple[int, int]  # height and width in pixels
-    boxes: np.ndarray  # float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner
+    boxes: (
+        np.ndarray
+    )  # float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner
     labels: np.ndarray  # int64 (n,)
     difficult: np.ndarray  # bool (n,)
     turn: bool = True  # read a file as viewers show it, by its EXIF orientation: so its boxes are drawn
@@ -96,15 +104,26 @@ class DetectionData:
     train: tuple[Annotated, ...]
     valid: tuple[Annotated, ...]
     test: tuple[Annotated, ...]
-    checksum: str  # of annotations and pixels, or of annotations and the sizes of the files
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    checksum: (
+        str  # of annotations and pixels, or of annotations and the sizes of the files
+    )
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
 
 def annotated_picture(
-    picture: Path | Tensor, size: tuple[int, int], boxes: Any, labels: Any, difficult: Any
+    picture: Path | Tensor,
+    size: tuple[int, int],
+    boxes: Any,
+    labels: Any,
+    difficult: Any,
 ) -> Annotated:
     """Return a picture with its boxes and labels in the types that ``Annotated`` has."""
-    places, numbers = np.array(boxes, dtype=np.float32).reshape(-1, 4), np.array(labels, dtype=np.int64)
+    places, numbers = (
+        np.array(boxes, dtype=np.float32).reshape(-1, 4),
+        np.array(labels, dtype=np.int64),
+    )
     return Annotated(picture, size, places, numbers, np.array(difficult, dtype=bool))
 
 
@@ -124,12 +143,19 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
         test = scenes("test", r.test_images or SCENES, r.size)
         title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
         report.add("read", f"{title}: drawn with fixed seeds, no files")
-        _report_splits(report, (train, valid, test), DIGITS, (len(train) + len(valid), len(test)))
-        return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test), report)
+        _report_splits(
+            report, (train, valid, test), DIGITS, (len(train) + len(valid), len(test))
+        )
+        return DetectionData(
+            title, DIGITS, train, valid, test, _checksum(train + valid + test), report
+        )
     files, classes, title, folder = _files(r.dataset, report)
     order = np.random.default_rng(0).permutation(len(files[0]))
     used, count = split_sizes(r, len(order))
-    chosen = [[files[0][i] for i in sorted(part)] for part in (order[count:][:used], order[:count])]
+    chosen = [
+        [files[0][i] for i in sorted(part)]
+        for part in (order[count:][:used], order[:count])
+    ]
     chosen.append([files[1][i] for i in some_of(len(files[1]), r.test_images)])
     notes = AnnotationNotes(folder)
     read = each(
@@ -138,15 +164,23 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     )
     bits = _bits(r.dataset, [file.picture for part in files for file in part], notes)
     pictures = iter(read if bits is None else [replace(one, bits=bits) for one in read])
-    train, valid, test = (tuple(itertools.islice(pictures, len(part))) for part in chosen)
+    train, valid, test = (
+        tuple(itertools.islice(pictures, len(part))) for part in chosen
+    )
     for name, part in (("training", train), ("validation", valid), ("test", test)):
         if part and all(a.difficult.all() for a in part):
-            raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
+            raise ValueError(
+                f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures"
+            )
     _report_annotations(report, r, notes, bits)
-    _report_splits(report, (train, valid, test), classes, (len(files[0]), len(files[1])))
+    _report_splits(
+        report, (train, valid, test), classes, (len(files[0]), len(files[1]))
+    )
     report.log_notices(log)
     checksum = _checksum(train + valid + test)
-    return DetectionData(titled(title, r, train, valid), classes, train, valid, test, checksum, report)
+    return DetectionData(
+        titled(title, r, train, valid), classes, train, valid, test, checksum, report
+    )
 
 
 def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int | None:
@@ -154,14 +188,24 @@ def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int
     facts = dict(notes.pictures)
     if any(one.is_deep_grey for one in facts.values()):
         others = [picture for picture in pictures if notes.name(picture) not in facts]
-        facts |= dict(zip(map(notes.name, others), each(inspect_picture, others), strict=True))
+        facts |= dict(
+            zip(map(notes.name, others), each(inspect_picture, others), strict=True)
+        )
     return bits_of(dataset, facts)
 
 
-def _report_annotations(report: DataReport, recipe: DetectionRecipe, notes: AnnotationNotes, bits: int | None) -> None:
+def _report_annotations(
+    report: DataReport,
+    recipe: DetectionRecipe,
+    notes: AnnotationNotes,
+    bits: int | None,
+) -> None:
     """Add facts about the files of pictures and annotations that were read."""
     stored = set(notes.stored)
-    facts = {name: p._replace(orientation=1) if name in stored else p for name, p in notes.pictures.items()}
+    facts = {
+        name: p._replace(orientation=1) if name in stored else p
+        for name, p in notes.pictures.items()
+    }
     report_pictures(report, facts, bits)
     report_orientation(report, facts)
     notes.add_to(report)
@@ -176,25 +220,37 @@ def _report_annotations(report: DataReport, recipe: DetectionRecipe, notes: Anno
 
 
 def _report_splits(
-    report: DataReport, splits: Sequence[tuple[Annotated, ...]], classes: Sequence[str], there: tuple[int, int]
+    report: DataReport,
+    splits: Sequence[tuple[Annotated, ...]],
+    classes: Sequence[str],
+    there: tuple[int, int],
 ) -> None:
     """Add facts about objects and values of training, validation and test pictures, and what the splits share."""
     report_sizes(report, [len(split) for split in splits], there)
     difficult = sum(int(a.difficult.sum()) for split in splits for a in split)
     if difficult:
         report.add(
-            "left out", f"{count_of(difficult, 'difficult object')}: not trained on, neither found nor missed in tests"
+            "left out",
+            f"{count_of(difficult, 'difficult object')}: not trained on, neither found nor missed in tests",
         )
     for name, split in zip(NAMES, splits, strict=True):
         labels = [a.labels[~a.difficult] for a in split]
-        report_classes(report, name, np.concatenate([np.zeros(0, np.int64), *labels]), classes, noun="object")
+        report_classes(
+            report,
+            name,
+            np.concatenate([np.zeros(0, np.int64), *labels]),
+            classes,
+            noun="object",
+        )
     if any(isinstance(a.picture, Tensor) for split in splits for a in split):
         _report_scenes(report, splits)
         return
     for name, split in zip(NAMES, splits, strict=True):
         report_sample_values(report, name, split, _open)
     if is_own(report.dataset):
-        report_shared_files(report, *([str(a.picture) for a in split] for split in splits[:2]))
+        report_shared_files(
+            report, *([str(a.picture) for a in split] for split in splits[:2])
+        )
 
 
 def _open(picture: Annotated) -> Any:
@@ -209,7 +265,10 @@ def _report_scenes(report: DataReport, splits: Sequence[tuple[Annotated, ...]]) 
         report_values(report, name, [a.read() for a in split])
     if len({a.size for split in splits for a in split}) == 1:
         empty = torch.zeros(0, 3, *splits[0][0].size, dtype=torch.uint8)
-        stacked = [torch.stack([a.read() for a in split]) if split else empty for split in splits]
+        stacked = [
+            torch.stack([a.read() for a in split]) if split else empty
+            for split in splits
+        ]
         report_shared(report, dict(zip(NAMES, stacked, strict=True)))
 
 
@@ -229,10 +288,15 @@ def _files(dataset: str, report: DataReport) -> _Files:
         return _own_files(dataset, report)
     year, first, second = VOC[dataset]
     try:
-        found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
+        found = [
+            torchvision.datasets.VOCDetection(data_dir(), year, part)
+            for part in (first, second)
+        ]
     except (RuntimeError, FileNotFoundError) as error:
         raise not_here(dataset) from error
-    files = [list(map(VocFile, map(Path, f.images), map(Path, f.annotations))) for f in found]
+    files = [
+        list(map(VocFile, map(Path, f.images), map(Path, f.annotations))) for f in found
+    ]
     return _Files(files, VOC_CLASSES, EXPERIMENT.named[dataset].title, data_dir())
 
 
@@ -246,12 +310,21 @@ def _own_files(dataset: str, report: DataReport) -> _Files:
     lists = {part: index.listed(part, report) for part in ("train", second)}
     check_lists(folder, lists)
     report_unlisted(report, contents, top, lists, folder)
-    objects = (obj for file in lists["train"] for obj in annotation_root(file.annotation).findall("object"))
-    classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects} - {""}))
+    objects = (
+        obj
+        for file in lists["train"]
+        for obj in annotation_root(file.annotation).findall("object")
+    )
+    classes = tuple(
+        sorted({obj.findtext("name", "").strip() for obj in objects} - {""})
+    )
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
     for alike in group_alike(classes):
-        report.add("classes", f"{' and '.join(alike)} differ in spelling alone, and are {len(alike)} classes")
+        report.add(
+            "classes",
+            f"{' and '.join(alike)} differ in spelling alone, and are {len(alike)} classes",
+        )
     report.add("split", f"train.txt is trained on and {second}.txt tested on")
     return _Files(list(lists.values()), classes, f"own pictures ({top.name})", top)
 
@@ -266,12 +339,18 @@ def scenes(part: str, count: int, size: int) -> tuple[Annotated, ...]:
 
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    first, last = {"train": (0, 1097), "valid": (1097, 1397), "test": (1397, 1797)}[part]
+    first, last = {"train": (0, 1097), "valid": (1097, 1397), "test": (1397, 1797)}[
+        part
+    ]
     chosen = order[first:last]
-    return tuple(_scene(digits, chosen, generator_of(first, i), size) for i in range(count))
+    return tuple(
+        _scene(digits, chosen, generator_of(first, i), size) for i in range(count)
+    )
 
 
-def _scene(digits: Any, chosen: np.ndarray, random: torch.Generator, size: int) -> Annotated:
+def _scene(
+    digits: Any, chosen: np.ndarray, random: torch.Generator, size: int
+) -> Annotated:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
@@ -296,7 +375,9 @@ def _scene(digits: Any, chosen: np.ndarray, random: torch.Generator, size: int) 
 
 def _enlarged(digit: Tensor, side: int) -> Tensor:
     """Return the ink of an 8 x 8 digit (0..16) enlarged to ``side`` pixels (0..255), cut to where there is any."""
-    large = v2.functional.resize(digit[None] * (255 / 16), [side, side], antialias=True)[0]
+    large = v2.functional.resize(
+        digit[None] * (255 / 16), [side, side], antialias=True
+    )[0]
     rows, columns = ((large >= 1).any(dim).nonzero() for dim in (1, 0))
     return large[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
 
@@ -311,10 +392,17 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
     sizes = EXPERIMENT.named[recipe.dataset].sizes
     h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
     random = generator_of(0)
-    pictures = torch.randint(0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8)
-    part = tuple(annotated_picture(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False]) for p in pictures)
+    pictures = torch.randint(
+        0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8
+    )
+    part = tuple(
+        annotated_picture(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False])
+        for p in pictures
+    )
     names = tuple(map(str, range(sizes["classes"])))
-    return DetectionData(f"random pictures for {recipe.dataset}", names, part, part, part, "")
+    return DetectionData(
+        f"random pictures for {recipe.dataset}", names, part, part, part, ""
+    )
 
 
 def _checksum(pictures: Sequence[Annotated]) -> str:
@@ -324,11 +412,17 @@ def _checksum(pictures: Sequence[Annotated]) -> str:
             digest.update(a.picture.numpy().tobytes())
         else:
             digest.update(f"{a.picture.name} {a.picture.stat().st_size}".encode())
-        digest.update(a.boxes.tobytes() + a.labels.tobytes() + np.flatnonzero(a.difficult).tobytes())
+        digest.update(
+            a.boxes.tobytes()
+            + a.labels.tobytes()
+            + np.flatnonzero(a.difficult).tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
-def annotated(image: Path, xml: Path, classes: Sequence[str], notes: AnnotationNotes | None = None) -> Annotated:
+def annotated(
+    image: Path, xml: Path, classes: Sequence[str], notes: AnnotationNotes | None = None
+) -> Annotated:
     """Read and check one annotation, and that its picture is there, whole and of the size it says.
 
     Args:
@@ -350,7 +444,9 @@ def annotated(image: Path, xml: Path, classes: Sequence[str], notes: AnnotationN
         notes.renamed.append(notes.name(xml))
     size = facts.shown_size if turn else facts.stored_size
     objects = read_objects(xml, root, size, classes, notes)
-    picture = annotated_picture(image, size, objects.boxes, objects.labels, objects.difficult)
+    picture = annotated_picture(
+        image, size, objects.boxes, objects.labels, objects.difficult
+    )
     return replace(picture, turn=turn)
 
 
@@ -372,7 +468,9 @@ def download(name: str, language: str = "") -> Path:
     """Get "voc2007", "voc2012", or the weights of "resnet18"; they have no language."""
     if name == "resnet18":
         weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
-        torch.hub.load_state_dict_from_url(weights.url, str(data_dir()), check_hash=True, map_location="cpu")
+        torch.hub.load_state_dict_from_url(
+            weights.url, str(data_dir()), check_hash=True, map_location="cpu"
+        )
         return data_dir() / WEIGHTS
     year, *parts = VOC[name]
     for part in parts:

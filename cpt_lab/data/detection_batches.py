@@ -32,14 +32,19 @@ class Batch:
 
     def pin_memory(self) -> Self:
         """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
-        pinned = [{name: t.pin_memory() for name, t in target.items()} for target in self.targets]
+        pinned = [
+            {name: t.pin_memory() for name, t in target.items()}
+            for target in self.targets
+        ]
         return replace(self, images=self.images.pin_memory(), targets=pinned)
 
 
 class _Ready(Dataset):
     """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
 
-    def __init__(self, pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int | None) -> None:
+    def __init__(
+        self, pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int | None
+    ) -> None:
         self.pictures, self.recipe, self.seed = pictures, recipe, seed
         self.groups = aspect_groups(pictures, recipe.batch)
 
@@ -48,11 +53,23 @@ class _Ready(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, group = key
-        images, targets = zip(*(self._item(index, epoch) for index in self.groups[group]), strict=True)
+        images, targets = zip(
+            *(self._item(index, epoch) for index in self.groups[group]), strict=True
+        )
         sizes = [(i.shape[-2], i.shape[-1]) for i in images]
-        height, width = (MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True))
-        padded = [v2.functional.pad(i, [0, 0, width - w, height - h]) for i, (h, w) in zip(images, sizes, strict=True)]
-        return Batch(torch.stack(padded), list(targets), sizes, [self.pictures[i] for i in self.groups[group]])
+        height, width = (
+            MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True)
+        )
+        padded = [
+            v2.functional.pad(i, [0, 0, width - w, height - h])
+            for i, (h, w) in zip(images, sizes, strict=True)
+        ]
+        return Batch(
+            torch.stack(padded),
+            list(targets),
+            sizes,
+            [self.pictures[i] for i in self.groups[group]],
+        )
 
     def _item(self, index: int, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
         picture = self.pictures[index]
@@ -60,9 +77,18 @@ class _Ready(Dataset):
         image = tv_tensors.Image(picture.read())
         found = torch.from_numpy(picture.boxes[keep])
         boxes = tv_tensors.BoundingBoxes(found, format="XYXY", canvas_size=picture.size)
-        sized = v2.Resize(self.recipe.size, max_size=self.recipe.max_size, antialias=True)
-        if self.seed is not None and self.recipe.flip and _coin(self.seed, epoch, index):
-            image, boxes = v2.functional.horizontal_flip(image), v2.functional.horizontal_flip(boxes)
+        sized = v2.Resize(
+            self.recipe.size, max_size=self.recipe.max_size, antialias=True
+        )
+        if (
+            self.seed is not None
+            and self.recipe.flip
+            and _coin(self.seed, epoch, index)
+        ):
+            image, boxes = (
+                v2.functional.horizontal_flip(image),
+                v2.functional.horizontal_flip(boxes),
+            )
         image, boxes = sized(image, boxes)
         return image.as_subclass(Tensor), {
             "boxes": boxes.as_subclass(Tensor),
@@ -76,7 +102,9 @@ def _coin(*numbers: int) -> bool:
 
 def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
     """Return groups of pictures of like shape, so that little padding is needed; the last may be smaller."""
-    order = sorted(range(len(pictures)), key=lambda i: pictures[i].size[1] / pictures[i].size[0])
+    order = sorted(
+        range(len(pictures)), key=lambda i: pictures[i].size[1] / pictures[i].size[0]
+    )
     return [order[i : i + batch] for i in range(0, len(order), batch)]
 
 
@@ -93,11 +121,16 @@ def batches(
     The groups are the same in every epoch, their order is not. Files are read by worker processes.
     """
     data = _Ready(pictures, recipe, seed)
-    return _loaded(data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device)
+    return _loaded(
+        data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device
+    )
 
 
 def evaluation_batches(
-    pictures: Sequence[Annotated], recipe: DetectionRecipe, workers: int, device: torch.device = CPU
+    pictures: Sequence[Annotated],
+    recipe: DetectionRecipe,
+    workers: int,
+    device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """Yield a split once, without mirroring, on the device."""
     data = _Ready(pictures, recipe, None)
@@ -106,10 +139,14 @@ def evaluation_batches(
 
 def bytes_read(recipe: DetectionRecipe) -> int:
     """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
-    return 2 * recipe.batch * 3 * (MULTIPLE * math.ceil(recipe.max_size / MULTIPLE)) ** 2
+    return (
+        2 * recipe.batch * 3 * (MULTIPLE * math.ceil(recipe.max_size / MULTIPLE)) ** 2
+    )
 
 
-def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device) -> Iterator[Batch]:
+def _loaded(
+    data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device
+) -> Iterator[Batch]:
     normalize = normalizer(device)
 
     def ready(batch: Batch) -> Batch:
@@ -117,7 +154,10 @@ def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device:
         for image, (height, width) in zip(images, batch.sizes, strict=True):
             image[:, height:].zero_()
             image[:, :, width:].zero_()
-        targets = [{name: send(t, device) for name, t in target.items()} for target in batch.targets]
+        targets = [
+            {name: send(t, device) for name, t in target.items()}
+            for target in batch.targets
+        ]
         return replace(batch, images=images, targets=targets)
 
     return map(ready, loader(data, device, workers, sampler=keys, batch_size=None))

@@ -41,17 +41,39 @@ log = logging.getLogger(__name__)
 UNDECIDED = -1
 # what a file may say -> label
 SPELLINGS = {
-    **{name: i for i, name in enumerate(LABELS)}, **{str(i): i for i in range(len(LABELS))},
-    **{f"{i}.0": i for i in range(len(LABELS))},  # a column in which a label is missing has fractions
-    "contradictory": LABELS.index("contradiction"), "-": UNDECIDED, "-1": UNDECIDED, "-1.0": UNDECIDED,
-}  # fmt: skip
+    **{name: i for i, name in enumerate(LABELS)},
+    **{str(i): i for i in range(len(LABELS))},
+    **{
+        f"{i}.0": i for i in range(len(LABELS))
+    },  # a column in which a label is missing has fractions
+    "contradictory": LABELS.index("contradiction"),
+    "-": UNDECIDED,
+    "-1": UNDECIDED,
+    "-1.0": UNDECIDED,
+}
 TEMPLATES = {"train": 4998, "valid": 999, "test": 999}  # pairs, a third of every label
 XNLI = "facebook/xnli"
-CHECKPOINTS = {"bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"}
-CHECKPOINT_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
-COLUMNS = {name: name for name in ("premise", "hypothesis", "label")}  # of pairs: ours -> a file's
-OTHER_COLUMNS = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}  # SNLI's and MultiNLI's
-LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,8})?")  # a folder of this name holds pairs of a language
+CHECKPOINTS = {
+    "bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"
+}
+CHECKPOINT_FILES = [
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+]
+COLUMNS = {
+    name: name for name in ("premise", "hypothesis", "label")
+}  # of pairs: ours -> a file's
+OTHER_COLUMNS = {
+    "premise": "sentence1",
+    "hypothesis": "sentence2",
+    "label": "gold_label",
+}  # SNLI's and MultiNLI's
+LANGUAGE = re.compile(
+    r"[a-z]{2,3}([-_][A-Za-z]{2,8})?"
+)  # a folder of this name holds pairs of a language
 NOT_LANGUAGES = ("all", "raw", "csv", "tmp", "new", "old")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
 UNREAD = "no file of the layout that is read"
@@ -67,7 +89,9 @@ class EntailmentData:
     test: dict[str, pd.DataFrame]  # by language, in the recipe's order
     title: str  # what the numbers are measured on, as figures must call it
     checksum: str  # of all of this
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
 
 def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
@@ -79,28 +103,53 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when they have none of the documented layouts, or wrong contents: names the file and the row.
     """
-    wanted = {"train": (recipe.language,), "valid": (recipe.language,), "test": recipe.test_languages}
+    wanted = {
+        "train": (recipe.language,),
+        "valid": (recipe.language,),
+        "test": recipe.test_languages,
+    }
     report = DataReport(recipe.dataset)
     if recipe.dataset == "templates":
         found, title = _templates(wanted), "synthetic sentence pairs"
-        report.add("read", f"{sum(TEMPLATES.values()):,} pairs of a grammar of 48 words")
+        report.add(
+            "read", f"{sum(TEMPLATES.values()):,} pairs of a grammar of 48 words"
+        )
     else:
         found, title = _of_files(recipe, wanted, report)
     own = is_own(recipe.dataset)
     report_labels(report, recipe.dataset, found, refuse=own)
     check_overlap(report, recipe.dataset, found, refuse=own)
-    limits = {"train": recipe.train_pairs, "valid": recipe.valid_pairs, "test": recipe.test_pairs}
+    limits = {
+        "train": recipe.train_pairs,
+        "valid": recipe.valid_pairs,
+        "test": recipe.test_pairs,
+    }
     digest = hashlib.sha256()
     for split, parts in found.items():
         for language, pairs in parts.items():
-            parts[language] = _some(pairs, limits[split], where_of(split, language, parts), report)
-            digest.update(repr((split, language, *(parts[language][name].tolist() for name in COLUMNS))).encode())
+            parts[language] = _some(
+                pairs, limits[split], where_of(split, language, parts), report
+            )
+            digest.update(
+                repr(
+                    (
+                        split,
+                        language,
+                        *(parts[language][name].tolist() for name in COLUMNS),
+                    )
+                ).encode()
+            )
     if not recipe.checkpoint:
-        report.add("changed", "letters become small and lose their accents before they are cut into word pieces")
+        report.add(
+            "changed",
+            "letters become small and lose their accents before they are cut into word pieces",
+        )
     report.log_notices(log)
     train, valid = found["train"][recipe.language], found["valid"][recipe.language]
     title += f", {len(train):,} training pairs"
-    return EntailmentData(train, valid, found["test"], title, digest.hexdigest()[:16], report)
+    return EntailmentData(
+        train, valid, found["test"], title, digest.hexdigest()[:16], report
+    )
 
 
 def _of_files(
@@ -108,29 +157,50 @@ def _of_files(
 ) -> tuple[dict[str, dict[str, pd.DataFrame]], str]:
     """Return the pairs of files by split and language, and their title."""
     EXPERIMENT.check_dataset(recipe.dataset)
-    folder = data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
+    folder = (
+        data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
+    )
     if not folder.is_dir():
-        raise not_here("xnli") if recipe.dataset == "xnli" else DataNotFoundError(f"there is no folder {folder}")
+        raise (
+            not_here("xnli")
+            if recipe.dataset == "xnli"
+            else DataNotFoundError(f"there is no folder {folder}")
+        )
     reader = _Reader(folder, recipe.language, report)
-    found = {split: reader.read(split, languages) for split, languages in wanted.items()}
+    found = {
+        split: reader.read(split, languages) for split, languages in wanted.items()
+    }
     reader.report_rest()
     title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
-    title += f", {recipe.language}" if reader.has_language else ""  # else the recipe's language is a mere name
+    title += (
+        f", {recipe.language}" if reader.has_language else ""
+    )  # else the recipe's language is a mere name
     return found, title
 
 
-def _some(pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport) -> pd.DataFrame:
+def _some(
+    pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport
+) -> pd.DataFrame:
     """Return as many pairs as a recipe wants, and report the rest."""
     used = pairs.iloc[some_of(len(pairs), limit)]
     if len(used) < len(pairs):
-        report.add("left out", f"all but {len(used):,} of {len(pairs):,} pairs of {where}, a fixed random choice")
+        report.add(
+            "left out",
+            f"all but {len(used):,} of {len(pairs):,} pairs of {where}, a fixed random choice",
+        )
     report.add("split", f"{where}: {count_of(len(used), 'pair')}")
     return used
 
 
-def _templates(wanted: dict[str, tuple[str, ...]]) -> dict[str, dict[str, pd.DataFrame]]:
-    if others := {language for languages in wanted.values() for language in languages} - {"en"}:
-        raise ValueError(f"templates: no language {', '.join(sorted(others))}; there is en")
+def _templates(
+    wanted: dict[str, tuple[str, ...]],
+) -> dict[str, dict[str, pd.DataFrame]]:
+    if others := {
+        language for languages in wanted.values() for language in languages
+    } - {"en"}:
+        raise ValueError(
+            f"templates: no language {', '.join(sorted(others))}; there is en"
+        )
     made, out = sentence_pairs(sum(TEMPLATES.values())), {}
     for split, count in TEMPLATES.items():
         out[split] = {"en": pd.DataFrame(made[:count], columns=list(COLUMNS))}
@@ -150,23 +220,44 @@ class _File:
 def _official(folder: Path, split: str) -> list[_File]:
     if split == "train":
         found = sorted(folder.glob("XNLI-MT-1.0*/multinli/multinli.train.*.tsv"))
-        return [_File(path, {**COLUMNS, "hypothesis": "hypo"}, path.name.split(".")[2]) for path in found]
-    path = folder / "XNLI-1.0" / {"valid": "xnli.dev.tsv", "test": "xnli.test.tsv"}[split]
-    gold = {"language": "language", "premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+        return [
+            _File(path, {**COLUMNS, "hypothesis": "hypo"}, path.name.split(".")[2])
+            for path in found
+        ]
+    path = (
+        folder / "XNLI-1.0" / {"valid": "xnli.dev.tsv", "test": "xnli.test.tsv"}[split]
+    )
+    gold = {
+        "language": "language",
+        "premise": "sentence1",
+        "hypothesis": "sentence2",
+        "label": "gold_label",
+    }
     return [_File(path, gold)] if path.exists() else []
 
 
 def _hub(folder: Path, split: str) -> list[_File]:
     """Return the hub's files, in a folder for each language, in one for all, or in none."""
     name = {"valid": "validation"}.get(split, split)
-    found = [*sorted(folder.glob(f"*/{name}-*.parquet")), *sorted(folder.glob(f"{name}-*.parquet"))]
+    found = [
+        *sorted(folder.glob(f"*/{name}-*.parquet")),
+        *sorted(folder.glob(f"{name}-*.parquet")),
+    ]
     files = [path for path in found if not is_below_hidden(path.relative_to(folder))]
-    by_language = [path for path in files if path.parent != folder and is_language(path.parent.name)]
+    by_language = [
+        path
+        for path in files
+        if path.parent != folder and is_language(path.parent.name)
+    ]
     if by_language:
         return [_File(path, COLUMNS, path.parent.name) for path in by_language]
     if len(parents := {path.parent for path in files}) > 1:
-        names = ", ".join(sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents))
-        raise ValueError(f"{folder} has pairs for {split} in several folders: {names}; keep one")
+        names = ", ".join(
+            sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents)
+        )
+        raise ValueError(
+            f"{folder} has pairs for {split} in several folders: {names}; keep one"
+        )
     return [_File(path, COLUMNS) for path in files]
 
 
@@ -184,9 +275,16 @@ ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
 
 def _flat(folder: Path, split: str) -> list[_File]:
     names = {"valid": ("validation", "valid", "dev")}.get(split, (split,))
-    found = [path for name in names for ending in ENDINGS if (path := folder / f"{name}.{ending}").exists()]
+    found = [
+        path
+        for name in names
+        for ending in ENDINGS
+        if (path := folder / f"{name}.{ending}").exists()
+    ]
     if len(found) > 1:
-        raise ValueError(f"{folder} needs one file for {split}, it has {', '.join(path.name for path in found)}")
+        raise ValueError(
+            f"{folder} needs one file for {split}, it has {', '.join(path.name for path in found)}"
+        )
     return [_File(path, COLUMNS) for path in found]
 
 
@@ -210,9 +308,15 @@ class _Reader:
     """
 
     def __init__(self, folder: Path, default: str, report: DataReport) -> None:
-        layouts = {form: find for form, find in LAYOUTS.items() if any(find(folder, s) for s in SPLITS)}
+        layouts = {
+            form: find
+            for form, find in LAYOUTS.items()
+            if any(find(folder, s) for s in SPLITS)
+        }
         if not layouts:
-            raise ValueError(f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}")
+            raise ValueError(
+                f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}"
+            )
         self.form, self.find = next(iter(layouts.items()))
         self.folder, self.default, self.report = folder, default, report
         self.has_language = False
@@ -222,9 +326,17 @@ class _Reader:
         """Return the pairs of a split by language."""
         files = self.find(self.folder, split)
         if not files:
-            places = {file.path.parent for other in SPLITS for file in self.find(self.folder, other)}
-            found = list_some(sorted(path.name for place in places for path in place.iterdir()), 6)
-            raise ValueError(f"{self.folder} has no {split} split; its layout is {self.form}; it has {found}")
+            places = {
+                file.path.parent
+                for other in SPLITS
+                for file in self.find(self.folder, other)
+            }
+            found = list_some(
+                sorted(path.name for place in places for path in place.iterdir()), 6
+            )
+            raise ValueError(
+                f"{self.folder} has no {split} split; its layout is {self.form}; it has {found}"
+            )
         _check_shards(self.folder, split, files)
         self.named |= {file.path for file in files}
         there = {file.language for file in files if file.language}
@@ -244,7 +356,9 @@ class _Reader:
                 checked.append(_checked(file, wanted, split, self.report))
         if missing := [language for language in languages if language not in there]:
             others = ", ".join(sorted(there))
-            raise ValueError(f"{self.folder}: no {split} pairs in {', '.join(missing)}; there is {others}")
+            raise ValueError(
+                f"{self.folder}: no {split} pairs in {', '.join(missing)}; there is {others}"
+            )
         self._report_split(split, files, languages, there, unused_columns)
         if split == "train":
             self.has_language = said
@@ -252,11 +366,18 @@ class _Reader:
         out = {language: whole[whole.language == language] for language in languages}
         for language, rows in out.items():
             if rows.empty:
-                raise ValueError(f"{self.folder}: no {split} pair in {language} has a label")
+                raise ValueError(
+                    f"{self.folder}: no {split} pair in {language} has a label"
+                )
         return out
 
     def _report_split(
-        self, split: str, files: list[_File], languages: tuple[str, ...], there: set[str], unused: Collection[str]
+        self,
+        split: str,
+        files: list[_File],
+        languages: tuple[str, ...],
+        there: set[str],
+        unused: Collection[str],
     ) -> None:
         read = [file.path for file in files if file.language in (None, *languages)]
         names = [path.relative_to(self.folder).as_posix() for path in read]
@@ -264,7 +385,8 @@ class _Reader:
         report_columns(self.report, split, unused)
         if others := sorted(there - set(languages)):
             self.report.add(
-                "left out", f"{split}: pairs in {list_some(others, 20)}; the recipe takes {', '.join(languages)}"
+                "left out",
+                f"{split}: pairs in {list_some(others, 20)}; the recipe takes {', '.join(languages)}",
             )
 
     def report_rest(self) -> None:
@@ -283,14 +405,24 @@ def _check_shards(folder: Path, split: str, files: list[_File]) -> None:
             there = {int(match[1]) for match in numbers if match[2] == count}
             if lacking := sorted(set(range(int(count))) - there):
                 where = place.relative_to(folder).as_posix()
-                raise ValueError(f"{folder}: {where}/ lacks part {lacking[0]} of {int(count)} of the {split} split")
-    official = [file.path for file in files if file.path.suffix == ".tsv" and file.language]
+                raise ValueError(
+                    f"{folder}: {where}/ lacks part {lacking[0]} of {int(count)} of the {split} split"
+                )
+    official = [
+        file.path for file in files if file.path.suffix == ".tsv" and file.language
+    ]
     languages = [file.language for file in files if file.path in official]
-    if twice := sorted({str(language) for language in languages if languages.count(language) > 1}):
-        raise ValueError(f"{folder} has several files for {split} in {', '.join(twice)}; keep one folder XNLI-MT-1.0*")
+    if twice := sorted(
+        {str(language) for language in languages if languages.count(language) > 1}
+    ):
+        raise ValueError(
+            f"{folder} has several files for {split} in {', '.join(twice)}; keep one folder XNLI-MT-1.0*"
+        )
 
 
-def _rows(file: _File, default: str, languages: Collection[str]) -> tuple[pd.DataFrame, bool, set[str]]:
+def _rows(
+    file: _File, default: str, languages: Collection[str]
+) -> tuple[pd.DataFrame, bool, set[str]]:
     """Return a file's rows, whether it says their language, and its columns that are not read.
 
     Rows have the columns language, premise, hypothesis and label, are numbered from 1, and have the languages that are
@@ -301,17 +433,28 @@ def _rows(file: _File, default: str, languages: Collection[str]) -> tuple[pd.Dat
     columns = _columns(file, table)
     if table.empty:
         raise ValueError(f"{file.path} has no rows")
-    rows = pd.DataFrame({ours: table[theirs] for ours, theirs in columns.items()}).astype(object)
+    rows = pd.DataFrame(
+        {ours: table[theirs] for ours, theirs in columns.items()}
+    ).astype(object)
     rows.index = pd.RangeIndex(1, len(rows) + 1)
     if names := _label_names(file.path, columns["label"]):
-        rows["label"] = [names[int(value)] if value in range(len(names)) else value for value in rows["label"]]
+        rows["label"] = [
+            names[int(value)] if value in range(len(names)) else value
+            for value in rows["label"]
+        ]
     said = file.language is None and "language" in table
-    unused = set(map(str, table.columns)) - set(columns.values()) - ({"language"} if said else set())
+    unused = (
+        set(map(str, table.columns))
+        - set(columns.values())
+        - ({"language"} if said else set())
+    )
     if has_languages(rows):
         there, said = languages_of(rows), True
         rows = of_languages(rows, languages)
     else:
-        rows["language"] = table["language"].to_numpy() if said else file.language or default
+        rows["language"] = (
+            table["language"].to_numpy() if said else file.language or default
+        )
         rows["language"] = rows["language"].map(_language_name)
         there = set(rows.language.dropna())
     rows.attrs["languages"] = sorted(map(str, there))
@@ -327,11 +470,17 @@ def _columns(file: _File, table: pd.DataFrame) -> dict[str, str]:
     """Return what the columns of a file are called, ours -> its; ValueError where one is missing."""
     columns = file.columns
     if columns is COLUMNS:  # SNLI's names, where ours are not there
-        replaced = {name: other for name, other in OTHER_COLUMNS.items() if name not in table and other in table}
+        replaced = {
+            name: other
+            for name, other in OTHER_COLUMNS.items()
+            if name not in table and other in table
+        }
         columns = {**COLUMNS, **replaced}
     if lacking := [name for name in columns.values() if name not in table]:
         there = ", ".join(map(str, table.columns))[:200] or "none"
-        raise ValueError(f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}")
+        raise ValueError(
+            f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}"
+        )
     return columns
 
 
@@ -355,15 +504,25 @@ def _table(path: Path) -> pd.DataFrame:
         whole = path.read_text(encoding="utf-8").strip()
         if whole.startswith("["):
             return pd.DataFrame(json.loads(whole))
-        return pd.DataFrame([json.loads(line) for line in whole.split("\n") if line.strip()])
-    form: dict[str, Any] = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+        return pd.DataFrame(
+            [json.loads(line) for line in whole.split("\n") if line.strip()]
+        )
+    form: dict[str, Any] = (
+        {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    )
     table = pd.read_csv(path, dtype=str, keep_default_na=False, **form)
-    if not isinstance(table.index, pd.RangeIndex):  # pandas takes what is too much in the first row for its name
-        raise ValueError("row 1 has more fields than the header has names; are quotes missing?")
+    if not isinstance(
+        table.index, pd.RangeIndex
+    ):  # pandas takes what is too much in the first row for its name
+        raise ValueError(
+            "row 1 has more fields than the header has names; are quotes missing?"
+        )
     return table
 
 
-def _checked(file: _File, rows: pd.DataFrame, split: str, report: DataReport) -> pd.DataFrame:
+def _checked(
+    file: _File, rows: pd.DataFrame, split: str, report: DataReport
+) -> pd.DataFrame:
     """Return the rows that have a label, as a number; ValueError for a wrong label or what is no sentence."""
     labels = rows.label.map(lambda value: SPELLINGS.get(str(value).strip().lower()))
     if (wrong := labels.isna()).any():
@@ -375,9 +534,14 @@ def _checked(file: _File, rows: pd.DataFrame, split: str, report: DataReport) ->
     keep = labels != UNDECIDED
     if undecided := int((~keep).sum()):
         log.info("%s: %d pairs without an agreed label left out", file.path, undecided)
-        report.add("left out", f"{split}: {count_of(undecided, 'pair')} of {file.path.name} without an agreed label")
+        report.add(
+            "left out",
+            f"{split}: {count_of(undecided, 'pair')} of {file.path.name} without an agreed label",
+        )
     if rows.label.map(lambda value: str(value).strip()[:1].isdigit()).any():
-        report.add("markers", f"{split}: labels 0, 1, 2 are read as {', '.join(LABELS)}")
+        report.add(
+            "markers", f"{split}: labels 0, 1, 2 are read as {', '.join(LABELS)}"
+        )
     rows = rows.assign(label=labels.astype("int64"))[keep]
     check_sentences(file.path, rows)
     return rows

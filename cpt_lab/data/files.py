@@ -19,7 +19,9 @@ class DataNotFoundError(FileNotFoundError):
 
 def not_here(name: str, note: str = "") -> DataNotFoundError:
     """Return the error of a named data set that is not in the data folder."""
-    return DataNotFoundError(f"{name} is not in {data_dir()}{note}; get it with: {command(f'download {name}')}")
+    return DataNotFoundError(
+        f"{name} is not in {data_dir()}{note}; get it with: {command(f'download {name}')}"
+    )
 
 
 def own_path(path: str) -> Path:
@@ -45,9 +47,19 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        plain = isinstance(error, (OSError, ValueError, zipfile.BadZipFile))  # whose words are for people
-        kind = "it lacks " if type(error) is KeyError else "" if plain else f"{type(error).__name__}: "
-        reason = kind + (next(iter(str(error).splitlines()), "") or "no reason is given").replace(f" {str(path)!r}", "")
+        plain = isinstance(
+            error, (OSError, ValueError, zipfile.BadZipFile)
+        )  # whose words are for people
+        kind = (
+            "it lacks "
+            if type(error) is KeyError
+            else ""
+            if plain
+            else f"{type(error).__name__}: "
+        )
+        reason = kind + (
+            next(iter(str(error).splitlines()), "") or "no reason is given"
+        ).replace(f" {str(path)!r}", "")
         if path.is_file() and not path.stat().st_size:
             reason = "it is empty"
         if isinstance(error, UnicodeDecodeError):
@@ -58,7 +70,9 @@ def reading(path: Path) -> Iterator[None]:
 def sources(recipe: Recipe) -> list[Path]:
     """Return the files and folders that a recipe's data set is read from; none for embedded data."""
     if is_own(recipe.dataset):
-        parts = recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
+        parts = (
+            recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
+        )
         return [own_path(part) for part in parts]
     named = EXPERIMENTS[recipe.task].named[recipe.dataset]
     return [data_dir() / name for name in named.folders if (data_dir() / name).exists()]
@@ -79,10 +93,20 @@ def fingerprint_of(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     found = False
     for source in paths:
-        below = (Path(folder, name) for folder, _, names in os.walk(source, followlinks=True) for name in names)
-        for path in [source] if source.is_file() else sorted(p for p in below if p.is_file()):
+        below = (
+            Path(folder, name)
+            for folder, _, names in os.walk(source, followlinks=True)
+            for name in names
+        )
+        for path in (
+            [source] if source.is_file() else sorted(p for p in below if p.is_file())
+        ):
             found, stat = True, path.stat()
-            digest.update(os.fsencode(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
+            digest.update(
+                os.fsencode(
+                    f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+                )
+            )
     return digest.hexdigest()[:16] if found else ""
 
 
@@ -113,7 +137,9 @@ def task_of_data(dataset: str) -> str:
     """Return the task that a data set is for: a named one has its own; data of yours, the first that can read it."""
     if not is_own(dataset):
         if task_of_dataset(dataset) is None and own_path(dataset).is_dir():
-            raise ValueError(f"no data set is called {dataset!r}; the folder here is {dataset}/, with a slash")
+            raise ValueError(
+                f"no data set is called {dataset!r}; the folder here is {dataset}/, with a slash"
+            )
         return task_of_dataset(dataset) or "image"  # which says what there is
     path = own_path(dataset.partition(",")[0])
     if not path.exists():
@@ -121,7 +147,11 @@ def task_of_data(dataset: str) -> str:
     found = next((task for task in EXPERIMENTS if _laid_out(path, task)), None)
     if found is None:
         needs = "; ".join(f"{task}: {e.needs}" for task, e in EXPERIMENTS.items())
-        said = _seen(path) if _way_out(path) else f"{_seen(path)}. {needs} (see data/cards)"
+        said = (
+            _seen(path)
+            if _way_out(path)
+            else f"{_seen(path)}. {needs} (see data/cards)"
+        )
         raise ValueError(f"{path} is not laid out as any task needs it; {said}")
     return found
 
@@ -153,11 +183,19 @@ WAYS_OUT = {  # what else people have, and what to do with it
 
 def _seen(path: Path) -> str:
     """Say what is there instead, and a way out where it is known."""
-    names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir()) if path.is_dir() else [path.name]
+    names = (
+        sorted(p.name + "/" * p.is_dir() for p in path.iterdir())
+        if path.is_dir()
+        else [path.name]
+    )
     if path.suffix == ".npz":
         with reading(path), zipfile.ZipFile(path) as archive:
-            names = [f"the array {name.removesuffix('.npy')}" for name in archive.namelist()]
-    found = f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
+            names = [
+                f"the array {name.removesuffix('.npy')}" for name in archive.namelist()
+            ]
+    found = (
+        f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
+    )
     return "; ".join(filter(None, (found, _way_out(path))))
 
 
@@ -166,7 +204,10 @@ def _way_out(path: Path) -> str:
 
 
 def _laid_out(path: Path, task: str) -> bool:
-    return any(all(_has(path, word) for word in layout.split()) for layout in EXPERIMENTS[task].layouts)
+    return any(
+        all(_has(path, word) for word in layout.split())
+        for layout in EXPERIMENTS[task].layouts
+    )
 
 
 def _has(path: Path, word: str) -> bool:
@@ -178,4 +219,8 @@ def _has(path: Path, word: str) -> bool:
     if path.suffix != ".npz":
         return any(fnmatchcase(path.name, pattern) for pattern in word.split("|"))
     with reading(path), zipfile.ZipFile(path) as archive:
-        return any(fnmatchcase(name, pattern) for name in archive.namelist() for pattern in word.split("|"))
+        return any(
+            fnmatchcase(name, pattern)
+            for name in archive.namelist()
+            for pattern in word.split("|")
+        )

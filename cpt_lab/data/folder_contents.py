@@ -39,26 +39,43 @@ class FolderContents:
     folders: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)  # files, and folders without a file
-    loops: list[str] = field(default_factory=list)  # links that lead back to a folder around them
-    devices: list[str] = field(default_factory=list)  # neither files nor folders, such as pipes
+    loops: list[str] = field(
+        default_factory=list
+    )  # links that lead back to a folder around them
+    devices: list[str] = field(
+        default_factory=list
+    )  # neither files nor folders, such as pipes
 
     def below(self, folder: str) -> list[str]:
         """Return the files below a folder, or all for ""."""
-        return [name for name in self.files if not folder or name.startswith(f"{folder}/")]
+        return [
+            name for name in self.files if not folder or name.startswith(f"{folder}/")
+        ]
 
     def subfolders(self, folder: str) -> list[str]:
         """Return the names of the folders in a folder, or in the whole for "", in alphabetical order."""
         parent = PurePosixPath(folder)
-        return sorted(PurePosixPath(name).name for name in self.folders if PurePosixPath(name).parent == parent)
+        return sorted(
+            PurePosixPath(name).name
+            for name in self.folders
+            if PurePosixPath(name).parent == parent
+        )
 
     def report_unread(self, report: DataReport) -> None:
         """Add facts about what cannot be read, whatever the layout."""
         report.leave_out(HIDDEN, self.hidden)
         report.leave_out("links that lead back to a folder around them", self.loops)
         report.leave_out("neither files nor folders", self.devices)
-        parents = {str(parent) for name in [*self.files, *self.hidden] for parent in PurePosixPath(name).parents}
+        parents = {
+            str(parent)
+            for name in [*self.files, *self.hidden]
+            for parent in PurePosixPath(name).parents
+        }
         if empty := sorted(set(self.folders) - parents):
-            report.add("left out", f"{count_of(len(empty), 'folder')} without files ({list_some(empty)})")
+            report.add(
+                "left out",
+                f"{count_of(len(empty), 'folder')} without files ({list_some(empty)})",
+            )
 
 
 def is_hidden(name: str) -> bool:
@@ -82,7 +99,13 @@ def list_folder(folder: Path) -> FolderContents:
     return contents
 
 
-def _collect(contents: FolderContents, folder: Path, prefix: str, hidden: bool, around: tuple[Any, ...]) -> None:
+def _collect(
+    contents: FolderContents,
+    folder: Path,
+    prefix: str,
+    hidden: bool,
+    around: tuple[Any, ...],
+) -> None:
     with reading(folder):
         stat = folder.stat()
         entries = sorted(os.listdir(folder))
@@ -90,7 +113,11 @@ def _collect(contents: FolderContents, folder: Path, prefix: str, hidden: bool, 
     if hidden and not entries:
         contents.hidden.append(prefix.removesuffix("/"))
     for entry in entries:
-        name, path, is_shadow = f"{prefix}{entry}", folder / entry, hidden or is_hidden(entry)
+        name, path, is_shadow = (
+            f"{prefix}{entry}",
+            folder / entry,
+            hidden or is_hidden(entry),
+        )
         kind = _kind(path, inside)
         if kind == "folder":
             if not is_shadow:
@@ -117,14 +144,18 @@ def _kind(path: Path, inside: tuple[Any, ...]) -> str:
     return "file" if S_ISREG(stat.st_mode) else "device"
 
 
-def leave_out_files(report: DataReport, names: Iterable[str], reason: str = OUTSIDE) -> None:
+def leave_out_files(
+    report: DataReport, names: Iterable[str], reason: str = OUTSIDE
+) -> None:
     """Add facts about files that are not read; ``reason`` is that of pictures of a kind that would be."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if is_picture(name):
             by_reason[reason].append(name)
         else:
-            by_reason[OTHER_KIND if name.lower().endswith(UNREAD_ENDINGS) else NO_PICTURE].append(name)
+            by_reason[
+                OTHER_KIND if name.lower().endswith(UNREAD_ENDINGS) else NO_PICTURE
+            ].append(name)
     for why, found in by_reason.items():
         report.leave_out(why, found)
 
@@ -141,7 +172,9 @@ class PictureFiles(Dataset):
         bits: that grey pictures of 16 bits use, see ``pictures.bits_of``.
     """
 
-    def __init__(self, root: Path, classes: Sequence[str], samples: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, root: Path, classes: Sequence[str], samples: Sequence[tuple[str, int]]
+    ) -> None:
         self.root, self.classes, self.samples = root, list(classes), list(samples)
         self.targets = [label for _, label in self.samples]
         self.target_transform: Callable[[int], int] | None = None
@@ -150,7 +183,9 @@ class PictureFiles(Dataset):
     def label(self, index: int) -> int:
         """Return the class of a picture, in the numbering of the training data."""
         number = self.samples[index][1]
-        return number if self.target_transform is None else self.target_transform(number)
+        return (
+            number if self.target_transform is None else self.target_transform(number)
+        )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -159,7 +194,9 @@ class PictureFiles(Dataset):
         return open_rgb(self.samples[index][0], self.bits), self.label(index)
 
 
-def class_pictures(folder: Path, part: str, contents: FolderContents, report: DataReport) -> PictureFiles:
+def class_pictures(
+    folder: Path, part: str, contents: FolderContents, report: DataReport
+) -> PictureFiles:
     """Return the pictures in the class folders of a split, and report all else below it.
 
     Args:
@@ -173,7 +210,9 @@ def class_pictures(folder: Path, part: str, contents: FolderContents, report: Da
     """
     classes = contents.subfolders(part)
     if not classes:
-        raise ValueError(f"{folder / part} has no folder of a class in it{_way_out(contents, part)}")
+        raise ValueError(
+            f"{folder / part} has no folder of a class in it{_way_out(contents, part)}"
+        )
     files_of, outside = _by_class(contents.below(part), part, classes)
     samples: list[tuple[str, int]] = []
     unread = outside
@@ -182,18 +221,31 @@ def class_pictures(folder: Path, part: str, contents: FolderContents, report: Da
         pictures = [file for file in files_of[name] if is_picture(file)]
         others = [file for file in files_of[name] if not is_picture(file)]
         if not pictures:
-            raise ValueError(f"{folder / part / name} is the folder of a class, and has no picture{_instead(others)}")
-        samples += [(str(folder / file), number) for file in sorted(pictures, key=posixpath.split)]
+            raise ValueError(
+                f"{folder / part / name} is the folder of a class, and has no picture{_instead(others)}"
+            )
+        samples += [
+            (str(folder / file), number)
+            for file in sorted(pictures, key=posixpath.split)
+        ]
         unread += others
         parents = Counter(posixpath.dirname(file) for file in pictures)
-        nested.update({parent: n for parent, n in parents.items() if parent != posixpath.join(part, name)})
+        nested.update(
+            {
+                parent: n
+                for parent, n in parents.items()
+                if parent != posixpath.join(part, name)
+            }
+        )
     leave_out_files(report, unread)
     _report_nested(report, nested)
     _report_alike(report, part, classes)
     return PictureFiles(folder / part, classes, samples)
 
 
-def _by_class(files: list[str], part: str, classes: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _by_class(
+    files: list[str], part: str, classes: Collection[str]
+) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of each class folder of a split, and those beside the class folders."""
     files_of: dict[str, list[str]] = {name: [] for name in classes}
     outside: list[str] = []
@@ -207,8 +259,13 @@ def _instead(files: list[str]) -> str:
     """Return what is in a class folder that has no picture."""
     if not files:
         return ""
-    endings = Counter(PurePosixPath(name).suffix.lower() or "without ending" for name in files)
-    found = ", ".join(f"{count_of(count, 'file')} {ending}" for ending, count in endings.most_common(3))
+    endings = Counter(
+        PurePosixPath(name).suffix.lower() or "without ending" for name in files
+    )
+    found = ", ".join(
+        f"{count_of(count, 'file')} {ending}"
+        for ending, count in endings.most_common(3)
+    )
     return f" that is read (found: {found}); save pictures as .jpg or .png"
 
 
@@ -240,7 +297,10 @@ def same_spelling(name: str) -> str:
 def _report_alike(report: DataReport, part: str, classes: Collection[str]) -> None:
     for alike in group_alike(classes):
         where = f" in {part}/" if part else ""
-        report.add("classes", f"{' and '.join(alike)}{where} differ in spelling alone, and are {len(alike)} classes")
+        report.add(
+            "classes",
+            f"{' and '.join(alike)}{where} differ in spelling alone, and are {len(alike)} classes",
+        )
 
 
 def group_alike(names: Collection[str]) -> list[list[str]]:
@@ -264,7 +324,9 @@ def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, st
     digests: dict[str, Any] = {}
     for key in (_size, _middle, _digest):
         digests = {path: key(path) for path in [*ours, *theirs]}
-        shared = {digests[path] for path in ours} & {digests[path] for path in theirs} - {MISSING}
+        shared = {digests[path] for path in ours} & {
+            digests[path] for path in theirs
+        } - {MISSING}
         ours = [path for path in ours if digests[path] in shared]
         theirs = [path for path in theirs if digests[path] in shared]
     originals: dict[str, str] = {}
@@ -280,11 +342,19 @@ def repeated_files(paths: Sequence[str]) -> dict[str, str]:
     for key in (_size, _middle, _digest):
         digests = {path: key(path) for path in left}
         counts = Counter(digests.values())
-        left = [path for path in left if counts[digests[path]] > 1 and digests[path] != MISSING]
+        left = [
+            path
+            for path in left
+            if counts[digests[path]] > 1 and digests[path] != MISSING
+        ]
     originals: dict[str, str] = {}
     for path in left:
         originals.setdefault(digests[path], path)
-    return {path: originals[digests[path]] for path in left if originals[digests[path]] != path}
+    return {
+        path: originals[digests[path]]
+        for path in left
+        if originals[digests[path]] != path
+    }
 
 
 def _size(path: str) -> int:

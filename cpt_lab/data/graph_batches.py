@@ -9,7 +9,10 @@ from cpt_core.graphs.graph import Graph
 
 
 def sample_blocks(
-    graph: Graph, seeds: Tensor, fanouts: Sequence[int | None], generator: torch.Generator
+    graph: Graph,
+    seeds: Tensor,
+    fanouts: Sequence[int | None],
+    generator: torch.Generator,
 ) -> tuple[Tensor, list[Graph]]:
     """Sample the neighbourhood of ``seeds``: at most ``fanouts[i]`` in-neighbours of every node in layer i.
 
@@ -31,13 +34,17 @@ def sample_blocks(
     """
     blocks: list[Graph] = []
     nodes = seeds.to(torch.int64)
-    place = torch.full((graph.num_src,), -1, dtype=graph.indices.dtype, device=graph.device)
+    place = torch.full(
+        (graph.num_src,), -1, dtype=graph.indices.dtype, device=graph.device
+    )
     for fanout in reversed(fanouts):
         indptr, edges = _sample(graph, nodes, fanout, generator)
         sources = graph.indices[edges]
         place[nodes] = torch.arange(len(nodes), dtype=place.dtype, device=place.device)
         new = torch.unique(sources[place[sources] < 0]).to(torch.int64)
-        place[new] = torch.arange(len(nodes), len(nodes) + len(new), dtype=place.dtype, device=place.device)
+        place[new] = torch.arange(
+            len(nodes), len(nodes) + len(new), dtype=place.dtype, device=place.device
+        )
         local = place[sources]
         nodes = torch.cat([nodes, new])
         place[nodes] = -1
@@ -45,7 +52,9 @@ def sample_blocks(
     return nodes, blocks[::-1]
 
 
-def _sample(graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _sample(
+    graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Choose in-edges of every node: offsets (len(nodes) + 1,) and positions in ``graph.indices``."""
     start = graph.indptr[nodes].to(torch.int64)
     degree = graph.indptr[nodes + 1].to(torch.int64) - start
@@ -53,8 +62,13 @@ def _sample(graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Ge
     indptr = torch.zeros(len(nodes) + 1, dtype=torch.int64, device=nodes.device)
     torch.cumsum(count, 0, out=indptr[1:])
     row = torch.repeat_interleave(torch.arange(len(nodes), device=nodes.device), count)
-    edges = torch.arange(len(row), device=nodes.device) - indptr[row] + start[row]  # all edges, in order
-    if fanout is not None and (large := torch.nonzero(degree > fanout).squeeze(1)).numel():
+    edges = (
+        torch.arange(len(row), device=nodes.device) - indptr[row] + start[row]
+    )  # all edges, in order
+    if (
+        fanout is not None
+        and (large := torch.nonzero(degree > fanout).squeeze(1)).numel()
+    ):
         chosen = _floyd(degree[large], fanout, generator)
         where = indptr[large].unsqueeze(1) + torch.arange(fanout, device=nodes.device)
         edges[where] = start[large].unsqueeze(1) + chosen
@@ -63,10 +77,14 @@ def _sample(graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Ge
 
 def _floyd(count: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k different numbers below count[i] for every row i, (rows, k): Floyd's algorithm, all rows at a time."""
-    random = torch.rand(k, len(count), generator=generator, device=count.device, dtype=torch.float64)
+    random = torch.rand(
+        k, len(count), generator=generator, device=count.device, dtype=torch.float64
+    )
     chosen = torch.empty(k, len(count), dtype=torch.int32, device=count.device)
     for i in range(k):
-        top = (count - k + i).to(torch.int32)  # the largest number that may be drawn now
+        top = (count - k + i).to(
+            torch.int32
+        )  # the largest number that may be drawn now
         drawn = (random[i] * (top + 1)).to(torch.int32)
         taken = (chosen[:i] == drawn).any(0)
         chosen[i] = torch.where(taken, top, drawn)

@@ -36,7 +36,10 @@ def describe_array(name: str, array: np.ndarray) -> str:
 
 
 def report_arrays(
-    report: DataReport, arrays: Mapping[str, np.ndarray], used: Collection[str], instead: Mapping[str, str]
+    report: DataReport,
+    arrays: Mapping[str, np.ndarray],
+    used: Collection[str],
+    instead: Mapping[str, str],
 ) -> None:
     """Add the arrays that are read, and a fact for each that is not.
 
@@ -46,10 +49,19 @@ def report_arrays(
         used: names of those that are read.
         instead: name of an array -> that of the one which is read in its place.
     """
-    report.add("read", f"arrays {', '.join(describe_array(name, arrays[name]) for name in sorted(used))}")
+    report.add(
+        "read",
+        f"arrays {', '.join(describe_array(name, arrays[name]) for name in sorted(used))}",
+    )
     for name in sorted(set(arrays) - set(used)):
-        reason = f"{instead[name]} is read in its place" if name in instead else _why_unused(name)
-        report.add("left out", f"the array {describe_array(name, arrays[name])}: {reason}")
+        reason = (
+            f"{instead[name]} is read in its place"
+            if name in instead
+            else _why_unused(name)
+        )
+        report.add(
+            "left out", f"the array {describe_array(name, arrays[name])}: {reason}"
+        )
 
 
 def _why_unused(name: str) -> str:
@@ -60,7 +72,13 @@ def _why_unused(name: str) -> str:
 
 
 def report_edges(
-    report: DataReport, source: np.ndarray, destination: np.ndarray, *, apart: int, merged: int, both: int
+    report: DataReport,
+    source: np.ndarray,
+    destination: np.ndarray,
+    *,
+    apart: int,
+    merged: int,
+    both: int,
 ) -> None:
     """Add what became of the edges of a file.
 
@@ -77,9 +95,14 @@ def report_edges(
     if loops := edges - apart:
         report.add("changed", f"{count_of(loops, 'self-loop')} of the file dropped")
     if doubled := apart - merged:
-        report.add("changed", f"{count_of(doubled, 'edge')} given more than once merged")
+        report.add(
+            "changed", f"{count_of(doubled, 'edge')} given more than once merged"
+        )
     if one_way := both - merged:
-        report.add("changed", f"{one_way:,} of {count_of(merged, 'edge')} taken in the other direction, too")
+        report.add(
+            "changed",
+            f"{one_way:,} of {count_of(merged, 'edge')} taken in the other direction, too",
+        )
     if apart and one_way == merged and not np.intersect1d(source, destination).size:
         report.add(
             "changed",
@@ -87,23 +110,37 @@ def report_edges(
         )
 
 
-def report_features(report: DataReport, given: np.ndarray, features: np.ndarray) -> None:
+def report_features(
+    report: DataReport, given: np.ndarray, features: np.ndarray
+) -> None:
     """Add types and range of features; ``given`` (N, F) as the file has them, ``features`` in float32."""
     if given.dtype != features.dtype:
-        lossy = given.dtype.kind in "iu" and given.size and max(abs(int(given.min())), int(given.max())) > EXACT_INTEGER
+        lossy = (
+            given.dtype.kind in "iu"
+            and given.size
+            and max(abs(int(given.min())), int(given.max())) > EXACT_INTEGER
+        )
         note = f"; whole numbers above {EXACT_INTEGER:,} lose digits" if lossy else ""
         report.add("changed", f"features converted from {given.dtype} to float32{note}")
     if not features.size:
         report.add("values", "there are no features")
         return
     low, high = features.min(0), features.max(0)
-    report.add("values", f"{count_of(len(low), 'feature')} from {low.min():.6g} to {high.max():.6g}")
+    report.add(
+        "values",
+        f"{count_of(len(low), 'feature')} from {low.min():.6g} to {high.max():.6g}",
+    )
     zero, constant = int(((low == 0) & (high == 0)).sum()), int((low == high).sum())
     if constant:
-        report.add("values", f"{count_of(constant, 'feature')} equal in all nodes, {zero:,} of them 0")
+        report.add(
+            "values",
+            f"{count_of(constant, 'feature')} equal in all nodes, {zero:,} of them 0",
+        )
 
 
-def report_same_features(report: DataReport, features: np.ndarray, split: Mapping[str, np.ndarray]) -> None:
+def report_same_features(
+    report: DataReport, features: np.ndarray, split: Mapping[str, np.ndarray]
+) -> None:
     """Add how many evaluated nodes have exactly the features of a training node; not for millions of nodes."""
     if len(features) > MAX_NODES_COMPARED or not features.shape[1]:
         return
@@ -112,40 +149,70 @@ def report_same_features(report: DataReport, features: np.ndarray, split: Mappin
         same = sum(row.tobytes() in trained for row in features[split[part]])
         if same:
             nodes = count_of(len(split[part]), f"{part} node")
-            report.add("overlap", f"{same:,} of {nodes} have the same features as a training node")
+            report.add(
+                "overlap",
+                f"{same:,} of {nodes} have the same features as a training node",
+            )
 
 
-def report_labels(report: DataReport, labels: np.ndarray, split: Mapping[str, np.ndarray], classes: int) -> None:
+def report_labels(
+    report: DataReport,
+    labels: np.ndarray,
+    split: Mapping[str, np.ndarray],
+    classes: int,
+) -> None:
     """Add nodes per class, classes that no node has, and nodes without a label; ``labels`` (N,) int64, -1 for none."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     present = np.flatnonzero(counts)
-    report.add("classes", list_counts({f"class {number}:": int(counts[number]) for number in present}))
+    report.add(
+        "classes",
+        list_counts({f"class {number}:": int(counts[number]) for number in present}),
+    )
     if without := int((labels < 0).sum()):
         report.add("classes", f"{count_of(without, 'node')} without a label")
     missing = np.flatnonzero(counts == 0)
     if len(missing):
         named = f"{'class' if len(missing) == 1 else 'classes'} {list_some([str(n) for n in missing], 8)}"
-        report.add("classes", f"no node has the {named}: the model has outputs for {classes:,} classes")
+        report.add(
+            "classes",
+            f"no node has the {named}: the model has outputs for {classes:,} classes",
+        )
         last = int(present[-1])
         if len(present) > 1 and last > present[-2] + 1:
             hint = f"if {last} stands for nodes without a label, write -1"
-            report.add("markers", f"{count_of(int(counts[last]), 'node')} of class {last}, after a gap; {hint}")
+            report.add(
+                "markers",
+                f"{count_of(int(counts[last]), 'node')} of class {last}, after a gap; {hint}",
+            )
     untrained = np.setdiff1d(present, labels[split["train"]])
     if len(untrained):
-        report.add("classes", f"no training node has the label {list_some([str(n) for n in untrained], 8)}")
+        report.add(
+            "classes",
+            f"no training node has the label {list_some([str(n) for n in untrained], 8)}",
+        )
 
 
-def report_split(report: DataReport, labels: np.ndarray, split: Mapping[str, np.ndarray]) -> None:
+def report_split(
+    report: DataReport, labels: np.ndarray, split: Mapping[str, np.ndarray]
+) -> None:
     """Add the sizes of the splits, and labelled nodes that are in none."""
     sizes = ", ".join(f"{len(split[part]):,} {part}" for part in SPLITS)
     report.add("split", f"nodes: {sizes}")
     unused = int((labels >= 0).sum()) - sum(len(split[part]) for part in SPLITS)
     if unused:
-        report.add("split", f"{count_of(unused, 'node')} with a label in none of them, used as neighbours alone")
+        report.add(
+            "split",
+            f"{count_of(unused, 'node')} with a label in none of them, used as neighbours alone",
+        )
 
 
-def report_repeated_entries(report: DataReport, names: Iterable[str], repeated: int, summed: bool) -> None:
+def report_repeated_entries(
+    report: DataReport, names: Iterable[str], repeated: int, summed: bool
+) -> None:
     """Add how many entries of a sparse matrix were given more than once."""
     noun = "entry" if repeated == 1 else "entries"
     what = "added up" if summed else "counted once"
-    report.add("changed", f"{repeated:,} {noun} given more than once in {' and '.join(names)}, {what}")
+    report.add(
+        "changed",
+        f"{repeated:,} {noun} given more than once in {' and '.join(names)}, {what}",
+    )

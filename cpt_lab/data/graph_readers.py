@@ -33,7 +33,10 @@ from cpt_lab.paths import command, data_dir
 log = logging.getLogger(__name__)
 URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
 # nodes, edges (each once), features and classes, as OGB states them
-OFFICIAL = {"ogbn-arxiv": (169_343, 1_166_243, 128, 40), "ogbn-products": (2_449_029, 61_859_140, 100, 47)}
+OFFICIAL = {
+    "ogbn-arxiv": (169_343, 1_166_243, 128, 40),
+    "ogbn-products": (2_449_029, 61_859_140, 100, 47),
+}
 
 
 @dataclass
@@ -60,10 +63,19 @@ def read_digits(report: DataReport) -> RawGraph:
     order = np.random.default_rng(0).permutation(len(labels))
     by_class = [order[labels[order] == c] for c in range(10)]
     parts = {"train": slice(5), "valid": slice(5, 25), "test": slice(25, None)}
-    split = {name: np.concatenate([c[part] for c in by_class]) for name, part in parts.items()}
-    report.add("read", "scikit-learn's digits, an edge from every picture to its 8 nearest neighbours")
+    split = {
+        name: np.concatenate([c[part] for c in by_class])
+        for name, part in parts.items()
+    }
+    report.add(
+        "read",
+        "scikit-learn's digits, an edge from every picture to its 8 nearest neighbours",
+    )
     report.add("changed", "pixels divided by 16")
-    report.add("split", "of every class 5 pictures are trained on, 20 validate, the rest tests, drawn with seed 0")
+    report.add(
+        "split",
+        "of every class 5 pictures are trained on, 20 validate, the rest tests, drawn with seed 0",
+    )
     title = "scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class"
     return RawGraph(title, (source, destination), pixels, labels, split)
 
@@ -99,21 +111,39 @@ def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
             elif what == "features" and set(CSR_NAMES) <= arrays.keys():
                 used += [name for name in (*CSR_NAMES, "feat_data") if name in arrays]
                 csr = [arrays[name] for name in CSR_NAMES]
-                found[what] = dense_matrix(path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report)
+                found[what] = dense_matrix(
+                    path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report
+                )
             elif what not in SPLITS:
-                raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
+                raise ValueError(
+                    f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}"
+                )
         report_arrays(report, arrays, used, instead)
         labels = _labels(f"{path}: labels", found["labels"], report)
     source, destination = _ends(path, found["edges"], "edge_index" in arrays, report)
-    title, there = f"own graph ({path.stem})", [part for part in SPLITS if part in found]
+    title, there = (
+        f"own graph ({path.stem})",
+        [part for part in SPLITS if part in found],
+    )
     if not there:
         order = np.random.default_rng(0).permutation(np.flatnonzero(labels >= 0))
-        found |= zip(SPLITS, np.split(order, [len(order) * 6 // 10, len(order) * 8 // 10]), strict=True)
+        found |= zip(
+            SPLITS,
+            np.split(order, [len(order) * 6 // 10, len(order) * 8 // 10]),
+            strict=True,
+        )
         title += ", nodes drawn 6 : 2 : 2"
-        report.add("split", "the file has no split: nodes with a label were drawn 6 : 2 : 2, with seed 0")
+        report.add(
+            "split",
+            "the file has no split: nodes with a label were drawn 6 : 2 : 2, with seed 0",
+        )
     elif len(there) < len(SPLITS):
-        raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
-    split = {part: _indices(path, part, found[part], len(labels), report) for part in SPLITS}
+        raise ValueError(
+            f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them"
+        )
+    split = {
+        part: _indices(path, part, found[part], len(labels), report) for part in SPLITS
+    }
     return RawGraph(title, (source, destination), found["features"], labels, split)
 
 
@@ -127,19 +157,32 @@ def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarra
             if "allow_pickle" not in str(error):
                 raise
             if any(name in names for names in NAMES.values()):
-                raise ValueError(f"{path}: the array {name} holds Python objects; save it as numbers") from error
+                raise ValueError(
+                    f"{path}: the array {name} holds Python objects; save it as numbers"
+                ) from error
             report.add("left out", f"the array {name}: it holds Python objects")
     return arrays
 
 
-def _ends(path: Path, edges: np.ndarray, pyg: bool, report: DataReport) -> tuple[np.ndarray, np.ndarray]:
+def _ends(
+    path: Path, edges: np.ndarray, pyg: bool, report: DataReport
+) -> tuple[np.ndarray, np.ndarray]:
     """Return sources and destinations of an array of edges in either shape."""
-    if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
-        raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
+    if (
+        edges.ndim != 2
+        or 2 not in edges.shape
+        or not np.issubdtype(edges.dtype, np.integer)
+    ):
+        raise ValueError(
+            f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}"
+        )
     # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
     sources_first = edges.shape[0] == 2 and (pyg or edges.shape[1] != 2)
     if edges.shape == (2, 2):
-        report.add("read", f"edges of shape (2, 2): {'the sources first' if sources_first else 'a row is an edge'}")
+        report.add(
+            "read",
+            f"edges of shape (2, 2): {'the sources first' if sources_first else 'a row is an edge'}",
+        )
     source, destination = edges if sources_first else edges.T
     return source, destination
 
@@ -148,12 +191,18 @@ def _labels(what: str, given: np.ndarray, report: DataReport) -> np.ndarray:
     """Return labels as whole numbers; NaN, which is -1 then, is counted."""
     missing = int(np.isnan(given).sum()) if given.dtype.kind == "f" else 0
     if missing:
-        report.add("changed", f"{count_of(missing, 'label')} NaN: nodes without a label")
+        report.add(
+            "changed", f"{count_of(missing, 'label')} NaN: nodes without a label"
+        )
     return whole_numbers(what, given, missing=-1)
 
 
 def dense_matrix(
-    path: Path, names: tuple[str, str, str], data: np.ndarray | None, *csr: Any, report: DataReport
+    path: Path,
+    names: tuple[str, str, str],
+    data: np.ndarray | None,
+    *csr: Any,
+    report: DataReport,
 ) -> np.ndarray:
     """Return a matrix that is given in CSR form, in float32.
 
@@ -164,11 +213,24 @@ def dense_matrix(
         *csr: row ends, columns and shape: checked here, as numpy and scipy trust them.
         report: gets a fact where an entry is given more than once.
     """
-    ends, places, size = (whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True))
+    ends, places, size = (
+        whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True)
+    )
     fits = len(size) == 2 and (size >= 0).all() and len(ends) == size[0] + 1
-    fits = fits and ends[0] == 0 and ends[-1] == len(places) and (data is None or data.shape == places.shape)
-    if not fits or (np.diff(ends) < 0).any() or ((places < 0) | (places >= size[1])).any():
-        raise ValueError(f"{path}: {names[0]} and {names[1]} do not fit {names[2]} {tuple(size.tolist())}")
+    fits = (
+        fits
+        and ends[0] == 0
+        and ends[-1] == len(places)
+        and (data is None or data.shape == places.shape)
+    )
+    if (
+        not fits
+        or (np.diff(ends) < 0).any()
+        or ((places < 0) | (places >= size[1])).any()
+    ):
+        raise ValueError(
+            f"{path}: {names[0]} and {names[1]} do not fit {names[2]} {tuple(size.tolist())}"
+        )
     if data is not None and data.dtype.kind not in "iufb":
         raise ValueError(f"{path}: features must be real numbers, got {data.dtype}")
     features = _zeros(path, tuple(size.tolist()))
@@ -186,57 +248,90 @@ def dense_matrix(
 def _zeros(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Return a matrix of zeros in float32; ValueError where it would be too large."""
     if math.prod(shape) > MAX_VALUES:
-        raise ValueError(f"{path}: features of shape {shape} would take {math.prod(shape) * 4 / 1e9:,.0f} GB")
+        raise ValueError(
+            f"{path}: features of shape {shape} would take {math.prod(shape) * 4 / 1e9:,.0f} GB"
+        )
     return np.zeros(shape, dtype=np.float32)
 
 
-def _indices(path: Path, part: str, given: np.ndarray, nodes: int, report: DataReport) -> np.ndarray:
+def _indices(
+    path: Path, part: str, given: np.ndarray, nodes: int, report: DataReport
+) -> np.ndarray:
     """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
     if given.dtype != bool:
-        as_mask = given.shape == (nodes,) and nodes > 2 and np.isin(given, (0, 1)).all()  # else nodes are named twice
+        as_mask = (
+            given.shape == (nodes,) and nodes > 2 and np.isin(given, (0, 1)).all()
+        )  # else nodes are named twice
         return np.flatnonzero(given) if as_mask else given
     wanted = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
     if given.ndim not in (1, 2) or nodes not in given.shape:
         raise ValueError(f"{wanted}, got {given.shape}")
     if given.shape == (nodes, nodes):
-        raise ValueError(f"{wanted}; {given.shape} could be either: keep one mask, (N,)")
+        raise ValueError(
+            f"{wanted}; {given.shape} could be either: keep one mask, (N,)"
+        )
     if given.ndim == 1:
         return np.flatnonzero(given)
     by_row = given.shape[1] == nodes
     if (count := given.shape[0 if by_row else 1]) > 1:
-        report.add("left out", f"{count_of(count - 1, 'mask')} of the {part} split: the first of {count} is used")
+        report.add(
+            "left out",
+            f"{count_of(count - 1, 'mask')} of the {part} split: the first of {count} is used",
+        )
     return np.flatnonzero(given[0] if by_row else given[:, 0])
 
 
 OGB_UNREAD = (
     ("raw/edge-feat.csv.gz", "features of edges play no part"),
     ("raw/edge_reltype.csv.gz", "edges are of one type here"),
-    ("raw/edge-*.csv.gz", "edges have ends alone here"), ("raw/node_year.csv.gz", "times of nodes play no part"),
-    ("raw/*.csv.gz", "no feature, label or edge that is read"), ("mapping/*", "names of nodes and classes"),
+    ("raw/edge-*.csv.gz", "edges have ends alone here"),
+    ("raw/node_year.csv.gz", "times of nodes play no part"),
+    ("raw/*.csv.gz", "no feature, label or edge that is read"),
+    ("mapping/*", "names of nodes and classes"),
     ("processed/*", "made by OGB's own loader"),
-)  # fmt: skip
+)
 
 
-def read_ogb_folder(path: Path, title: str, report: DataReport | None = None) -> RawGraph:
+def read_ogb_folder(
+    path: Path, title: str, report: DataReport | None = None
+) -> RawGraph:
     """Read a graph in OGB's raw layout, from its text alone."""
     report = empty_report() if report is None else report
-    splits = sorted(p for p in (path / "split").glob("*") if p.is_dir() and not is_below_hidden(p.relative_to(path)))
+    splits = sorted(
+        p
+        for p in (path / "split").glob("*")
+        if p.is_dir() and not is_below_hidden(p.relative_to(path))
+    )
     if len(splits) != 1:
-        raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
+        raise ValueError(
+            f"{path} needs exactly one folder in split/, it has {len(splits)}"
+        )
     parts = ("edge", "node-feat", "node-label", "num-node-list", "num-edge-list")
     files = {part: path / "raw" / f"{part}.csv.gz" for part in parts}
     files |= {part: splits[0] / f"{part}.csv.gz" for part in SPLITS}
-    if missing := [p.relative_to(path).as_posix() for p in files.values() if not p.exists()]:
+    if missing := [
+        p.relative_to(path).as_posix() for p in files.values() if not p.exists()
+    ]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    edges, features = _csv(files["edge"], np.int64, 2), _csv(files["node-feat"], np.float32)
+    edges, features = (
+        _csv(files["edge"], np.int64, 2),
+        _csv(files["node-feat"], np.float32),
+    )
     for name, there in (("edge", edges), ("node", features)):
         announced = _csv(files[f"num-{name}-list"], np.int64, 1).ravel().tolist()
         if announced != [len(there)]:
             file = {"edge": "edge", "node": "node-feat"}[name]
-            raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
-    labels = _labels(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), report)
+            raise ValueError(
+                f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}"
+            )
+    labels = _labels(
+        f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), report
+    )
     split = {part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS}
-    report.add("read", f"OGB's raw layout: edges {edges.shape}, features {features.shape}, labels {labels.shape}")
+    report.add(
+        "read",
+        f"OGB's raw layout: edges {edges.shape}, features {features.shape}, labels {labels.shape}",
+    )
     report.add("split", f"that of split/{splits[0].name}")
     report_unread(report, path, list(files.values()), "not read", OGB_UNREAD)
     return RawGraph(title, (edges[:, 0], edges[:, 1]), features, labels, split)
@@ -250,7 +345,9 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
         if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
             raise ValueError("the file is empty")
         try:
-            table = pd.read_csv(path, compression="gzip", header=None, dtype=kind).to_numpy()
+            table = pd.read_csv(
+                path, compression="gzip", header=None, dtype=kind
+            ).to_numpy()
         except pd.errors.EmptyDataError:
             return np.empty((0, columns or 1), dtype=kind or np.int64)
         if columns and table.shape[1] != columns:
@@ -268,13 +365,17 @@ def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
     try:
         graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title, report)
     except ValueError as error:
-        raise ValueError(f"{error}; get it anew with: {command(f'download {name}')}") from error
+        raise ValueError(
+            f"{error}; get it anew with: {command(f'download {name}')}"
+        ) from error
     for folder in found[:-1]:
         report.add("left out", f"the folder {folder.name}/: {found[-1].name}/ is read")
     *official, graph.classes = OFFICIAL[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
     if counts != official:
-        raise ValueError(f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}")
+        raise ValueError(
+            f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}"
+        )
     evaluator(name)  # without its library this ends here, not at the first evaluation
     graph.ogb = name
     return graph
@@ -294,9 +395,13 @@ def download(name: str, language: str = "") -> Path:
     folder = data_dir() / EXPERIMENT.named[name].folders[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     kept = folder.with_name(f"{folder.name}.sha256")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f"{folder.name}-"
+    ) as temporary:
         archive = Path(temporary, "archive.zip")
-        torch.hub.download_url_to_file(URL.format(name.removeprefix("ogbn-")), str(archive))
+        torch.hub.download_url_to_file(
+            URL.format(name.removeprefix("ogbn-")), str(archive)
+        )
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if kept.exists() and kept.read_text(encoding="utf-8").strip() != digest:
@@ -314,7 +419,14 @@ def download(name: str, language: str = "") -> Path:
 def _unpack(archive: Path, folder: Path) -> Path:
     """Unpack the raw files and the split of an archive, nothing else, below a folder; return the one that has them."""
     with reading(archive), zipfile.ZipFile(archive) as z:
-        z.extractall(folder, [name for name in z.namelist() if re.fullmatch(r"[^/]+/(raw|split)/.+\.csv\.gz", name)])
+        z.extractall(
+            folder,
+            [
+                name
+                for name in z.namelist()
+                if re.fullmatch(r"[^/]+/(raw|split)/.+\.csv\.gz", name)
+            ],
+        )
     if (edges := next(folder.glob("*/raw/edge.csv.gz"), None)) is None:
         raise ValueError(f"{archive} holds no raw/edge.csv.gz")
     return edges.parent.parent
@@ -349,20 +461,33 @@ def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGra
     y, ally, ty = (_one_hot(files[name]) for name in ("y", "ally", "ty"))
     allx, tx = (_sparse(files[name], report) for name in ("allx", "tx"))
     test = _test_nodes(files["test.index"])
-    _check_planetoid(folder, prefix, {"y": y, "ally": ally, "ty": ty, "allx": allx, "tx": tx}, test)
-    nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
+    _check_planetoid(
+        folder, prefix, {"y": y, "ally": ally, "ty": ty, "allx": allx, "tx": tx}, test
+    )
+    nodes = int(
+        max(test.max() + 1, len(ally) + len(ty))
+    )  # CiteSeer: some test numbers name no row
     features = _zeros(folder, (nodes, allx.shape[1]))
     one_hot = np.zeros((nodes, ally.shape[1]))
     features[: len(ally)], one_hot[: len(ally)] = allx, ally
     features[test], one_hot[test] = tx, ty
     if gap := nodes - len(ally) - len(test):
-        report.add("values", f"{count_of(gap, 'node')} that no file describes: all features 0, no label")
+        report.add(
+            "values",
+            f"{count_of(gap, 'node')} that no file describes: all features 0, no label",
+        )
     source, destination = _neighbours(files["graph"])
     labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
     valid = np.arange(len(y), min(len(y) + 500, len(ally)))
     split = {"train": np.arange(len(y)), "valid": valid, "test": np.sort(test)}
-    report.add("read", f"Planetoid's files {prefix}*: features {features.shape}, labels {one_hot.shape}")
-    report.add("split", f"Planetoid's: the {len(y):,} nodes of {prefix}y, the next {len(valid):,}, those of test.index")
+    report.add(
+        "read",
+        f"Planetoid's files {prefix}*: features {features.shape}, labels {one_hot.shape}",
+    )
+    report.add(
+        "split",
+        f"Planetoid's: the {len(y):,} nodes of {prefix}y, the next {len(valid):,}, those of test.index",
+    )
     first_rows = ((f"{prefix}x", f"its rows are the first of {prefix}allx"),)
     report_unread(report, folder, list(files.values()), "not read", first_rows)
     title = f"own graph ({prefix.split('.')[1]}, Planetoid split)"
@@ -373,8 +498,14 @@ def _one_hot(path: Path) -> np.ndarray:
     """Return labels (rows, classes) of zeros and at most a one in every row."""
     with reading(path):
         found = array_of(load_inert(path.read_bytes()))
-        if found.ndim != 2 or not np.isin(found, (0, 1)).all() or (found.sum(1) > 1).any():
-            raise ValueError(f"labels must be rows of zeros with a one at most, got shape {found.shape}")
+        if (
+            found.ndim != 2
+            or not np.isin(found, (0, 1)).all()
+            or (found.sum(1) > 1).any()
+        ):
+            raise ValueError(
+                f"labels must be rows of zeros with a one at most, got shape {found.shape}"
+            )
     return found
 
 
@@ -382,7 +513,15 @@ def _sparse(path: Path, report: DataReport) -> np.ndarray:
     with reading(path):
         found = sparse_of(load_inert(path.read_bytes()))
         names = ("indptr", "indices", "shape")
-        return dense_matrix(path, names, found.data, found.indptr, found.indices, np.array(found.shape), report=report)
+        return dense_matrix(
+            path,
+            names,
+            found.data,
+            found.indptr,
+            found.indices,
+            np.array(found.shape),
+            report=report,
+        )
 
 
 def _test_nodes(path: Path) -> np.ndarray:
@@ -395,17 +534,31 @@ def _test_nodes(path: Path) -> np.ndarray:
     return numbers
 
 
-def _check_planetoid(folder: Path, prefix: str, parts: dict[str, np.ndarray], test: np.ndarray) -> None:
+def _check_planetoid(
+    folder: Path, prefix: str, parts: dict[str, np.ndarray], test: np.ndarray
+) -> None:
     """Check that Planetoid's files fit together: rows, columns and the nodes that are tested."""
     shapes = {name: part.shape for name, part in parts.items()}
     rows = {name: shape[0] for name, shape in shapes.items()}
-    fits = rows["allx"] == rows["ally"] and rows["tx"] == rows["ty"] == len(test) and rows["y"] <= rows["ally"]
-    fits = fits and len({shapes[name][1] for name in ("y", "ally", "ty")}) == 1 and shapes["allx"][1] == shapes["tx"][1]
+    fits = (
+        rows["allx"] == rows["ally"]
+        and rows["tx"] == rows["ty"] == len(test)
+        and rows["y"] <= rows["ally"]
+    )
+    fits = (
+        fits
+        and len({shapes[name][1] for name in ("y", "ally", "ty")}) == 1
+        and shapes["allx"][1] == shapes["tx"][1]
+    )
     if not fits or not np.array_equal(parts["y"], parts["ally"][: rows["y"]]):
         said = ", ".join(f"{prefix}{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{folder}: the files do not fit together: {said}, {prefix}test.index ({len(test)},)")
+        raise ValueError(
+            f"{folder}: the files do not fit together: {said}, {prefix}test.index ({len(test)},)"
+        )
     if test.min() < rows["ally"]:
-        raise ValueError(f"{folder}: {prefix}test.index names node {test.min()}, which is a row of {prefix}allx")
+        raise ValueError(
+            f"{folder}: {prefix}test.index names node {test.min()}, which is a row of {prefix}allx"
+        )
     if test.max() >= 2 * (rows["ally"] + len(test)):
         raise ValueError(
             f"{folder}: {prefix}test.index names node {test.max()}, the files describe {rows['ally'] + len(test)} nodes"
@@ -417,12 +570,16 @@ def _neighbours(path: Path) -> tuple[np.ndarray, np.ndarray]:
     with reading(path):
         content = path.read_bytes()
         table = load_inert(content)
-        if not isinstance(table, dict) or not all(isinstance(v, list) for v in table.values()):
+        if not isinstance(table, dict) or not all(
+            isinstance(v, list) for v in table.values()
+        ):
             raise ValueError("a table of lists of neighbours expected")
         if sum(map(len, table.values())) > len(content):
             raise ValueError("it names more neighbours than it has bytes")
         numbers = [*table, *(n for v in table.values() for n in v)]
         if other_types := {type(n).__name__ for n in numbers} - {"int"}:
             raise ValueError(f"nodes must be whole numbers, got {min(other_types)}")
-        source = np.repeat(np.array([*table], dtype=np.int64), [len(v) for v in table.values()])
+        source = np.repeat(
+            np.array([*table], dtype=np.int64), [len(v) for v in table.values()]
+        )
         return source, np.array(numbers[len(table) :], dtype=np.int64)

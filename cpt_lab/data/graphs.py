@@ -16,7 +16,13 @@ from scipy import sparse
 from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
-from cpt_lab.data.common import SPLITS, class_count, generator_of, one_thread, whole_numbers
+from cpt_lab.data.common import (
+    SPLITS,
+    class_count,
+    generator_of,
+    one_thread,
+    whole_numbers,
+)
 from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.data.graph_facts import (
     report_edges,
@@ -25,7 +31,14 @@ from cpt_lab.data.graph_facts import (
     report_same_features,
     report_split,
 )
-from cpt_lab.data.graph_readers import RawGraph, read_archive, read_digits, read_ogb, read_ogb_folder, read_planetoid
+from cpt_lab.data.graph_readers import (
+    RawGraph,
+    read_archive,
+    read_digits,
+    read_ogb,
+    read_ogb_folder,
+    read_planetoid,
+)
 from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
@@ -37,7 +50,9 @@ class GraphData:
     """A graph with features, labels and a split."""
 
     title: str  # what the numbers are measured on, as figures must call it
-    graph: Graph  # the edges, in both directions, and self-loops if the recipe wants them
+    graph: (
+        Graph  # the edges, in both directions, and self-loops if the recipe wants them
+    )
     features: Tensor  # (N, F) float32
     labels: Tensor  # (N,) int64; -1 where a node has none
     classes: int
@@ -47,7 +62,9 @@ class GraphData:
     test: Tensor
     checksum: str  # of all of this
     ogb: str | None = None  # name for OGB's ``Evaluator``, or None
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
     @property
     def answers(self) -> Tensor:
@@ -72,22 +89,55 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
     report_labels(report, labels.numpy(), raw.split, classes)
     report_same_features(report, features.numpy(), raw.split)
     graph = bidirected(*raw.edges, len(labels), recipe.self_loops, report)
-    raw.edges = (np.empty(0), np.empty(0))  # free them: on a large graph they are gigabytes
+    raw.edges = (
+        np.empty(0),
+        np.empty(0),
+    )  # free them: on a large graph they are gigabytes
     if recipe.standardize:
         mean, std = features.mean(0), features.std(0, correction=0)
-        features = (features - mean).div_(torch.where(std > 0, std, torch.ones_like(std)))
-        report.add("changed", "every feature shifted and scaled to mean 0 and variance 1 over all nodes")
+        features = (features - mean).div_(
+            torch.where(std > 0, std, torch.ones_like(std))
+        )
+        report.add(
+            "changed",
+            "every feature shifted and scaled to mean 0 and variance 1 over all nodes",
+        )
     report.log_notices(log)
     digest = hashlib.sha256()
-    for part in (graph.indptr, graph.indices, features, labels, *(raw.split[s] for s in SPLITS)):
+    for part in (
+        graph.indptr,
+        graph.indices,
+        features,
+        labels,
+        *(raw.split[s] for s in SPLITS),
+    ):
         digest.update(cast(Any, np.ascontiguousarray(part)))
-    train, valid, test = (torch.from_numpy(raw.split[s].astype(np.int64)) for s in SPLITS)
+    train, valid, test = (
+        torch.from_numpy(raw.split[s].astype(np.int64)) for s in SPLITS
+    )
     checksum = digest.hexdigest()[:16]
-    return GraphData(raw.title, graph, features, labels, classes, train, valid, test, checksum, raw.ogb, report)
+    return GraphData(
+        raw.title,
+        graph,
+        features,
+        labels,
+        classes,
+        train,
+        valid,
+        test,
+        checksum,
+        raw.ogb,
+        report,
+    )
 
 
 # what graphs of several types have, in OGB's layout
-TYPED = ("raw/triplet-type-list.csv.gz", "raw/nodetype-has-label.csv.gz", "raw/relations", "raw/num-node-dict.csv.gz")
+TYPED = (
+    "raw/triplet-type-list.csv.gz",
+    "raw/nodetype-has-label.csv.gz",
+    "raw/relations",
+    "raw/num-node-dict.csv.gz",
+)
 
 
 def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
@@ -106,17 +156,27 @@ def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
         if found := sorted(folder.glob("ind.*.graph")):
             if len(found) > 1:
                 names = ", ".join(file.name for file in found)
-                raise ValueError(f"{folder} holds several graphs: {names}; give the files of each a folder of its own")
+                raise ValueError(
+                    f"{folder} holds several graphs: {names}; give the files of each a folder of its own"
+                )
             return read_planetoid(found[0], report)
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
     if typed := next((name for name in TYPED if (path / name).exists()), None):
-        raise ValueError(f"{path} holds a graph of several types of nodes or edges ({typed}); only one type is read")
-    raise ValueError(f"{path} holds no graph: neither raw/edge.csv.gz (OGB's layout) nor ind.*.graph (Planetoid)")
+        raise ValueError(
+            f"{path} holds a graph of several types of nodes or edges ({typed}); only one type is read"
+        )
+    raise ValueError(
+        f"{path} holds no graph: neither raw/edge.csv.gz (OGB's layout) nor ind.*.graph (Planetoid)"
+    )
 
 
 def bidirected(
-    source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool, report: DataReport | None = None
+    source: np.ndarray,
+    destination: np.ndarray,
+    nodes: int,
+    self_loops: bool,
+    report: DataReport | None = None,
 ) -> Graph:
     """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
 
@@ -129,7 +189,9 @@ def bidirected(
     """
     apart = source != destination
     ends = destination[apart], source[apart]
-    directed = sparse.coo_matrix((np.ones(len(ends[0]), bool), ends), shape=(nodes, nodes)).tocsr()
+    directed = sparse.coo_matrix(
+        (np.ones(len(ends[0]), bool), ends), shape=(nodes, nodes)
+    ).tocsr()
     both = directed + directed.T
     if report is not None:
         counts = {"apart": len(ends[0]), "merged": directed.nnz, "both": both.nnz}
@@ -148,21 +210,33 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     labels = whole_numbers(f"{name}: labels", raw.labels)
     nodes = len(labels)
     if nodes == 0 or raw.features.ndim != 2 or len(raw.features) != nodes:
-        raise ValueError(f"{name}: {nodes} labels need features of shape ({nodes}, F), got {raw.features.shape}")
+        raise ValueError(
+            f"{name}: {nodes} labels need features of shape ({nodes}, F), got {raw.features.shape}"
+        )
     if raw.features.dtype.kind not in "iufb":
-        raise ValueError(f"{name}: features must be real numbers, got {raw.features.dtype}")
+        raise ValueError(
+            f"{name}: features must be real numbers, got {raw.features.dtype}"
+        )
     with np.errstate(over="ignore"):  # what is infinite as float32 is found below
         features = np.require(raw.features, dtype=np.float32, requirements=["C", "W"])
     if not (finite := np.isfinite(features)).all():
         first, count = int(np.argmin(finite.all(1))), int((~finite).sum())
-        raise ValueError(f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)")
+        raise ValueError(
+            f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)"
+        )
     if labels.min() < -1:
-        raise ValueError(f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}")
+        raise ValueError(
+            f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}"
+        )
     if raw.classes and labels.max() >= raw.classes:
-        raise ValueError(f"{name}: labels must be below {raw.classes}, got {labels.max()}")
+        raise ValueError(
+            f"{name}: labels must be below {raw.classes}, got {labels.max()}"
+        )
     for ends in raw.edges:
         if ends.dtype.kind not in "iu" or len(ends) != len(raw.edges[0]):
-            raise ValueError(f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}")
+            raise ValueError(
+                f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}"
+            )
         _check_nodes(f"{name}: edges", ends, nodes)
     used = np.full(nodes, "", dtype=object)
     for part in SPLITS:
@@ -173,12 +247,18 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
             raise ValueError(f"{name}: the {part} split names a node more than once")
         if (taken := used[index] != "").any():
             node = int(index[taken][0])
-            raise ValueError(f"{name}: node {node} is in the splits {used[node]} and {part}")
+            raise ValueError(
+                f"{name}: node {node} is in the splits {used[node]} and {part}"
+            )
         if (labels[index] < 0).any():
-            raise ValueError(f"{name}: node {int(index[labels[index] < 0][0])} of the {part} split has no label")
+            raise ValueError(
+                f"{name}: node {int(index[labels[index] < 0][0])} of the {part} split has no label"
+            )
         used[index] = part
     if not len(raw.split["train"]) or not len(raw.split["test"]):
-        raise ValueError(f"{name}: the train and the test split need at least one node with a label each")
+        raise ValueError(
+            f"{name}: the train and the test split need at least one node with a label each"
+        )
     known = labels[labels >= 0]  # also those of nodes that are tested alone
     classes = raw.classes or class_count(f"{name}: nodes", known)
     class_count(f"{name}: nodes to train on", labels[raw.split["train"]])
@@ -199,13 +279,29 @@ def random_graph(recipe: GraphRecipe) -> GraphData:
     if recipe.dataset not in EXPERIMENT.named:
         return load_graph(recipe)
     sizes = EXPERIMENT.named[recipe.dataset].sizes
-    nodes, edges, features, classes = (sizes[name] for name in ("nodes", "edges", "features", "classes"))
+    nodes, edges, features, classes = (
+        sizes[name] for name in ("nodes", "edges", "features", "classes")
+    )
     random = generator_of(0)
     # squaring makes some nodes popular, as in real graphs
-    source, destination = (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes).long().numpy()
+    source, destination = (
+        (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes)
+        .long()
+        .numpy()
+    )
     graph = bidirected(source, destination, nodes, recipe.self_loops)
     order = torch.randperm(nodes, generator=random)
     x = torch.randn(nodes, features, generator=random)
     labels = torch.randint(0, classes, (nodes,), generator=random)
     train, valid, test = order[: nodes // 2], order[:0], order[-max(1, nodes // 10) :]
-    return GraphData(f"a random graph for {recipe.dataset}", graph, x, labels, classes, train, valid, test, "")
+    return GraphData(
+        f"a random graph for {recipe.dataset}",
+        graph,
+        x,
+        labels,
+        classes,
+        train,
+        valid,
+        test,
+        "",
+    )

@@ -17,7 +17,12 @@ EVALUATION_BATCH = 250  # images from disk
 
 
 def array_batches(
-    split: ArrayImages, data: ImageData, recipe: ImageRecipe, seed: int, device: torch.device, start: int
+    split: ArrayImages,
+    data: ImageData,
+    recipe: ImageRecipe,
+    seed: int,
+    device: torch.device,
+    start: int,
 ) -> Iterator[Batch]:
     """Yield batches of images in memory, augmented on the device, from step ``start`` on, without end.
 
@@ -28,10 +33,17 @@ def array_batches(
     images = torch.nn.functional.pad(split.images, (pad,) * 4).to(device)
     # every position of the window as a view, then one gather: an offset of its own for each image
     windows = images.unfold(2, size, 1).unfold(3, size, 1)
-    labels, normalize = split.labels.to(device), normalizer(device, data.mean, data.std, 255)
-    for step, keys in enumerate(batch_keys(len(split), recipe.batch, seed, start), start):
+    labels, normalize = (
+        split.labels.to(device),
+        normalizer(device, data.mean, data.std, 255),
+    )
+    for step, keys in enumerate(
+        batch_keys(len(split), recipe.batch, seed, start), start
+    ):
         generator, n = generator_of(seed, step, Stream.AUGMENT), len(keys)
-        drawn = torch.zeros(4, n, dtype=torch.int64)  # image, row and column of the window, whether it is mirrored
+        drawn = torch.zeros(
+            4, n, dtype=torch.int64
+        )  # image, row and column of the window, whether it is mirrored
         drawn[0] = torch.tensor([number for _, number in keys])
         if pad:
             drawn[1:3] = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
@@ -40,15 +52,22 @@ def array_batches(
         index, row, column, mirrored = send(drawn, device)
         made = windows[index, :, row, column]
         if recipe.flip:
-            made = torch.where(mirrored.bool()[:, None, None, None], made.flip(-1), made)
+            made = torch.where(
+                mirrored.bool()[:, None, None, None], made.flip(-1), made
+            )
         yield normalize(made.float()), labels[index]
 
 
 def normalizer(
-    device: torch.device, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, white: int = 1
+    device: torch.device,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    white: int = 1,
 ) -> Callable[[Tensor], Tensor]:
     """Return what normalises pixels from 0 to ``white``, float32 (N, C, H, W) on the device, in place."""
-    shift, scale = (send((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std))
+    shift, scale = (
+        send((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std)
+    )
     return lambda images: images.sub_(shift).div_(scale)
 
 
@@ -57,13 +76,19 @@ class _Files(Dataset):
 
     def __init__(self, files: Any, steps: list[Any], seed: int = 0) -> None:
         v2 = library("torchvision.transforms.v2", "vision")
-        self.files, self.transform, self.seed = files, v2.Compose([*steps, v2.PILToTensor()]), seed
+        self.files, self.transform, self.seed = (
+            files,
+            v2.Compose([*steps, v2.PILToTensor()]),
+            seed,
+        )
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key
         image, label = self.files[index]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator_of(self.seed, epoch, index, Stream.IMAGE).initial_seed())
+            torch.manual_seed(
+                generator_of(self.seed, epoch, index, Stream.IMAGE).initial_seed()
+            )
             return self.transform(image.convert("RGB")), label
 
 
@@ -76,33 +101,60 @@ def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _Files:
     """Return images with the random transform of training: resized crop and flip, as for ImageNet."""
     v2 = library("torchvision.transforms.v2", "vision")
     flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
-    return _Files(split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed)
+    return _Files(
+        split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed
+    )
 
 
 def file_batches(
-    split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int, start: int,
+    split: Any,
+    recipe: ImageRecipe,
+    seed: int,
+    device: torch.device,
+    workers: int,
+    start: int,
     share: Callable[[list[Any]], list[Any]] = list,
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[Batch]:
     """Yield batches of images read from disk by worker processes, a share of each; else as ``array_batches``."""
     keys = map(share, batch_keys(len(split), recipe.batch, seed, start))
     return _read(training_files(split, recipe, seed), keys, device, workers)
 
 
-def _read(data: _Files, keys: Iterable[list[tuple[int, int]]], device: torch.device, workers: int) -> Iterator[Batch]:
+def _read(
+    data: _Files,
+    keys: Iterable[list[tuple[int, int]]],
+    device: torch.device,
+    workers: int,
+) -> Iterator[Batch]:
     normalize = normalizer(device)
     for images, labels in loader(data, device, workers, batch_sampler=keys):
-        yield normalize(send(images, device).float().mul_(1 / 255)), send(labels, device)
+        yield (
+            normalize(send(images, device).float().mul_(1 / 255)),
+            send(labels, device),
+        )
 
 
-def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.device, workers: int) -> Iterator[Batch]:
+def evaluation_batches(
+    split: Split, data: ImageData, size: int, device: torch.device, workers: int
+) -> Iterator[Batch]:
     """Yield a split once, in order, without augmentation."""
     if isinstance(split, ArrayImages):
         normalize = normalizer(device, data.mean, data.std, 255)
-        for part in (split[start : start + 1000] for start in range(0, len(split), 1000)):
-            yield normalize(send(part.images, device).float()), send(part.labels, device)
+        for part in (
+            split[start : start + 1000] for start in range(0, len(split), 1000)
+        ):
+            yield (
+                normalize(send(part.images, device).float()),
+                send(part.labels, device),
+            )
     else:
         v2 = library("torchvision.transforms.v2", "vision")
-        files = _Files(split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)])
+        files = _Files(
+            split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
+        )
         keys = [(0, index) for index in range(len(files.files))]
-        batches = [keys[i : i + EVALUATION_BATCH] for i in range(0, len(keys), EVALUATION_BATCH)]
+        batches = [
+            keys[i : i + EVALUATION_BATCH]
+            for i in range(0, len(keys), EVALUATION_BATCH)
+        ]
         yield from _read(files, batches, device, workers)

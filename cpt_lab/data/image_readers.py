@@ -45,9 +45,22 @@ from cpt_lab.data.pictures import (
 from cpt_lab.data.report import DataReport, count_of, list_some
 from cpt_lab.data.split_facts import identical_pictures
 
-__all__ = ["ArrayImages", "OwnImages", "image_folders", "open_rgb", "picture_files", "read_own", "rgb"]
+__all__ = [
+    "ArrayImages",
+    "OwnImages",
+    "image_folders",
+    "open_rgb",
+    "picture_files",
+    "read_own",
+    "rgb",
+]
 
-HELD = ("val", "valid", "validation", "test")  # folders of what is tested on; the first that is there
+HELD = (
+    "val",
+    "valid",
+    "validation",
+    "test",
+)  # folders of what is tested on; the first that is there
 TRAIN_WORDS = ("train", "training", "trn")  # what people call their splits
 HELD_WORDS = (*HELD, "validate", "dev", "testing", "eval", "evaluation", "holdout")
 SHARED_LIMIT = 0.1  # of the test images of archives may be copies of training images
@@ -93,12 +106,18 @@ def read_own(dataset: str, size: int, report: DataReport) -> OwnImages:
     """
     given = [own_path(part) for part in dataset.split(",")]
     folder = given[0]
-    if len(given) == 1 and folder.is_dir() and ((folder / "train").is_dir() or not any(folder.glob("*.npz"))):
+    if (
+        len(given) == 1
+        and folder.is_dir()
+        and ((folder / "train").is_dir() or not any(folder.glob("*.npz")))
+    ):
         found = image_folders(folder, report)
         train, test = _in_memory(folder, [found.train, found.test], size, report)
         return found._replace(train=train, test=test)
     title = f"own images ({folder.name if len(given) == 1 else folder.stem})"
-    train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder, report), report)
+    train, test = _two_archives(
+        dataset, given if len(given) > 1 else _archives_of(folder, report), report
+    )
     return OwnImages(train, test, title, [])
 
 
@@ -114,14 +133,26 @@ class _Archive(NamedTuple):
     sources: list[PictureSource]
 
 
-def _two_archives(dataset: str, paths: list[Path], report: DataReport) -> list[ArrayImages]:
+def _two_archives(
+    dataset: str, paths: list[Path], report: DataReport
+) -> list[ArrayImages]:
     if len(paths) != 2:
-        raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
+        raise ValueError(
+            f"two archives expected, 'train.npz,test.npz', got {dataset!r}"
+        )
     names = _names(paths)
-    archives = [_read_archive(path, name, report) for path, name in zip(paths, names, strict=True)]
+    archives = [
+        _read_archive(path, name, report)
+        for path, name in zip(paths, names, strict=True)
+    ]
     sources = [source for archive in archives for source in archive.sources]
-    decoded = iter(_read_sources(dataset, sources, np.asarray, report) if sources else [])
-    train, test = (_checked(archive, list(itertools.islice(decoded, len(archive.sources)))) for archive in archives)
+    decoded = iter(
+        _read_sources(dataset, sources, np.asarray, report) if sources else []
+    )
+    train, test = (
+        _checked(archive, list(itertools.islice(decoded, len(archive.sources))))
+        for archive in archives
+    )
     for name, part in zip(names, (train, test), strict=True):
         _, channels, height, width = part.images.shape
         report.add(
@@ -133,7 +164,9 @@ def _two_archives(dataset: str, paths: list[Path], report: DataReport) -> list[A
         raise ValueError(f"{dataset}: training and test images have {both} channels")
     unknown = test.labels[test.labels > train.labels.max()]
     if len(unknown):
-        raise ValueError(f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}")
+        raise ValueError(
+            f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}"
+        )
     _check_shared(dataset, train, test)
     return [train, test]
 
@@ -142,9 +175,13 @@ def _check_shared(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
     """Refuse test images that are training images: all of them, or more than a tenth."""
     shared = identical_pictures(train.images, test.images)
     if len(shared) == len(test):
-        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
+        raise ValueError(
+            f"{dataset}: the {len(test)} test images are the training images; a test needs others"
+        )
     if len(shared) > SHARED_LIMIT * len(test):
-        pairs = list_some([f"test image {i} is training image {k}" for i, k in shared.items()])
+        pairs = list_some(
+            [f"test image {i} is training image {k}" for i, k in shared.items()]
+        )
         raise ValueError(
             f"{dataset}: {len(shared):,} of {len(test):,} test images are copies of training images ({pairs}, counted "
             "from 0); a test needs others: take them out of one of the two archives"
@@ -153,10 +190,16 @@ def _check_shared(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
 
 def _archives_of(folder: Path, report: DataReport) -> list[Path]:
     if not folder.is_dir():
-        raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
+        raise DataNotFoundError(
+            f"there is no folder {folder}; give a folder or 'train.npz,test.npz'"
+        )
     files = sorted(folder.glob("*.npz"))
     train = [f for f in files if "train" in f.name]
-    test = [f for f in files if "train" not in f.name and ("test" in f.name or "val" in f.name)]
+    test = [
+        f
+        for f in files
+        if "train" not in f.name and ("test" in f.name or "val" in f.name)
+    ]
     if len(train) != 1 or len(test) != 1:
         names = ", ".join(f.name for f in files) or "none"
         raise ValueError(
@@ -167,7 +210,8 @@ def _archives_of(folder: Path, report: DataReport) -> list[Path]:
     contents.report_unread(report)
     used = {train[0].name, test[0].name}
     report.leave_out(
-        f"only {train[0].name} and {test[0].name} are read", [name for name in contents.files if name not in used]
+        f"only {train[0].name} and {test[0].name} are read",
+        [name for name in contents.files if name not in used],
     )
     return [*train, *test]
 
@@ -175,33 +219,57 @@ def _archives_of(folder: Path, report: DataReport) -> list[Path]:
 def _names(paths: list[Path]) -> list[str]:
     """Return short names of two archives that tell them apart."""
     names = [path.name for path in paths]
-    return names if len(set(names)) == len(names) else [f"{path.parent.name}/{path.name}" for path in paths]
+    return (
+        names
+        if len(set(names)) == len(names)
+        else [f"{path.parent.name}/{path.name}" for path in paths]
+    )
 
 
 def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         keys = set(z.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
-            raise ValueError(f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}")
+            raise ValueError(
+                f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}"
+            )
         given = z["labels"]
         labels = whole_numbers(f"{path}: labels", given)
         images = z["data"] if "data" in keys else None
         sources = [] if "data" in keys else _packed(path, name, z["jpeg"], z["offsets"])
     used = {"labels", "data"} if "data" in keys else {"labels", "jpeg", "offsets"}
     if unused := sorted(keys - used):
-        report.add("left out", f"{count_of(len(unused), 'array')} of {name}: {list_some(unused)}")
+        report.add(
+            "left out",
+            f"{count_of(len(unused), 'array')} of {name}: {list_some(unused)}",
+        )
     if given.dtype.kind not in "iu" or given.ndim != 1:
-        report.add("changed", f"labels of {name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)")
+        report.add(
+            "changed",
+            f"labels of {name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)",
+        )
     return _Archive(path, labels, images, sources)
 
 
-def _packed(path: Path, name: str, raw: np.ndarray, offsets: np.ndarray) -> list[PictureSource]:
+def _packed(
+    path: Path, name: str, raw: np.ndarray, offsets: np.ndarray
+) -> list[PictureSource]:
     """Return the pictures of files that lie one after the other in an archive."""
     ends = whole_numbers(f"{path}: offsets", offsets)
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) <= 0).any():
-        raise ValueError(f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}")
+    if (
+        len(ends) < 2
+        or ends[0] != 0
+        or ends[-1] != len(raw)
+        or (np.diff(ends) <= 0).any()
+    ):
+        raise ValueError(
+            f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}"
+        )
     parts = enumerate(itertools.pairwise(ends))
-    return [PictureSource(f"{name} picture {i}", path, raw[a:b].tobytes()) for i, (a, b) in parts]
+    return [
+        PictureSource(f"{name} picture {i}", path, raw[a:b].tobytes())
+        for i, (a, b) in parts
+    ]
 
 
 def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
@@ -212,13 +280,19 @@ def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
     else:
         with reading(path):
             images = np.stack(decoded)
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
+    if (
+        images.dtype != np.uint8
+        or images.ndim not in (3, 4)
+        or len(images) != len(labels)
+    ):
         raise ValueError(
             f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
             f"and {len(labels)} labels"
         )
     if images.ndim == 4 and images.shape[3] not in (1, 3):
-        raise ValueError(f"{path}: images must have 1 or 3 channels, (n, H, W, C), got {images.shape[3]}")
+        raise ValueError(
+            f"{path}: images must have 1 or 3 channels, (n, H, W, C), got {images.shape[3]}"
+        )
     if images.size == 0 or int(labels.min()) < 0:
         raise ValueError(f"{path}: labels must be 0, 1, ..., and at least one")
     tensor = torch.from_numpy(images)
@@ -244,12 +318,17 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
     first = "train" if "train" in parts else ""
     held = next((part for part in HELD if part in parts), None)
     if not first and held:
-        raise DataNotFoundError(f"{folder} has {held}/ and no train/; it needs train/<class>/")
+        raise DataNotFoundError(
+            f"{folder} has {held}/ and no train/; it needs train/<class>/"
+        )
     _check_split_names(folder, parts, first, held)
     contents.report_unread(report)
     if first:
         _report_beside(report, contents, held)
-    title, train = f"own images ({folder.name})", class_pictures(folder, first, contents, report)
+    title, train = (
+        f"own images ({folder.name})",
+        class_pictures(folder, first, contents, report),
+    )
     if len(train.classes) == 1:
         raise ValueError(
             f"{folder / first}: the only class is {train.classes[0]!r}; there is nothing to learn from one class; give "
@@ -257,7 +336,9 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
         )
     if held is None:
         train, test = _drawn(train, folder, report)
-        return OwnImages(train, test, f"{title}, a fifth drawn to test on", train.classes)
+        return OwnImages(
+            train, test, f"{title}, a fifth drawn to test on", train.classes
+        )
     test = class_pictures(folder, held, contents, report)
     if sum(part in HELD for part in parts) > 1:
         title += f", tested on {held}/"
@@ -269,21 +350,33 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
     return OwnImages(train, test, title, train.classes)
 
 
-def _check_split_names(folder: Path, parts: list[str], first: str, held: str | None) -> None:
+def _check_split_names(
+    folder: Path, parts: list[str], first: str, held: str | None
+) -> None:
     """Refuse folders that look like splits under other names: they would be classes, or not be read."""
     train = [part for part in parts if part.lower() in TRAIN_WORDS and part != "train"]
     tested = [part for part in parts if part.lower() in HELD_WORDS and part not in HELD]
     if first and held is None and tested:
-        raise ValueError(f"{folder} has train/ and {tested[0]}/; call the second one val/")
+        raise ValueError(
+            f"{folder} has train/ and {tested[0]}/; call the second one val/"
+        )
     if not first and train and tested:
-        raise ValueError(f"{folder} has {train[0]}/ and {tested[0]}/; call the folders train/ and val/")
+        raise ValueError(
+            f"{folder} has {train[0]}/ and {tested[0]}/; call the folders train/ and val/"
+        )
 
 
-def _report_beside(report: DataReport, contents: FolderContents, held: str | None) -> None:
+def _report_beside(
+    report: DataReport, contents: FolderContents, held: str | None
+) -> None:
     """Add facts about what lies beside train/ and the folder that is tested on."""
     for part in contents.subfolders(""):
         if part not in ("train", held):
-            reason = f"{held}/ is tested on" if part in HELD else "only train/ and a folder to test on are read"
+            reason = (
+                f"{held}/ is tested on"
+                if part in HELD
+                else "only train/ and a folder to test on are read"
+            )
             leave_out_files(report, contents.below(part), reason)
     leave_out_files(report, [name for name in contents.files if "/" not in name])
 
@@ -295,23 +388,42 @@ def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
         return
     names = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
     alike = [name for name in known if same_spelling(name) == same_spelling(unknown[0])]
-    tables = sorted(path.name for path in held.iterdir() if path.is_file() and not is_picture(path.name))
+    tables = sorted(
+        path.name
+        for path in held.iterdir()
+        if path.is_file() and not is_picture(path.name)
+    )
     way_out = ""
     if alike:
-        way_out = f"; {alike[0]!r} differs in spelling alone: give both folders one name"
+        way_out = (
+            f"; {alike[0]!r} differs in spelling alone: give both folders one name"
+        )
     elif len(tested) == 1:
         source = f" ({tables[0]} may say which)" if tables else ""
         way_out = f"; give the pictures of every class a folder of their own, {held.name}/<class>/{source}"
-    raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}{way_out}")
+    raise ValueError(
+        f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}{way_out}"
+    )
 
 
-def _check_copies(folder: Path, held: str, train: PictureFiles, test: PictureFiles) -> None:
+def _check_copies(
+    folder: Path, held: str, train: PictureFiles, test: PictureFiles
+) -> None:
     """Refuse test pictures whose files are those of training pictures, byte for byte."""
-    copies = identical_files([path for path, _ in train.samples], [path for path, _ in test.samples])
+    copies = identical_files(
+        [path for path, _ in train.samples], [path for path, _ in test.samples]
+    )
     if len(copies) == len(test):
-        raise ValueError(f"{folder / held}: the {len(test)} test images are the training images; a test needs others")
+        raise ValueError(
+            f"{folder / held}: the {len(test)} test images are the training images; a test needs others"
+        )
     if copies:
-        pairs = list_some([f"{_name(folder, one)} is {_name(folder, other)}" for one, other in sorted(copies.items())])
+        pairs = list_some(
+            [
+                f"{_name(folder, one)} is {_name(folder, other)}"
+                for one, other in sorted(copies.items())
+            ]
+        )
         raise ValueError(
             f"{folder / held}: {len(copies):,} of {len(test):,} test images are copies of training images ({pairs}); a "
             "test needs others: take them out of one of the two folders"
@@ -322,7 +434,9 @@ def _name(folder: Path, path: str) -> str:
     return Path(path).relative_to(folder).as_posix()
 
 
-def _drawn(files: PictureFiles, folder: Path, report: DataReport) -> tuple[PictureFiles, PictureFiles]:
+def _drawn(
+    files: PictureFiles, folder: Path, report: DataReport
+) -> tuple[PictureFiles, PictureFiles]:
     """Return two lists of the files of one, to train and to test on; copies stand on the side of their original."""
     copies = repeated_files([path for path, _ in files.samples])
     originals = [i for i, (path, _) in enumerate(files.samples) if path not in copies]
@@ -334,12 +448,18 @@ def _drawn(files: PictureFiles, folder: Path, report: DataReport) -> tuple[Pictu
         if seen[label] % 5 == 0:
             tested.add(path)
     if not tested:
-        raise ValueError(f"{files.root}: no class has the five pictures of which one is tested on; give train/, val/")
+        raise ValueError(
+            f"{files.root}: no class has the five pictures of which one is tested on; give train/, val/"
+        )
     report.add(
-        "split", "a fifth of the pictures of every class is tested on, drawn with seed 0; the others are trained on"
+        "split",
+        "a fifth of the pictures of every class is tested on, drawn with seed 0; the others are trained on",
     )
     if copies:
-        pairs = [f"{_name(folder, one)} is {_name(folder, other)}" for one, other in sorted(copies.items())]
+        pairs = [
+            f"{_name(folder, one)} is {_name(folder, other)}"
+            for one, other in sorted(copies.items())
+        ]
         report.add(
             "changed",
             f"copies of other files, byte for byte: {len(copies):,}; each is in the split of its original "
@@ -363,7 +483,13 @@ def picture_files(folder: Path, size: int, report: DataReport) -> OwnImages:
     """
     found = image_folders(folder, report)
     paths = [path for files in (found.train, found.test) for path, _ in files.samples]
-    facts = dict(zip([_name(folder, p) for p in paths], each(inspect_picture, map(Path, paths)), strict=True))
+    facts = dict(
+        zip(
+            [_name(folder, p) for p in paths],
+            each(inspect_picture, map(Path, paths)),
+            strict=True,
+        )
+    )
     bits = _report_facts(folder.name, facts, report)
     found.train.bits = found.test.bits = bits
     report_crops(report, size)
@@ -379,7 +505,9 @@ def report_crops(report: DataReport, size: int) -> None:
     )
 
 
-def _report_facts(dataset: str, facts: dict[str, PictureFacts], report: DataReport) -> int | None:
+def _report_facts(
+    dataset: str, facts: dict[str, PictureFacts], report: DataReport
+) -> int | None:
     """Add facts about the files of pictures; return the bits of those of 16 bits."""
     bits = bits_of(dataset, facts)
     report_pictures(report, facts, bits)
@@ -388,14 +516,20 @@ def _report_facts(dataset: str, facts: dict[str, PictureFacts], report: DataRepo
 
 
 def _read_sources(
-    dataset: str, sources: Sequence[PictureSource], prepare: Callable[[Any], T], report: DataReport
+    dataset: str,
+    sources: Sequence[PictureSource],
+    prepare: Callable[[Any], T],
+    report: DataReport,
 ) -> list[T]:
     """Return pictures, each made ready from PIL's mode RGB, and report what they are.
 
     Every file is decoded once, but for pictures of 16 bits: their scale is known when all were looked at.
     """
     looked_at = each(lambda source: _look_and_read(source, prepare), sources)
-    facts = {source.name: found for source, (found, _) in zip(sources, looked_at, strict=True)}
+    facts = {
+        source.name: found
+        for source, (found, _) in zip(sources, looked_at, strict=True)
+    }
     bits = _report_facts(dataset, facts, report)
     results = []
     for source, (_, result) in zip(sources, looked_at, strict=True):
@@ -403,25 +537,39 @@ def _read_sources(
     return results
 
 
-def _look_and_read(source: PictureSource, prepare: Callable[[Any], T]) -> tuple[PictureFacts, T | None]:
+def _look_and_read(
+    source: PictureSource, prepare: Callable[[Any], T]
+) -> tuple[PictureFacts, T | None]:
     with reading(source.path), _open(source) as image:
         facts = inspect_image(image)
-        return facts, None if facts.is_deep_grey else prepare(turned(rgb(image), facts.orientation, facts.format))
+        return facts, None if facts.is_deep_grey else prepare(
+            turned(rgb(image), facts.orientation, facts.format)
+        )
 
 
-def _read_deep(source: PictureSource, prepare: Callable[[Any], T], bits: int | None) -> T:
+def _read_deep(
+    source: PictureSource, prepare: Callable[[Any], T], bits: int | None
+) -> T:
     with reading(source.path), _open(source) as image:
         return prepare(upright_rgb(image, bits))
 
 
 def _open(source: PictureSource) -> Any:
-    return library("PIL.Image", "vision").open(source.path if source.content is None else io.BytesIO(source.content))
+    return library("PIL.Image", "vision").open(
+        source.path if source.content is None else io.BytesIO(source.content)
+    )
 
 
-def _in_memory(folder: Path, lists: list[PictureFiles], size: int, report: DataReport) -> list[ArrayImages]:
+def _in_memory(
+    folder: Path, lists: list[PictureFiles], size: int, report: DataReport
+) -> list[ArrayImages]:
     v2 = library("torchvision.transforms.v2", "vision")
     resize = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-    sources = [PictureSource(_name(folder, path), Path(path)) for files in lists for path, _ in files.samples]
+    sources = [
+        PictureSource(_name(folder, path), Path(path))
+        for files in lists
+        for path, _ in files.samples
+    ]
     sizes: list[tuple[int, int]] = []
 
     def prepare(image: Any) -> Tensor:
@@ -430,19 +578,27 @@ def _in_memory(folder: Path, lists: list[PictureFiles], size: int, report: DataR
 
     images = torch.stack(_read_sources(folder.name, sources, prepare, report))
     report_resizing(report, sizes, size)
-    labels = torch.tensor([files.label(index) for files in lists for index in range(len(files))])
+    labels = torch.tensor(
+        [files.label(index) for files in lists for index in range(len(files))]
+    )
     whole = ArrayImages(images, labels)
     return [whole[: len(lists[0])], whole[len(lists[0]) :]]
 
 
-def report_resizing(report: DataReport, sizes: list[tuple[int, int]], size: int) -> None:
+def report_resizing(
+    report: DataReport, sizes: list[tuple[int, int]], size: int
+) -> None:
     """Add a fact about pictures, (height, width), that are resized on the short side and cropped to a square."""
-    others = [(height, width) for height, width in sizes if (height, width) != (size, size)]
+    others = [
+        (height, width) for height, width in sizes if (height, width) != (size, size)
+    ]
     if not others:
         return
     ratios = [width / height for height, width in others]
     enlarged = sum(min(one) < size for one in others)
-    crop = f", centre cropped: width / height {describe_range(min(ratios), max(ratios))}"
+    crop = (
+        f", centre cropped: width / height {describe_range(min(ratios), max(ratios))}"
+    )
     report.add(
         "changed",
         f"{count_of(len(others), 'picture')} resized to {size} pixels on the short side"

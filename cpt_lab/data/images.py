@@ -20,7 +20,12 @@ from torch.utils.data import Dataset
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import class_count, generator_of, some_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
-from cpt_lab.data.image_readers import ArrayImages, picture_files, read_own, report_crops
+from cpt_lab.data.image_readers import (
+    ArrayImages,
+    picture_files,
+    read_own,
+    report_crops,
+)
 from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.data.split_facts import (
     NAMES,
@@ -36,7 +41,9 @@ from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)
-Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
+Batch = tuple[
+    Tensor, Tensor
+]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 SMALL = 64  # images up to this many pixels a side are kept in memory
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -58,13 +65,19 @@ class ImageData:
     valid: Split
     test: Split
     checksum: str  # of pixels and labels in memory, or of the list of files
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
     @property
     def answers(self) -> Tensor:
         """The labels of the test data; those of files in a numbering of their own."""
         test: Any = self.test
-        return test.labels if isinstance(test, ArrayImages) else torch.tensor(test.dataset.targets)[test.indices]
+        return (
+            test.labels
+            if isinstance(test, ArrayImages)
+            else torch.tensor(test.dataset.targets)[test.indices]
+        )
 
 
 def load_images(recipe: ImageRecipe) -> ImageData:
@@ -78,28 +91,52 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     """
     report = DataReport(recipe.dataset)
     in_memory = recipe.size <= SMALL
-    load: Callable[[ImageRecipe, DataReport], _Loaded] = _load_arrays if in_memory else _load_files
+    load: Callable[[ImageRecipe, DataReport], _Loaded] = (
+        _load_arrays if in_memory else _load_files
+    )
     train, test, title, mean, std, names = load(recipe, report)
     labels = train.labels if in_memory else np.array(train.targets)
     classes = class_count(f"{recipe.dataset}: training images", labels)
     used, held = split_sizes(recipe, len(train))
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    tested = _tested(test.labels.numpy() if in_memory else np.array(test.targets), recipe.test_images)
+    order = torch.randperm(
+        len(train), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    tested = _tested(
+        test.labels.numpy() if in_memory else np.array(test.targets), recipe.test_images
+    )
     parts = (train, order[held:][:used]), (train, order[:held]), (test, tested)
-    splits: Any = [images[index] if in_memory else torch.utils.data.Subset(images, index) for images, index in parts]
+    splits: Any = [
+        images[index] if in_memory else torch.utils.data.Subset(images, index)
+        for images, index in parts
+    ]
     digest = hashlib.sha256()
     if in_memory:
         for split in splits:
-            digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
+            digest.update(
+                split.images.numpy().tobytes() + split.labels.numpy().tobytes()
+            )
     else:
-        file_names = (f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
+        file_names = (
+            f"{Path(path).name} {label}" for path, label in train.samples + test.samples
+        )
         digest.update("\n".join(file_names).encode())
     first, valid, tested = splits
     title = titled(title, recipe, first, valid)
     report_sizes(report, [len(split) for split in splits], (len(train), len(test)))
     _report_splits(report, splits, names or [str(number) for number in range(classes)])
     report.log_notices(log)
-    return ImageData(title, classes, len(mean), mean, std, first, valid, tested, digest.hexdigest()[:16], report)
+    return ImageData(
+        title,
+        classes,
+        len(mean),
+        mean,
+        std,
+        first,
+        valid,
+        tested,
+        digest.hexdigest()[:16],
+        report,
+    )
 
 
 def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) -> None:
@@ -112,9 +149,18 @@ def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) ->
             report_classes(report, name, _labels(split), classes)
             report_sample_values(report, name, split, lambda sample: sample[0])
     if is_own(report.dataset) and not isinstance(splits[0], ArrayImages):
-        report_shared_files(report, *([split.dataset.samples[i][0] for i in split.indices] for split in splits[:2]))
+        report_shared_files(
+            report,
+            *(
+                [split.dataset.samples[i][0] for i in split.indices]
+                for split in splits[:2]
+            ),
+        )
     if isinstance(splits[0], ArrayImages):
-        report_shared(report, {name: split.images for name, split in zip(NAMES, splits, strict=True)})
+        report_shared(
+            report,
+            {name: split.images for name, split in zip(NAMES, splits, strict=True)},
+        )
 
 
 def _labels(split: Any) -> list[int]:
@@ -125,7 +171,9 @@ def _labels(split: Any) -> list[int]:
 
 def _tested(labels: np.ndarray, limit: int | None) -> list[int]:
     """Return which test images are used: the first; where they stand class by class, as in folders, some are drawn."""
-    in_mixed_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(labels)  # changes of class
+    in_mixed_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(
+        labels
+    )  # changes of class
     by_class = np.count_nonzero(np.diff(labels)) < in_mixed_order / 2
     return some_of(len(labels), limit) if by_class else [*range(len(labels))][:limit]
 
@@ -137,12 +185,20 @@ def random_images(recipe: ImageRecipe) -> ImageData:
     """
     if recipe.dataset not in EXPERIMENT.named:
         return load_images(recipe)
-    classes, channels = (EXPERIMENT.named[recipe.dataset].sizes[name] for name in ("classes", "channels"))
+    classes, channels = (
+        EXPERIMENT.named[recipe.dataset].sizes[name] for name in ("classes", "channels")
+    )
     generator = generator_of(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    split = ArrayImages(images, torch.randint(0, classes, (len(images),), generator=generator))
-    title, mean, std = f"random pixels for {recipe.dataset}", (0.5,) * channels, (0.25,) * channels
+    split = ArrayImages(
+        images, torch.randint(0, classes, (len(images),), generator=generator)
+    )
+    title, mean, std = (
+        f"random pixels for {recipe.dataset}",
+        (0.5,) * channels,
+        (0.25,) * channels,
+    )
     splits = split[: recipe.batch], split[:0], split[recipe.batch :]
     return ImageData(title, classes, channels, mean, std, *splits, "")
 
@@ -164,16 +220,31 @@ def _load_arrays(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     EXPERIMENT.check_dataset(dataset)
     if is_own(dataset):
         own = read_own(dataset, size, report)
-        found = _Loaded(own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes)
+        found = _Loaded(
+            own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
+        )
     elif dataset in READERS:
         found = READERS[dataset](dataset)
     else:
-        raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
-    title = found.title + (f", {size} x {size}" if found.train.images.shape[-1] != size else "")
+        raise ValueError(
+            f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}"
+        )
+    title = found.title + (
+        f", {size} x {size}" if found.train.images.shape[-1] != size else ""
+    )
     _report_arrays(report, dataset, found, size)
-    train, test = (ArrayImages(_resize(s.images, size), s.labels) for s in (found.train, found.test))
+    train, test = (
+        ArrayImages(_resize(s.images, size), s.labels)
+        for s in (found.train, found.test)
+    )
     channels = train.images.shape[1]
-    return found._replace(train=train, test=test, title=title, mean=found.mean[:channels], std=found.std[:channels])
+    return found._replace(
+        train=train,
+        test=test,
+        title=title,
+        mean=found.mean[:channels],
+        std=found.std[:channels],
+    )
 
 
 def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) -> None:
@@ -182,12 +253,18 @@ def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) 
         count, channels, height, width = part.images.shape
         if not is_own(dataset):
             report.add(
-                "read", f"{found.title}: {count:,} {name} pictures, {width} x {height}, {count_of(channels, 'channel')}"
+                "read",
+                f"{found.title}: {count:,} {name} pictures, {width} x {height}, {count_of(channels, 'channel')}",
             )
         if (height, width) != (size, size):
-            stretched = "" if height == width else f"; not in proportion, as {width} x {height} is no square"
+            stretched = (
+                ""
+                if height == width
+                else f"; not in proportion, as {width} x {height} is no square"
+            )
             report.add(
-                "changed", f"{count:,} {name} pictures resized from {width} x {height} to {size} x {size}{stretched}"
+                "changed",
+                f"{count:,} {name} pictures resized from {width} x {height} to {size} x {size}{stretched}",
             )
 
 
@@ -199,23 +276,41 @@ def _digits(name: str) -> _Loaded:
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
     both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
-    return _Loaded(both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,), [])
+    return _Loaded(
+        both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,), []
+    )
 
 
 def _cifar(name: str) -> _Loaded:
     kind = getattr(library("torchvision.datasets", "vision"), name.upper())
     try:
-        parts = [kind(data_dir(), train=train, download=False) for train in (True, False)]
+        parts = [
+            kind(data_dir(), train=train, download=False) for train in (True, False)
+        ]
     except RuntimeError as error:
         raise not_here(name, " (or is damaged)") from error
     train, test = (
-        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        ArrayImages(
+            torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),
+            torch.tensor(part.targets),
+        )
         for part in parts
     )
-    return _Loaded(train, test, EXPERIMENT.named[name].title, CIFAR_MEAN, CIFAR_STD, list(parts[0].classes))
+    return _Loaded(
+        train,
+        test,
+        EXPERIMENT.named[name].title,
+        CIFAR_MEAN,
+        CIFAR_STD,
+        list(parts[0].classes),
+    )
 
 
-READERS: dict[str, Callable[[str], _Loaded]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
+READERS: dict[str, Callable[[str], _Loaded]] = {
+    "digits": _digits,
+    "cifar10": _cifar,
+    "cifar100": _cifar,
+}
 
 
 def _resize(images: Tensor, size: int) -> Tensor:
@@ -230,17 +325,25 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     """Return lists of files that stay on disk."""
     if recipe.dataset != "imagenet":
         own = picture_files(own_path(recipe.dataset), recipe.size, report)
-        return _Loaded(own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes)
+        return _Loaded(
+            own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
+        )
     kind = library("torchvision.datasets", "vision").ImageNet
     try:
-        train, test = (kind(str(data_dir() / "imagenet"), split=split) for split in ("train", "val"))
+        train, test = (
+            kind(str(data_dir() / "imagenet"), split=split)
+            for split in ("train", "val")
+        )
     except (RuntimeError, FileNotFoundError) as error:
         raise DataNotFoundError(
             f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
             f"data/cards/imagenet.md), then run: {command('download imagenet')}"
         ) from error
     title = EXPERIMENT.named[recipe.dataset].title
-    report.add("read", f"{title}: {len(train):,} training and {len(test):,} test pictures, as torchvision reads them")
+    report.add(
+        "read",
+        f"{title}: {len(train):,} training and {len(test):,} test pictures, as torchvision reads them",
+    )
     report_crops(report, recipe.size)
     return _Loaded(train, test, title, IMAGENET_MEAN, IMAGENET_STD, list(train.wnids))
 
@@ -254,7 +357,9 @@ def download(name: str, language: str = "") -> Path:
             return data_dir()
         for split in ("train", "val"):  # the archives themselves need a licence
             datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
-    except RuntimeError as error:  # torchvision's for archives that are damaged or not there
+    except (
+        RuntimeError
+    ) as error:  # torchvision's for archives that are damaged or not there
         card = "imagenet" if name == "imagenet" else "cifar"
         raise DataNotFoundError(f"{error} See data/cards/{card}.md") from error
     return data_dir() / "imagenet"

@@ -24,9 +24,14 @@ OPCODES = frozenset(
     "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
 )
 MAX_TUPLES = 1_000  # an array needs five; tuples in tuples without end overflow the stack when they are hashed
-MODULES = {"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"}  # former names
+MODULES = {
+    "__builtin__": "builtins",
+    "numpy.core.multiarray": "numpy._core.multiarray",
+}  # former names
 # number types by the names that pickles have for them; a flag is a byte
-NUMBERS = {name: name for name in "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()} | {"b1": "u1"}
+NUMBERS = {name: name for name in "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()} | {
+    "b1": "u1"
+}
 
 
 class Inert:
@@ -79,10 +84,15 @@ def _table(*factory: Any) -> dict:
 
 
 STAND_INS = {
-    "builtins.list": _List, "collections.defaultdict": _table, "numpy.ndarray": _ArrayClass, "numpy.dtype": _Dtype,
-    "numpy._core.multiarray._reconstruct": _Array, "scipy.sparse.csr_matrix": _Csr, "_codecs.encode": _Encoded,
+    "builtins.list": _List,
+    "collections.defaultdict": _table,
+    "numpy.ndarray": _ArrayClass,
+    "numpy.dtype": _Dtype,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "scipy.sparse.csr_matrix": _Csr,
+    "_codecs.encode": _Encoded,
     "builtins.bytes": _NoBytes,
-}  # fmt: skip
+}
 
 
 class CsrParts(NamedTuple):
@@ -97,9 +107,15 @@ class CsrParts(NamedTuple):
 class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in of a name."""
-        module = "scipy.sparse" if module.startswith("scipy.sparse.") else MODULES.get(module, module)
+        module = (
+            "scipy.sparse"
+            if module.startswith("scipy.sparse.")
+            else MODULES.get(module, module)
+        )
         if f"{module}.{name}" not in STAND_INS:
-            raise ValueError(f"a file of arrays needs no {module}.{name}: not unpickled")
+            raise ValueError(
+                f"a file of arrays needs no {module}.{name}: not unpickled"
+            )
         return STAND_INS[f"{module}.{name}"]
 
 
@@ -112,9 +128,15 @@ def load_inert(content: bytes) -> Any:
     tuples = 0
     for step, argument, position in pickletools.genops(content):
         if step.name not in OPCODES:
-            raise ValueError(f"a file of arrays needs no {step.name} (at byte {position}): not unpickled")
-        if "PUT" in step.name and (argument is None or not 0 <= argument <= len(content)):
-            raise ValueError(f"it numbers its parts up to {argument} in {len(content)} bytes: not unpickled")
+            raise ValueError(
+                f"a file of arrays needs no {step.name} (at byte {position}): not unpickled"
+            )
+        if "PUT" in step.name and (
+            argument is None or not 0 <= argument <= len(content)
+        ):
+            raise ValueError(
+                f"it numbers its parts up to {argument} in {len(content)} bytes: not unpickled"
+            )
         tuples += step.name.startswith("TUPLE")
     if tuples > MAX_TUPLES:
         raise ValueError(f"a file of arrays needs no {tuples:,} tuples: not unpickled")
@@ -127,12 +149,20 @@ def array_of(value: Any) -> np.ndarray:
     if not isinstance(state, tuple) or len(state) != 5:
         raise ValueError(f"an array expected, got {_kind_of(value)}")
     _, shape, dtype, in_columns, data = state
-    if not isinstance(shape, tuple) or len(shape) > 2 or not all(_is_size(size) for size in shape):
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) > 2
+        or not all(_is_size(size) for size in shape)
+    ):
         raise ValueError("an array has a shape that is no row or table")
     kind, content = _number_type(dtype), _bytes_of(data)
     if math.prod(shape) * kind.itemsize != len(content):
-        raise ValueError(f"an array of shape {shape} and type {kind} has {len(content)} bytes")
-    return np.frombuffer(content, kind).reshape(shape, order="F" if in_columns is True else "C")
+        raise ValueError(
+            f"an array of shape {shape} and type {kind} has {len(content)} bytes"
+        )
+    return np.frombuffer(content, kind).reshape(
+        shape, order="F" if in_columns is True else "C"
+    )
 
 
 def sparse_of(value: Any) -> CsrParts:
@@ -143,16 +173,29 @@ def sparse_of(value: Any) -> CsrParts:
     if missing := {"data", "indices", "indptr", "_shape"} - set(state):
         raise ValueError(f"a sparse matrix lacks {', '.join(sorted(missing))}")
     shape = state["_shape"]
-    if not isinstance(shape, tuple) or len(shape) != 2 or not all(_is_size(size) for size in shape):
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) != 2
+        or not all(_is_size(size) for size in shape)
+    ):
         raise ValueError("a sparse matrix has a shape that is no table")
-    return CsrParts(array_of(state["data"]), array_of(state["indices"]), array_of(state["indptr"]), shape)
+    return CsrParts(
+        array_of(state["data"]),
+        array_of(state["indices"]),
+        array_of(state["indptr"]),
+        shape,
+    )
 
 
 def _number_type(value: Any) -> np.dtype:
     name = value.args[0] if isinstance(value, _Dtype) and value.args else None
     state = value.state if isinstance(value, _Dtype) else None
     order: Any = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
-    if not isinstance(name, str) or name not in NUMBERS or order not in ("<", ">", "=", "|"):
+    if (
+        not isinstance(name, str)
+        or name not in NUMBERS
+        or order not in ("<", ">", "=", "|")
+    ):
         raise ValueError(f"an array holds no numbers, but {str(name)[:20]!r}")
     return np.dtype(NUMBERS[name]).newbyteorder("=" if order == "|" else order)
 

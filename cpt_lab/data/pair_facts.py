@@ -12,7 +12,13 @@ from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
 
 LABELS = ("entailment", "neutral", "contradiction")
 SENTENCES = ("premise", "hypothesis")
-KINDS = {"dict": "a table", "list": "a list", "ndarray": "a list", "bytes": "bytes", "bool": "a truth value"}
+KINDS = {
+    "dict": "a table",
+    "list": "a list",
+    "ndarray": "a list",
+    "bytes": "bytes",
+    "bool": "a truth value",
+}
 WAY_OUT = {
     "a table": "of a table of languages as in XNLI's all_languages, save the rows of a language in a file of their own",
     "a list": "join its words with blanks",
@@ -33,7 +39,9 @@ def check_sentences(path: Path, rows: pd.DataFrame) -> None:
             value = column[other.idxmax()]
             kind = _kind_of(value)
             way = f"; {WAY_OUT[kind]}" if kind in WAY_OUT else ""
-            raise ValueError(f"{path}, row {other.idxmax()}: the {name} is {kind}, not a sentence{way}")
+            raise ValueError(
+                f"{path}, row {other.idxmax()}: the {name} is {kind}, not a sentence{way}"
+            )
 
 
 def _is_empty(value: Any) -> bool:
@@ -73,7 +81,9 @@ def of_languages(rows: pd.DataFrame, languages: Iterable[str]) -> pd.DataFrame:
         premises = [_translation(value, language) for value in rows["premise"]]
         hypotheses = [_translation(value, language) for value in rows["hypothesis"]]
         if any(premises):
-            parts.append(rows.assign(premise=premises, hypothesis=hypotheses, language=language))
+            parts.append(
+                rows.assign(premise=premises, hypothesis=hypotheses, language=language)
+            )
     return pd.concat(parts)
 
 
@@ -91,7 +101,9 @@ def languages_of(rows: pd.DataFrame) -> set[str]:
 def _translation(value: Mapping[str, Any], language: str) -> Any:
     """Return the sentence of a language from a table of languages, None where there is none."""
     if "translation" in value and "language" in value:
-        return dict(zip(value["language"], value["translation"], strict=False)).get(language)
+        return dict(zip(value["language"], value["translation"], strict=False)).get(
+            language
+        )
     return value.get(language)
 
 
@@ -105,12 +117,21 @@ def report_labels(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
         for language, pairs in parts.items():
             where = where_of(split, language, parts)
             counts = Counter(pairs["label"])
-            report.add("classes", f"{where}: {list_counts({LABELS[label]: counts[label] for label in sorted(counts)})}")
+            report.add(
+                "classes",
+                f"{where}: {list_counts({LABELS[label]: counts[label] for label in sorted(counts)})}",
+            )
             repeated = int(pairs.duplicated([*SENTENCES]).sum())
-            differing = int(pairs.duplicated([*SENTENCES]).sum() - pairs.duplicated([*SENTENCES, "label"]).sum())
+            differing = int(
+                pairs.duplicated([*SENTENCES]).sum()
+                - pairs.duplicated([*SENTENCES, "label"]).sum()
+            )
             if repeated:
                 labels = f", {differing:,} with another label" if differing else ""
-                report.add("values", f"{where}: {count_of(repeated, 'pair')} given again{labels}")
+                report.add(
+                    "values",
+                    f"{where}: {count_of(repeated, 'pair')} given again{labels}",
+                )
     (train,) = found["train"].values()
     if refuse and train["label"].nunique() == 1:
         label = LABELS[train["label"].iloc[0]]
@@ -137,15 +158,26 @@ def check_overlap(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
         premises = {key[0] for key in known}
         for language, pairs in found[part].items():
             keys = _keys(pairs)
-            where = f"{names[part]} pairs" if len(found[part]) == 1 else f"{names[part]} pairs in {language}"
-            shared = [row for row, key in zip(pairs.index, keys, strict=True) if key in known]
+            where = (
+                f"{names[part]} pairs"
+                if len(found[part]) == 1
+                else f"{names[part]} pairs in {language}"
+            )
+            shared = [
+                row for row, key in zip(pairs.index, keys, strict=True) if key in known
+            ]
             if shared:
                 said = f"{len(shared):,} of {len(pairs):,} {where} are {names[other]} pairs, too"
                 if refuse:
-                    raise ValueError(f"{dataset}: {said}, the first in row {shared[0]} of the {part} file")
+                    raise ValueError(
+                        f"{dataset}: {said}, the first in row {shared[0]} of the {part} file"
+                    )
                 report.add("overlap", said)
             elif same := sum(key[0] in premises for key in keys):
-                report.add("overlap", f"{same:,} of {len(pairs):,} {where} have the premise of a {names[other]} pair")
+                report.add(
+                    "overlap",
+                    f"{same:,} of {len(pairs):,} {where} have the premise of a {names[other]} pair",
+                )
 
 
 def _keys(pairs: pd.DataFrame) -> list[tuple[Hashable, ...]]:
@@ -158,4 +190,7 @@ def report_columns(report: DataReport, split: str, unused: Iterable[str]) -> Non
     """Add the columns of a split's files that are not read."""
     if names := sorted(set(unused)):
         noun = "column" if len(names) == 1 else "columns"
-        report.add("left out", f"{split}: the {noun} {list_some(names, 12)}, which nothing reads")
+        report.add(
+            "left out",
+            f"{split}: the {noun} {list_some(names, 12)}, which nothing reads",
+        )

@@ -18,7 +18,9 @@ from cpt_lab.data.files import reading
 from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
 
 # of torchvision's ImageFolder, and others that Pillow reads without further libraries
-PICTURE_ENDINGS = tuple(".jpg .jpeg .jpe .jfif .png .bmp .ppm .pgm .pbm .pnm .tif .tiff .webp".split())
+PICTURE_ENDINGS = tuple(
+    ".jpg .jpeg .jpe .jfif .png .bmp .ppm .pgm .pbm .pnm .tif .tiff .webp".split()
+)
 UNREAD_ENDINGS = tuple(  # of pictures that are not read
     ".gif .heic .heif .hif .avif .jxl .jp2 .j2k .jpx .svg .eps .pdf .ico .icns .tga .dds .exr .hdr .psd .xcf .raw .dng "
     ".cr2 .cr3 .nef .arw .orf .rw2 .dcm .nii .fits .pcx .sgi .apng .mpo .fli .xbm .xpm".split()
@@ -68,7 +70,11 @@ class PictureFacts(NamedTuple):
     @property
     def shown_size(self) -> tuple[int, int]:
         """Height and width as viewers show them."""
-        return (self.width, self.height) if self.orientation >= 5 else (self.height, self.width)
+        return (
+            (self.width, self.height)
+            if self.orientation >= 5
+            else (self.height, self.width)
+        )
 
     @property
     def is_deep_grey(self) -> bool:
@@ -95,7 +101,9 @@ def upright_rgb(image: Any, bits: int | None = None, turn: bool = True) -> Any:
     """Return a picture of PIL that was not loaded yet in mode RGB, turned as its EXIF orientation has it."""
     orientation = orientation_of(image)
     if image.format == "TIFF" and orientation > 1 and not turn:
-        raise ValueError(f"a TIFF file with EXIF orientation {orientation} is always turned; save it as .png")
+        raise ValueError(
+            f"a TIFF file with EXIF orientation {orientation} is always turned; save it as .png"
+        )
     return turned(rgb(image, bits), orientation if turn else 1, image.format)
 
 
@@ -134,7 +142,9 @@ def _is_deep_grey(mode: str) -> bool:
 def _deep_values(image: Any) -> np.ndarray:
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
-        raise ValueError(f"a picture of 8 or 16 bits expected, got PIL's mode {image.mode}; save it with 8 bits")
+        raise ValueError(
+            f"a picture of 8 or 16 bits expected, got PIL's mode {image.mode}; save it with 8 bits"
+        )
     return values
 
 
@@ -155,7 +165,9 @@ def _read_orientation(image: Any) -> tuple[int, bool]:
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
         return 1, False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PIL warns of damaged EXIF data, which the report does
+        warnings.simplefilter(
+            "ignore"
+        )  # PIL warns of damaged EXIF data, which the report does
         try:
             tags = dict(image.getexif())
         except Exception:  # EXIF is written by anybody, and PIL raises nearly anything over damaged ones
@@ -170,7 +182,9 @@ def inspect_picture(path: Path) -> PictureFacts:
         facts = inspect_image(image)
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64))
-            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
+            if (
+                image.format != "JPEG" or END_OF_JPEG not in file.read()
+            ):  # an unusual end: look at all of it
                 image.load()
         return facts
 
@@ -190,7 +204,11 @@ def inspect_image(image: Any) -> PictureFacts:
     if image.format == "TIFF" and orientation > 1:
         image.load()  # PIL turns it now
         shown_height, shown_width = image.height, image.width
-        stored = (shown_width, shown_height) if orientation >= 5 else (shown_height, shown_width)
+        stored = (
+            (shown_width, shown_height)
+            if orientation >= 5
+            else (shown_height, shown_width)
+        )
     else:
         stored = (image.height, image.width)
     return PictureFacts(
@@ -222,7 +240,11 @@ def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
     Raises:
         ValueError: where the scale cannot be known: colours that use fewer bits, and a mixture of depths.
     """
-    deep_colours = {name: p for name, p in pictures.items() if p.depth == FULL_BITS and not p.is_deep_grey}
+    deep_colours = {
+        name: p
+        for name, p in pictures.items()
+        if p.depth == FULL_BITS and not p.is_deep_grey
+    }
     upper = max((p.largest for p in deep_colours.values()), default=255)
     if 0 < upper < 128:
         raise ValueError(
@@ -234,7 +256,11 @@ def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
     if not deep:
         return None
     largest = max(p.largest for p in deep.values())
-    bits = _bits_for(largest, f"{dataset}: {count_of(len(deep), 'picture')} of 16 bits whose values end", "them")
+    bits = _bits_for(
+        largest,
+        f"{dataset}: {count_of(len(deep), 'picture')} of 16 bits whose values end",
+        "them",
+    )
     others = sorted(set(pictures) - set(deep))
     if others and bits < FULL_BITS:
         raise ValueError(
@@ -245,7 +271,9 @@ def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
     return bits
 
 
-def report_pictures(report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None) -> None:
+def report_pictures(
+    report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None
+) -> None:
     """Add facts about the files of pictures, by name: formats, modes, sizes, and what is converted.
 
     Args:
@@ -260,22 +288,40 @@ def report_pictures(report: DataReport, pictures: Mapping[str, PictureFacts], bi
         f"{count_of(len(found), 'picture')}: formats {list_counts(formats)}; PIL's modes {list_counts(modes)}; "
         f"{describe_sizes([p.shown_size for p in found])}",
     )
-    _report_named(report, "read", pictures, lambda p: p.has_profile, "with a colour profile, which is not applied")
     _report_named(
-        report, "read", pictures, lambda p: p.has_damaged_exif, "with EXIF data that cannot be read: not turned"
+        report,
+        "read",
+        pictures,
+        lambda p: p.has_profile,
+        "with a colour profile, which is not applied",
+    )
+    _report_named(
+        report,
+        "read",
+        pictures,
+        lambda p: p.has_damaged_exif,
+        "with EXIF data that cannot be read: not turned",
     )
     _report_conversions(report, pictures)
     _report_depth(report, pictures, bits)
     _report_named(
-        report, "changed", pictures, lambda p: p.frames > 1, "of several frames or pages: the first alone is read"
+        report,
+        "changed",
+        pictures,
+        lambda p: p.frames > 1,
+        "of several frames or pages: the first alone is read",
     )
 
 
-def report_orientation(report: DataReport, pictures: Mapping[str, PictureFacts]) -> None:
+def report_orientation(
+    report: DataReport, pictures: Mapping[str, PictureFacts]
+) -> None:
     """Add a fact about the pictures that are turned as their EXIF orientation has it."""
     turned = {name: p for name, p in pictures.items() if p.orientation > 1}
     numbers = Counter(p.orientation for p in turned.values())
-    kinds = ", ".join(f"orientation {number}: {numbers[number]:,}" for number in sorted(numbers))
+    kinds = ", ".join(
+        f"orientation {number}: {numbers[number]:,}" for number in sorted(numbers)
+    )
     if turned:
         report.add(
             "changed",
@@ -296,7 +342,10 @@ def describe_sizes(sizes: list[tuple[int, int]]) -> str:
     heights, widths = zip(*different, strict=True)
     if len(different) == 1:
         return f"all {widths[0]} x {heights[0]} pixels"
-    wide, high = describe_range(min(widths), max(widths)), describe_range(min(heights), max(heights))
+    wide, high = (
+        describe_range(min(widths), max(widths)),
+        describe_range(min(heights), max(heights)),
+    )
     return f"{len(different):,} sizes, {wide} pixels wide and {high} high"
 
 
@@ -306,12 +355,27 @@ def describe_range(low: float, high: float) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _report_conversions(report: DataReport, pictures: Mapping[str, PictureFacts]) -> None:
-    for mode in sorted({p.mode for p in pictures.values() if p.mode != "RGB" and not p.is_deep_grey}):
-        change = CONVERSIONS.get(mode, "colours became red, green and blue, by PIL's rules and without a profile")
+def _report_conversions(
+    report: DataReport, pictures: Mapping[str, PictureFacts]
+) -> None:
+    for mode in sorted(
+        {p.mode for p in pictures.values() if p.mode != "RGB" and not p.is_deep_grey}
+    ):
+        change = CONVERSIONS.get(
+            mode,
+            "colours became red, green and blue, by PIL's rules and without a profile",
+        )
         if mode not in TRANSPARENT_MODES or mode in CONVERSIONS:
-            of_mode = {name: facts for name, facts in pictures.items() if facts.mode == mode}
-            _report_named(report, "changed", of_mode, lambda _: True, f"of PIL's mode {mode}: {change}")
+            of_mode = {
+                name: facts for name, facts in pictures.items() if facts.mode == mode
+            }
+            _report_named(
+                report,
+                "changed",
+                of_mode,
+                lambda _: True,
+                f"of PIL's mode {mode}: {change}",
+            )
     modes = Counter(p.mode for p in pictures.values() if p.has_transparency)
     _report_named(
         report,
@@ -322,7 +386,9 @@ def _report_conversions(report: DataReport, pictures: Mapping[str, PictureFacts]
     )
 
 
-def _report_depth(report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None) -> None:
+def _report_depth(
+    report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None
+) -> None:
     deep = [p.largest for p in pictures.values() if p.is_deep_grey]
     if deep and bits is not None:
         report.add(
@@ -349,4 +415,6 @@ def _report_named(
     """Add a fact on the pictures it applies to, with their number and first names, where there are any."""
     names = sorted(name for name, facts in pictures.items() if applies(facts))
     if names:
-        report.add(topic, f"{count_of(len(names), 'picture')} {text} ({list_some(names)})")
+        report.add(
+            topic, f"{count_of(len(names), 'picture')} {text} ({list_some(names)})"
+        )

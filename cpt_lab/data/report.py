@@ -32,7 +32,11 @@ TOPICS = {
     "classes": "samples per class",
     "markers": "words or labels with a meaning of their own",
 }
-NOTICES = ("left out", "changed", "overlap")  # topics that tell how training differs from the files
+NOTICES = (
+    "left out",
+    "changed",
+    "overlap",
+)  # topics that tell how training differs from the files
 MAX_NAMES = 3  # files named in one fact
 MAX_COUNTS = 12  # classes listed with their counts
 LINE_WIDTH = 118
@@ -66,8 +70,12 @@ class DataReport:
             ValueError: for an unknown topic.
         """
         if topic not in TOPICS:
-            raise ValueError(f"topic: expected one of {', '.join(TOPICS)}, got {topic!r}")
-        fact = Fact(topic, "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+            raise ValueError(
+                f"topic: expected one of {', '.join(TOPICS)}, got {topic!r}"
+            )
+        fact = Fact(
+            topic, "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        )
         if fact not in self._facts:
             self._facts.append(fact)
 
@@ -118,7 +126,10 @@ class DataReport:
         for topic, text in self.facts:
             label = "" if topic == previous else topic
             first, *rest = textwrap.wrap(text, LINE_WIDTH - width - 4) or [""]
-            lines += [f"  {label:<{width}}  {first}", *(" " * (width + 6) + more for more in rest)]
+            lines += [
+                f"  {label:<{width}}  {first}",
+                *(" " * (width + 6) + more for more in rest),
+            ]
             previous = topic
         return "\n".join(lines)
 

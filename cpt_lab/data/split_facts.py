@@ -11,11 +11,15 @@ from torch import Tensor
 from cpt_lab.data.folder_contents import identical_files
 from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
 
-MAX_READ = 100  # pictures of a split whose values are looked at where pictures stay on disk
+MAX_READ = (
+    100  # pictures of a split whose values are looked at where pictures stay on disk
+)
 NAMES = ("training", "validation", "test")
 
 
-def report_sizes(report: DataReport, sizes: Sequence[int], there: Sequence[int]) -> None:
+def report_sizes(
+    report: DataReport, sizes: Sequence[int], there: Sequence[int]
+) -> None:
     """Add a fact about the sizes of the splits.
 
     Args:
@@ -31,7 +35,13 @@ def report_sizes(report: DataReport, sizes: Sequence[int], there: Sequence[int])
     )
 
 
-def report_classes(report: DataReport, split: str, labels: Any, names: Sequence[str], noun: str = "picture") -> None:
+def report_classes(
+    report: DataReport,
+    split: str,
+    labels: Any,
+    names: Sequence[str],
+    noun: str = "picture",
+) -> None:
     """Add facts about the number of samples per class in a split, and the classes that are missing.
 
     Args:
@@ -49,15 +59,22 @@ def report_classes(report: DataReport, split: str, labels: Any, names: Sequence[
     present = {name: count for name, count in zip(shown, counts, strict=True) if count}
     found = f"{count_of(len(numbers), noun)} of {_classes(len(present))}"
     report.add("classes", f"{split}: {found}: {list_counts(present)}")
-    if missing := [name for name, count in zip(names, counts, strict=True) if not count]:
-        report.add("classes", f"{split} has no {noun} of {_classes(len(missing))}: {list_some(missing)}")
+    if missing := [
+        name for name, count in zip(names, counts, strict=True) if not count
+    ]:
+        report.add(
+            "classes",
+            f"{split} has no {noun} of {_classes(len(missing))}: {list_some(missing)}",
+        )
 
 
 def _classes(count: int) -> str:
     return "1 class" if count == 1 else f"{count:,} classes"
 
 
-def report_values(report: DataReport, split: str, images: Tensor | Sequence[Tensor]) -> None:
+def report_values(
+    report: DataReport, split: str, images: Tensor | Sequence[Tensor]
+) -> None:
     """Add a fact about the range of the values of pictures in memory, uint8 (N, C, H, W) or N of (C, H, W)."""
     if not len(images):
         return
@@ -69,7 +86,9 @@ def report_values(report: DataReport, split: str, images: Tensor | Sequence[Tens
     _add_range(report, split, count_of(len(images), "picture"), ranges)
 
 
-def report_sample_values(report: DataReport, split: str, samples: Any, read: Callable[[Any], Any]) -> None:
+def report_sample_values(
+    report: DataReport, split: str, samples: Any, read: Callable[[Any], Any]
+) -> None:
     """Add a fact about the range of the values of some pictures on disk.
 
     Args:
@@ -82,16 +101,22 @@ def report_sample_values(report: DataReport, split: str, samples: Any, read: Cal
     if not count:
         return
     chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_READ)).astype(np.int64))
-    channels = [read(samples[int(index)]).convert("RGB").getextrema() for index in chosen]
+    channels = [
+        read(samples[int(index)]).convert("RGB").getextrema() for index in chosen
+    ]
     ranges = [(min(low for low, _ in c), max(high for _, high in c)) for c in channels]
     some = "" if len(chosen) == count else f" of {count:,}, evenly spaced"
     _add_range(report, split, f"{count_of(len(chosen), 'picture')}{some}", ranges)
 
 
-def _add_range(report: DataReport, split: str, what: str, ranges: Iterable[tuple[int, int]]) -> None:
+def _add_range(
+    report: DataReport, split: str, what: str, ranges: Iterable[tuple[int, int]]
+) -> None:
     lows, highs = zip(*ranges, strict=True)
     constant = sum(low == high for low, high in zip(lows, highs, strict=True))
-    alone = f"; {count_of(constant, 'picture')} of one value throughout" if constant else ""
+    alone = (
+        f"; {count_of(constant, 'picture')} of one value throughout" if constant else ""
+    )
     report.add("values", f"{split}: {min(lows)} to {max(highs)} in {what}{alone}")
 
 
@@ -107,8 +132,16 @@ def identical_pictures(first: Tensor, second: Tensor) -> dict[int, int]:
     places: dict[int, int] = {}
     for index, value in enumerate(_hashes(first)):
         places.setdefault(value, index)
-    candidates = [(index, places[value]) for index, value in enumerate(_hashes(second)) if value in places]
-    return {index: place for index, place in candidates if torch.equal(second[index], first[place])}
+    candidates = [
+        (index, places[value])
+        for index, value in enumerate(_hashes(second))
+        if value in places
+    ]
+    return {
+        index: place
+        for index, place in candidates
+        if torch.equal(second[index], first[place])
+    }
 
 
 def _hashes(images: Tensor) -> Iterable[int]:
@@ -129,12 +162,21 @@ def report_shared(report: DataReport, splits: Mapping[str, Tensor]) -> None:
         ("test", test, "training or validation", fitted),
         ("validation", valid, "training", train),
     ):
-        if len(images) and len(pictures) and (shared := identical_pictures(pictures, images)):
+        if (
+            len(images)
+            and len(pictures)
+            and (shared := identical_pictures(pictures, images))
+        ):
             what = f"{len(shared):,} of {count_of(len(images), f'{name} picture')}"
-            report.add("overlap", f"{what} have the pixels of a {other} picture at {size} pixels")
+            report.add(
+                "overlap",
+                f"{what} have the pixels of a {other} picture at {size} pixels",
+            )
 
 
-def report_shared_files(report: DataReport, train: Sequence[str], valid: Sequence[str]) -> None:
+def report_shared_files(
+    report: DataReport, train: Sequence[str], valid: Sequence[str]
+) -> None:
     """Add a fact about files of validation pictures that are copies of training pictures, byte for byte."""
     if valid and (copies := identical_files(train, valid)):
         report.add(

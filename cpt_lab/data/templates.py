@@ -36,7 +36,9 @@ COUNTS: dict[str, tuple[float, float]] = {  # words -> smallest and largest numb
 }
 ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
 Thing = tuple[str, str]  # a colour or "", a kind
-Rules = tuple[list[str], list[str], list[str]]  # second sentences by label: entailed, neutral, contradicted
+Rules = tuple[
+    list[str], list[str], list[str]
+]  # second sentences by label: entailed, neutral, contradicted
 
 
 def sentence_pairs(count: int) -> list[tuple[str, str, int]]:
@@ -57,11 +59,23 @@ def _things(rng: random.Random) -> tuple[Thing, Thing, Thing, Thing]:
     above = [kind]
     while above[-1] in PARENT:
         above.append(PARENT[above[-1]])
-    wider = [(c, k) for c in dict.fromkeys((colour, "")) for k in above if (c, k) != (colour, kind)]
-    narrower = [(colour, k) for k in KINDS.get(kind, ())] + ([] if colour else [(c, kind) for c in COLOURS])
+    wider = [
+        (c, k)
+        for c in dict.fromkeys((colour, ""))
+        for k in above
+        if (c, k) != (colour, kind)
+    ]
+    narrower = [(colour, k) for k in KINDS.get(kind, ())] + (
+        [] if colour else [(c, kind) for c in COLOURS]
+    )
     apart = [(colour, k) for k in PARENT if k not in above and PARENT[k] != kind]
     # nothing is narrower than a red poodle but itself
-    return (colour, kind), rng.choice(wider), rng.choice(narrower or [(colour, kind)]), rng.choice(apart)
+    return (
+        (colour, kind),
+        rng.choice(wider),
+        rng.choice(narrower or [(colour, kind)]),
+        rng.choice(apart),
+    )
 
 
 def _name(thing: Thing) -> str:
@@ -88,12 +102,16 @@ def _quantified(rng: random.Random) -> tuple[str, Rules]:
             [("no", up, p), ("no", other, p)],
             [("some", x, p), ("some", down, p), ("all", x, p)],
         ),
-    }[quantifier]  # fmt: skip
+    }[quantifier]
 
     def make(sentences: list[tuple[str, Thing, str]]) -> list[str]:
         return [f"{q} {_name(thing)} are {state}" for q, thing, state in sentences]
 
-    return make([(quantifier, x, p)])[0], (make(entailed), make(neutral), make(contradicted))
+    return make([(quantifier, x, p)])[0], (
+        make(entailed),
+        make(neutral),
+        make(contradicted),
+    )
 
 
 def _counted(rng: random.Random) -> tuple[str, Rules]:
@@ -101,20 +119,36 @@ def _counted(rng: random.Random) -> tuple[str, Rules]:
     who, verb, words = rng.choice(PEOPLE), rng.choice(DOES), rng.choice([*COUNTS])
     low, high = COUNTS[words]
     rules: Rules = ([], [], [])
-    known = {down: (0, high), up: (low, math.inf), x: (low, high)}  # x last: ``down`` may be x
+    known = {
+        down: (0, high),
+        up: (low, math.inf),
+        x: (low, high),
+    }  # x last: ``down`` may be x
     for thing, (least, most) in known.items():
         for said, (a, b) in COUNTS.items():  # against what is known of the number
-            label = ENTAILMENT if a <= least and most <= b else CONTRADICTION if most < a or b < least else NEUTRAL
+            label = (
+                ENTAILMENT
+                if a <= least and most <= b
+                else CONTRADICTION
+                if most < a or b < least
+                else NEUTRAL
+            )
             rules[label].append(f"{who} {verb} {said} {_name(thing)}")
     return f"{who} {verb} {words} {_name(x)}", rules
 
 
 def _met(rng: random.Random) -> tuple[str, Rules]:
-    (a, b, c), verb, holds = rng.sample(PEOPLE, 3), rng.choice([*MEETS]), rng.random() < 0.5
+    (a, b, c), verb, holds = (
+        rng.sample(PEOPLE, 3),
+        rng.choice([*MEETS]),
+        rng.random() < 0.5,
+    )
 
     def make(who: str, whom: str, holds: bool) -> str:
         active = f"{who} {verb if holds else f'does not {verb[:-1]}'} {whom}"
-        return rng.choice((active, f"{whom} is {'' if holds else 'not '}{MEETS[verb]} by {who}"))
+        return rng.choice(
+            (active, f"{whom} is {'' if holds else 'not '}{MEETS[verb]} by {who}")
+        )
 
     same, opposite = [make(a, b, holds)], [make(a, b, not holds)]
     neutral = [make(b, a, holds), make(a, c, holds), make(c, b, not holds)]

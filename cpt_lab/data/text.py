@@ -27,13 +27,21 @@ from cpt_lab.data.text_lines import (
     unify_breaks,
 )
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
-from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
+from cpt_lab.experiments.language_model import (
+    EXPERIMENT,
+    LanguageModelRecipe,
+    known_words,
+)
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
 ENDINGS = (".txt", ".tokens", ".raw")  # .tokens and .raw are WikiText's
-NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}  # ends of names
+NAMES = {
+    "train": ("train",),
+    "valid": ("valid", "val", "validation", "dev"),
+    "test": ("test",),
+}  # ends of names
 NOT_A_TEXT = "no text of a split by its name"
 LONG_WORD = 15  # letters on average: likely a text without blanks between words
 PTB_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}  # with <eos>
@@ -58,7 +66,9 @@ class TextData:
     start: int  # the number that stands before the first word: that of ``<eos>``, or of a line break
     title: str  # for figures
     checksum: str  # of the files
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
 
 def load_text(recipe: LanguageModelRecipe) -> TextData:
@@ -72,14 +82,20 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     report = DataReport(recipe.dataset)
     texts, title = _texts(recipe, report)
     lines = strip_markers(texts, report) if is_own(recipe.dataset) else texts
-    whole = {split: _units(split, text, recipe.unit, report) for split, text in lines.items()}
+    whole = {
+        split: _units(split, text, recipe.unit, report) for split, text in lines.items()
+    }
     if recipe.dataset == "ptb":
-        _check_penn_treebank({split: len(_words(text)) for split, text in texts.items()})
+        _check_penn_treebank(
+            {split: len(_words(text)) for split, text in texts.items()}
+        )
     parts = {split: _cut(split, whole[split], recipe, report) for split in SPLITS}
     start = "\n" if recipe.unit == "characters" else EOS
     _check_parts(recipe, parts, start)
     check_overlap(recipe.dataset, lines, report, refuse=is_own(recipe.dataset))
-    common = [unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)]
+    common = [
+        unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)
+    ]
     vocabulary = list(dict.fromkeys([start, *common]))
     if not set().union(*parts.values()) <= set(vocabulary):
         vocabulary = list(dict.fromkeys([*vocabulary, UNKNOWN]))
@@ -87,7 +103,10 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     _report_vocabulary(recipe, parts, number, report)
     report.log_notices(log)
     train, valid, test = (
-        torch.tensor([number.get(unit, number.get(UNKNOWN, 0)) for unit in parts[split]]) for split in SPLITS
+        torch.tensor(
+            [number.get(unit, number.get(UNKNOWN, 0)) for unit in parts[split]]
+        )
+        for split in SPLITS
     )
     return TextData(
         train,
@@ -101,7 +120,9 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     )
 
 
-def _texts(recipe: LanguageModelRecipe, report: DataReport) -> tuple[dict[str, str], str]:
+def _texts(
+    recipe: LanguageModelRecipe, report: DataReport
+) -> tuple[dict[str, str], str]:
     """Return the three texts of a recipe as the files have them, and what they are called."""
     if recipe.dataset == "pydoc":
         return _reference_text(report), "Python's reference text"
@@ -111,12 +132,16 @@ def _texts(recipe: LanguageModelRecipe, report: DataReport) -> tuple[dict[str, s
     if not all(path.is_file() for path in files.values()):
         raise not_here("ptb")
     report_unread(report, data_dir() / "ptb", list(files.values()), NOT_A_TEXT)
-    return {split: _read(path, report) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
+    return {
+        split: _read(path, report) for split, path in files.items()
+    }, EXPERIMENT.named["ptb"].title
 
 
 def _check_penn_treebank(counts: dict[str, int]) -> None:
     if counts != PTB_WORDS:
-        raise ValueError(f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}")
+        raise ValueError(
+            f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}"
+        )
 
 
 def _units(split: str, text: str, unit: str, report: DataReport) -> list[str]:
@@ -130,48 +155,72 @@ def _units(split: str, text: str, unit: str, report: DataReport) -> list[str]:
     lines = text.splitlines()
     blank = sum(not line.strip() for line in lines)
     filled = count_of(len(lines) - blank, "line")
-    report.add("read", f"{split}: {filled}, {count_of(len(words), 'word')} with an {EOS} for each line")
+    report.add(
+        "read",
+        f"{split}: {filled}, {count_of(len(words), 'word')} with an {EOS} for each line",
+    )
     if blank:
         report.add("left out", f"{split}: {count_of(blank, 'line')} without words")
     return words
 
 
-def _cut(split: str, whole: list[str], recipe: LanguageModelRecipe, report: DataReport) -> list[str]:
+def _cut(
+    split: str, whole: list[str], recipe: LanguageModelRecipe, report: DataReport
+) -> list[str]:
     """Return as much of a text as a recipe uses, and report the rest."""
     part = whole[: getattr(recipe, f"{split}_tokens")]
     if len(part) < len(whole):
-        report.add("left out", f"{split}: all but the first {len(part):,} of {len(whole):,} {recipe.unit}")
+        report.add(
+            "left out",
+            f"{split}: all but the first {len(part):,} of {len(whole):,} {recipe.unit}",
+        )
     if split == "train" and (rest := len(part) % recipe.batch):
-        report.add("left out", f"train: the last {rest} of {len(part):,} {recipe.unit}, too few for all columns")
+        report.add(
+            "left out",
+            f"train: the last {rest} of {len(part):,} {recipe.unit}, too few for all columns",
+        )
     report.add("split", f"{split}: {len(part):,} {recipe.unit}")
     return part
 
 
-def _check_parts(recipe: LanguageModelRecipe, parts: dict[str, list[str]], start: str) -> None:
+def _check_parts(
+    recipe: LanguageModelRecipe, parts: dict[str, list[str]], start: str
+) -> None:
     """Refuse texts from which nothing can be learnt, or with which nothing can be measured."""
     for split, part in parts.items():
         if len(part) < recipe.batch * (1 + (split == "train")):
             few = f"the {split} text has {len(part)} {recipe.unit}, too few for a batch of {recipe.batch} columns"
             raise ValueError(f"{recipe.dataset}: {few}{_no_blanks(recipe, part)}")
     if len(set(parts["train"]) - {start}) < 2:
-        raise ValueError(f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt")
+        raise ValueError(
+            f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt"
+        )
     for split, part in parts.items():
         if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
             hint = _no_blanks(recipe, part)
-            raise ValueError(f"{recipe.dataset}: nothing of the {split} text is in the training text{hint}")
+            raise ValueError(
+                f"{recipe.dataset}: nothing of the {split} text is in the training text{hint}"
+            )
 
 
 def _no_blanks(recipe: LanguageModelRecipe, words: list[str]) -> str:
     """Return a hint where words are so long that a text is likely to have no blanks between them, else ""."""
     letters = [len(word) for word in words if word != EOS]
-    if recipe.unit == "characters" or not letters or sum(letters) < LONG_WORD * len(letters):
+    if (
+        recipe.unit == "characters"
+        or not letters
+        or sum(letters) < LONG_WORD * len(letters)
+    ):
         return ""
     mean = sum(letters) / len(letters)
     return f'; its words have {mean:.0f} letters on average: read a text without blanks with unit="characters"'
 
 
 def _report_vocabulary(
-    recipe: LanguageModelRecipe, parts: dict[str, list[str]], number: dict[str, int], report: DataReport
+    recipe: LanguageModelRecipe,
+    parts: dict[str, list[str]],
+    number: dict[str, int],
+    report: DataReport,
 ) -> None:
     """Add how many words are known, and how many of each split become ``<unk>``."""
     different = len(set(parts["train"]))
@@ -182,13 +231,20 @@ def _report_vocabulary(
     for split, part in parts.items():
         if unknown := sum(unit not in number for unit in part):
             share = f"{unknown:,} of {len(part):,} {recipe.unit}"
-            report.add("changed", f"{split}: {share} became {UNKNOWN}{_no_blanks(recipe, part)}")
+            report.add(
+                "changed",
+                f"{split}: {share} became {UNKNOWN}{_no_blanks(recipe, part)}",
+            )
 
 
 def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> str:
     """Say what is left out of a text, and how many words of it are known."""
     limit = recipe.train_tokens
-    part = f"the first {limit:,} {recipe.unit} of " if limit is not None and limit < there else ""
+    part = (
+        f"the first {limit:,} {recipe.unit} of "
+        if limit is not None and limit < there
+        else ""
+    )
     part = part or ("characters of " if recipe.unit == "characters" else "")
     known = "" if recipe.vocabulary is None else f", {words:,} words known"
     return f"{part}{name}{known}"
@@ -206,10 +262,18 @@ def _own(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
     every = _read(files[0], report).splitlines(keepends=True)
     lines = [line for line in every if line.strip()]
     if len(lines) < 10:
-        raise ValueError(f"{files[0]} has {len(lines)} lines with words; one text is cut in three, and needs ten")
+        raise ValueError(
+            f"{files[0]} has {len(lines)} lines with words; one text is cut in three, and needs ten"
+        )
     if len(every) > len(lines):
-        report.add("left out", f"{files[0].name}: {count_of(len(every) - len(lines), 'line')} without words")
-    report.add("split", f"{count_of(len(lines), 'line')} of one text cut 8 : 1 : 1, in their order")
+        report.add(
+            "left out",
+            f"{files[0].name}: {count_of(len(every) - len(lines), 'line')} without words",
+        )
+    report.add(
+        "split",
+        f"{count_of(len(lines), 'line')} of one text cut 8 : 1 : 1, in their order",
+    )
     ends = [0, len(lines) * 8 // 10, len(lines) * 9 // 10, len(lines)]
     parts = ("".join(lines[a:b]) for a, b in itertools.pairwise(ends))
     return dict(zip(SPLITS, parts, strict=True)), f"{files[0].stem}, cut 8 : 1 : 1"
@@ -219,14 +283,20 @@ def _single_text(folder: Path) -> list[Path]:
     """Return the one .txt of a folder without texts of splits in other files, in a list, else none."""
     texts = _texts_in(folder)
     plain = [path for path in texts if path.suffix == ".txt"]
-    others = [path for path in texts if path not in plain and path.stem.endswith(sum(NAMES.values(), ()))]
+    others = [
+        path
+        for path in texts
+        if path not in plain and path.stem.endswith(sum(NAMES.values(), ()))
+    ]
     return plain if len(plain) == 1 and not others else []
 
 
 def _texts_in(folder: Path) -> list[Path]:
     """Return the files of a folder that are texts by their endings."""
     found = (path for ending in ENDINGS for path in folder.glob(f"*{ending}"))
-    return sorted(path for path in found if not is_below_hidden(path.relative_to(folder)))
+    return sorted(
+        path for path in found if not is_below_hidden(path.relative_to(folder))
+    )
 
 
 def _file_of(folder: Path, split: str) -> Path:
@@ -235,14 +305,20 @@ def _file_of(folder: Path, split: str) -> Path:
     texts = _texts_in(folder)
     found = [path for path in texts if path.stem.endswith(NAMES[split])]
     if not found:
-        names = sorted(path.name for path in folder.iterdir() if not is_below_hidden(path.relative_to(folder)))
+        names = sorted(
+            path.name
+            for path in folder.iterdir()
+            if not is_below_hidden(path.relative_to(folder))
+        )
         there = f"; it has {list_some(names, 6)}" if names else ""
         raise DataNotFoundError(
             f"{folder} has no file that ends in {split}.txt{_also(split)}; a text needs one for "
             f"{', '.join(SPLITS)}{there}"
         )
     if len(found) > 1:
-        raise ValueError(f"{folder} has several texts for {split}: {', '.join(p.name for p in found)}; keep one")
+        raise ValueError(
+            f"{folder} has several texts for {split}: {', '.join(p.name for p in found)}; keep one"
+        )
     return found[0]
 
 
@@ -264,7 +340,12 @@ def _read(path: Path, report: DataReport) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return [word for line in text.splitlines() if (found := line.split()) for word in (*found, EOS)]
+    return [
+        word
+        for line in text.splitlines()
+        if (found := line.split())
+        for word in (*found, EOS)
+    ]
 
 
 def _reference_text(report: DataReport) -> dict[str, str]:
@@ -272,14 +353,23 @@ def _reference_text(report: DataReport) -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise DataNotFoundError("this Python was installed without pydoc_data, the text of its reference") from error
+        raise DataNotFoundError(
+            "this Python was installed without pydoc_data, the text of its reference"
+        ) from error
     text = "".join(topics[name] for name in sorted(topics))
     if len(text) < (needed := sum(PYDOC_CHARACTERS.values())):
-        raise ValueError(f"the reference text of this Python has {len(text)} characters, {needed} are needed")
-    report.add("left out", f"all but the first {needed:,} characters, as many as every version of Python has")
+        raise ValueError(
+            f"the reference text of this Python has {len(text)} characters, {needed} are needed"
+        )
+    report.add(
+        "left out",
+        f"all but the first {needed:,} characters, as many as every version of Python has",
+    )
     report.add("split", "cut in this order: train, valid, test")
     ends = itertools.pairwise([0, *itertools.accumulate(PYDOC_CHARACTERS.values())])
-    return {split: text[a:b] for split, (a, b) in zip(PYDOC_CHARACTERS, ends, strict=True)}
+    return {
+        split: text[a:b] for split, (a, b) in zip(PYDOC_CHARACTERS, ends, strict=True)
+    }
 
 
 def random_text(recipe: LanguageModelRecipe) -> TextData:
@@ -287,8 +377,12 @@ def random_text(recipe: LanguageModelRecipe) -> TextData:
     known = known_words(recipe.to_dict())
     generator = generator_of(0)
     sizes = (recipe.batch * (recipe.length + 1), 100, 100)
-    train, valid, test = (torch.randint(known, (size,), generator=generator) for size in sizes)
-    return TextData(train, valid, test, tuple(map(str, range(known))), 0, "random words", "")
+    train, valid, test = (
+        torch.randint(known, (size,), generator=generator) for size in sizes
+    )
+    return TextData(
+        train, valid, test, tuple(map(str, range(known))), 0, "random words", ""
+    )
 
 
 def columns(tokens: Tensor, batch: int) -> Tensor:
@@ -306,7 +400,9 @@ def questions(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
     before = torch.cat([tokens.new_tensor([start]), tokens[:-1]])
     pairs = []
     for values, fill in ((before, start), (tokens, -100)):
-        padded = torch.cat([values, values.new_full((rows * batch - len(values),), fill)])
+        padded = torch.cat(
+            [values, values.new_full((rows * batch - len(values),), fill)]
+        )
         pairs.append(padded.view(batch, rows).t().contiguous())
     return pairs[0], pairs[1]
 
@@ -317,6 +413,11 @@ def download(name: str, language: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         path = folder / f"ptb.{split}.txt"
-        if not (path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == PTB_SHA256[split]):
-            torch.hub.download_url_to_file(PTB_URL.format(split), str(path), PTB_SHA256[split])
+        if not (
+            path.is_file()
+            and hashlib.sha256(path.read_bytes()).hexdigest() == PTB_SHA256[split]
+        ):
+            torch.hub.download_url_to_file(
+                PTB_URL.format(split), str(path), PTB_SHA256[split]
+            )
     return folder

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from cpt_lab.data.report import DataReport, count_of, list_counts
 
 EOS, UNKNOWN = "<eos>", "<unk>"
-UNKNOWN_SPELLINGS = ("<UNK>", "<Unk>", "[UNK]", "<oov>", "<OOV>")  # words of their own here
+UNKNOWN_SPELLINGS = (
+    "<UNK>",
+    "<Unk>",
+    "[UNK]",
+    "<oov>",
+    "<OOV>",
+)  # words of their own here
 SHAPES = (
     r"<\|?/?[A-Za-z][\w/.-]{0,20}\|?>",  # <eos>, </s>, <|endoftext|>
     r"\[/?[A-Z]{2,8}\]",  # [SEP]
@@ -22,17 +28,28 @@ SHAPES = (
 MARKER = "|".join(SHAPES)
 LAST, FIRST = re.compile(rf"({MARKER})\s*$"), re.compile(rf"^\s*({MARKER})")
 WORDS = ("EOS", "eos", "EOL", "BOS", "bos", "SOS", "sos", "\\n", "\u00b6", "\u23ce")
-CLOSING, OPENING = (">", "]", "_", *WORDS), ("<", "[", "_", *WORDS)  # characters of the markers: a quick look
+CLOSING, OPENING = (
+    (">", "]", "_", *WORDS),
+    ("<", "[", "_", *WORDS),
+)  # characters of the markers: a quick look
 LONGEST = 48  # characters of a marker, at most
-NEARLY_ALL = 0.9  # of the lines of a text: a marker that ends so many is the end of a line
+NEARLY_ALL = (
+    0.9  # of the lines of a text: a marker that ends so many is the end of a line
+)
 LONG_LINE = 5  # words: shorter lines recur in any text
 MIN_LETTERS = 8  # of a word, on average: words of other scripts that are sentences
 MAX_SHARED = 0.5  # of the long lines of a text
 USES = {"valid": "validation", "test": "test"}
 BREAKS = {
-    "\x0b": "vertical tabs", "\x0c": "form feeds", "\x1c": "U+001C", "\x1d": "U+001D", "\x1e": "U+001E",
-    "\x85": "U+0085", "\u2028": "U+2028", "\u2029": "U+2029",
-}  # fmt: skip
+    "\x0b": "vertical tabs",
+    "\x0c": "form feeds",
+    "\x1c": "U+001C",
+    "\x1d": "U+001D",
+    "\x1e": "U+001E",
+    "\x85": "U+0085",
+    "\u2028": "U+2028",
+    "\u2029": "U+2029",
+}
 Matches = dict[int, re.Match[str]]  # by the number of the line
 
 
@@ -49,10 +66,16 @@ def unify_breaks(name: str, text: str, report: DataReport) -> str:
         text = text.removeprefix("\ufeff")
     for ending, said in (("\r\n", "CR LF"), ("\r", "CR")):
         if count := text.count(ending):
-            report.add("changed", f"{name}: {count_of(count, 'line')} ended in {said}, and end in a line feed now")
+            report.add(
+                "changed",
+                f"{name}: {count_of(count, 'line')} ended in {said}, and end in a line feed now",
+            )
             text = text.replace(ending, "\n")
     if damaged := text.count("\ufffd"):
-        report.add("markers", f"{name}: {count_of(damaged, 'character')} U+FFFD, which stand for damaged ones")
+        report.add(
+            "markers",
+            f"{name}: {count_of(damaged, 'character')} U+FFFD, which stand for damaged ones",
+        )
     return text
 
 
@@ -60,7 +83,10 @@ def report_breaks(name: str, text: str, report: DataReport) -> None:
     """Add the characters besides line feeds at which a text of words is cut into lines."""
     counts = {said: text.count(character) for character, said in BREAKS.items()}
     if found := {said: count for said, count in counts.items() if count}:
-        report.add("changed", f"{name}: lines end at these characters, too: {list_counts(found)}")
+        report.add(
+            "changed",
+            f"{name}: lines end at these characters, too: {list_counts(found)}",
+        )
 
 
 def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str]:
@@ -76,9 +102,19 @@ def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str
             for split, part in lines.items():
                 _strip(split, part, found[split], taken, report)
             found = {split: _find(part, pattern) for split, part in lines.items()}
-        words = Counter(match[1] for part in found.values() for match in part.values() if _is_word(match))
-        if stay := {repr(marker): count for marker, count in words.items() if marker != UNKNOWN}:
-            report.add("markers", f"lines that {place} what looks like a marker, but stays a word: {list_counts(stay)}")
+        words = Counter(
+            match[1]
+            for part in found.values()
+            for match in part.values()
+            if _is_word(match)
+        )
+        if stay := {
+            repr(marker): count for marker, count in words.items() if marker != UNKNOWN
+        }:
+            report.add(
+                "markers",
+                f"lines that {place} what looks like a marker, but stays a word: {list_counts(stay)}",
+            )
     return {split: "".join(part) for split, part in lines.items()}
 
 
@@ -86,8 +122,14 @@ def _find(lines: list[str], pattern: re.Pattern[str]) -> Matches:
     """Return the lines that have a marker in the place of a pattern."""
     found = {}
     for number, line in enumerate(lines):
-        likely = line.rstrip().endswith(CLOSING) if pattern is LAST else line.lstrip().startswith(OPENING)
-        if likely and (match := pattern.search(line, _tail(line) if pattern is LAST else 0)):
+        likely = (
+            line.rstrip().endswith(CLOSING)
+            if pattern is LAST
+            else line.lstrip().startswith(OPENING)
+        )
+        if likely and (
+            match := pattern.search(line, _tail(line) if pattern is LAST else 0)
+        ):
             found[number] = match
     return found
 
@@ -108,25 +150,43 @@ def _taken(lines: Mapping[str, list[str]], found: Mapping[str, Matches]) -> set[
     taken = set()
     for split, matches in found.items():
         marked = sum(match.string.strip() == match[1] for match in matches.values())
-        filled = max(1, sum(not line.isspace() for line in lines[split]) - marked)  # lines with more than a marker
+        filled = max(
+            1, sum(not line.isspace() for line in lines[split]) - marked
+        )  # lines with more than a marker
         for marker, count in Counter(match[1] for match in matches.values()).items():
-            if marker == EOS or (count >= NEARLY_ALL * filled and marker not in (UNKNOWN, *UNKNOWN_SPELLINGS)):
+            if marker == EOS or (
+                count >= NEARLY_ALL * filled
+                and marker not in (UNKNOWN, *UNKNOWN_SPELLINGS)
+            ):
                 taken.add(marker)
     return taken
 
 
-def _strip(split: str, lines: list[str], matches: Matches, taken: set[str], report: DataReport) -> None:
+def _strip(
+    split: str, lines: list[str], matches: Matches, taken: set[str], report: DataReport
+) -> None:
     """Take markers out of the lines of a split, in place."""
     counts: Counter[tuple[str, str]] = Counter()
     for number, match in matches.items():
         if match[1] in taken:
             line, ends = lines[number], match.re is LAST
             before, after = line[: match.start(1)], line[match.end(1) :]
-            lines[number] = before.rstrip() + _break_of(line) if ends else before + after.lstrip(" \t")
+            lines[number] = (
+                before.rstrip() + _break_of(line)
+                if ends
+                else before + after.lstrip(" \t")
+            )
             counts[match[1], "end in" if ends else "begin with"] += 1
     for (marker, place), count in sorted(counts.items()):
-        what = "taken as the end that every line gets" if place == "end in" else "left out, as the line begins there"
-        report.add("markers", f"{count:,} of {count_of(len(lines), 'line')} of {split} {place} {marker!r}: {what}")
+        what = (
+            "taken as the end that every line gets"
+            if place == "end in"
+            else "left out, as the line begins there"
+        )
+        report.add(
+            "markers",
+            f"{count:,} of {count_of(len(lines), 'line')} of {split} {place} {marker!r}: {what}",
+        )
 
 
 def _break_of(line: str) -> str:
@@ -137,13 +197,25 @@ def _break_of(line: str) -> str:
 def report_unknown_words(split: str, text: str, report: DataReport) -> None:
     """Add how often words stand in a text that mean unknown words or ends of lines."""
     special = {word for word in (UNKNOWN, EOS, *UNKNOWN_SPELLINGS) if word in text}
-    words = Counter(word for word in text.split() if word in special) if special else Counter[str]()
+    words = (
+        Counter(word for word in text.split() if word in special)
+        if special
+        else Counter[str]()
+    )
     if count := words[UNKNOWN]:
-        report.add("markers", f"{split}: {count:,} times '{UNKNOWN}' in the file itself")
+        report.add(
+            "markers", f"{split}: {count:,} times '{UNKNOWN}' in the file itself"
+        )
     if count := words[EOS]:
-        report.add("markers", f"{split}: {count:,} times '{EOS}' inside lines, as if the line ended there")
+        report.add(
+            "markers",
+            f"{split}: {count:,} times '{EOS}' inside lines, as if the line ended there",
+        )
     if others := {repr(word): words[word] for word in UNKNOWN_SPELLINGS if words[word]}:
-        report.add("markers", f"{split}: words of their own beside '{UNKNOWN}': {list_counts(others)}")
+        report.add(
+            "markers",
+            f"{split}: words of their own beside '{UNKNOWN}': {list_counts(others)}",
+        )
 
 
 def long_lines(text: str) -> list[str]:
@@ -153,16 +225,26 @@ def long_lines(text: str) -> list[str]:
     ['a b c d e']
     """
     words = (line.split() for line in text.splitlines())
-    return [" ".join(line) for line in words if len(line) >= LONG_LINE or _has_no_blanks(line)]
+    return [
+        " ".join(line)
+        for line in words
+        if len(line) >= LONG_LINE or _has_no_blanks(line)
+    ]
 
 
 def _has_no_blanks(words: list[str]) -> bool:
     """Return whether a line is likely to be a sentence of a script without blanks, such as Chinese."""
     letters = sum(map(len, words))
-    return bool(words) and letters >= MIN_LETTERS * len(words) and not any(word.isascii() for word in words)
+    return (
+        bool(words)
+        and letters >= MIN_LETTERS * len(words)
+        and not any(word.isascii() for word in words)
+    )
 
 
-def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, refuse: bool) -> None:
+def check_overlap(
+    dataset: str, texts: Mapping[str, str], report: DataReport, refuse: bool
+) -> None:
     """Report lines that two texts share; refuse texts that are the same, or most of which is in another one.
 
     Args:
@@ -175,13 +257,19 @@ def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, re
         ValueError: names the texts, how many lines they share and the first of them.
     """
     lines = {split: long_lines(text) for split, text in texts.items()}
-    words = {split: " ".join(text.split()) for split, text in texts.items()}  # however lines are cut
+    words = {
+        split: " ".join(text.split()) for split, text in texts.items()
+    }  # however lines are cut
     for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
         use, there = USES[part], f"the {'training' if other == 'train' else other} text"
         if refuse and texts[part] == texts[other] and (other == "train" or lines[part]):
-            raise ValueError(f"{dataset}: the {part} text is {there}; a {use} needs another")
+            raise ValueError(
+                f"{dataset}: the {part} text is {there}; a {use} needs another"
+            )
         if refuse and lines[part] and words[part] in words[other]:
-            raise ValueError(f"{dataset}: the {part} text is a part of {there}; a {use} needs another")
+            raise ValueError(
+                f"{dataset}: the {part} text is a part of {there}; a {use} needs another"
+            )
         known = set(lines[other])
         shared = [line for line in lines[part] if line in known]
         if not shared:
@@ -189,5 +277,7 @@ def check_overlap(dataset: str, texts: Mapping[str, str], report: DataReport, re
         which = f"lines of at least {LONG_LINE} words of the {part} text stand in {there}, too"
         said = f"{len(shared):,} of {len(lines[part]):,} {which}"
         if refuse and len(shared) > MAX_SHARED * len(lines[part]):
-            raise ValueError(f"{dataset}: {said}; a {use} needs others than {shared[0][:60]!r}")
+            raise ValueError(
+                f"{dataset}: {said}; a {use} needs others than {shared[0][:60]!r}"
+            )
         report.add("overlap", said)

@@ -19,7 +19,11 @@ def is_below_hidden(place: PurePath) -> bool:
 
 
 def report_unread(
-    report: DataReport, folder: Path, used: Collection[Path], reason: str, own_reasons: Iterable[tuple[str, str]] = ()
+    report: DataReport,
+    folder: Path,
+    used: Collection[Path],
+    reason: str,
+    own_reasons: Iterable[tuple[str, str]] = (),
 ) -> None:
     """Add the files of a folder that are not among those that were read, by reason and by ending.
 

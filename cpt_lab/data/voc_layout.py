@@ -22,7 +22,16 @@ from cpt_lab.data.split_facts import list_alike
 MAX_ID = 200  # characters: file systems take 255 for a name
 FLAGS = ("1", "-1", "0")  # second words of VOC's lists of one class
 OVERHANG = 1  # pixels that a box may stick out: rounding of other tools
-ANNOTATION_PARTS = ("folder", "filename", "path", "source", "owner", "size", "segmented", "object")
+ANNOTATION_PARTS = (
+    "folder",
+    "filename",
+    "path",
+    "source",
+    "owner",
+    "size",
+    "segmented",
+    "object",
+)
 OBJECT_PARTS = ("name", "bndbox", "difficult")
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
 DIFFICULT = {"": False, "0": False, "false": False, "1": True, "true": True}
@@ -49,29 +58,50 @@ class AnnotationNotes:
 
     folder: Path
     pictures: dict[str, PictureFacts] = field(default_factory=dict)
-    stored: list[str] = field(default_factory=list)  # pictures whose boxes are drawn before the EXIF orientation
-    undecided: list[str] = field(default_factory=list)  # pictures turned by EXIF, whose sizes do not tell
+    stored: list[str] = field(
+        default_factory=list
+    )  # pictures whose boxes are drawn before the EXIF orientation
+    undecided: list[str] = field(
+        default_factory=list
+    )  # pictures turned by EXIF, whose sizes do not tell
     clipped: list[str] = field(default_factory=list)  # annotations
     trimmed: list[str] = field(default_factory=list)  # annotations
-    renamed: list[str] = field(default_factory=list)  # annotations whose <filename> is that of another file
+    renamed: list[str] = field(
+        default_factory=list
+    )  # annotations whose <filename> is that of another file
     empty: list[str] = field(default_factory=list)  # annotations
     unused: Counter[str] = field(default_factory=Counter)  # elements
 
     def name(self, path: Path) -> str:
         """Return the name of a file in facts."""
-        return path.relative_to(self.folder).as_posix() if path.is_relative_to(self.folder) else path.name
+        return (
+            path.relative_to(self.folder).as_posix()
+            if path.is_relative_to(self.folder)
+            else path.name
+        )
 
     def add_to(self, report: DataReport) -> None:
         """Add the facts to a report."""
         for topic, names, text in (
             ("read", self.empty, "without an object: all background"),
-            ("read", self.renamed, "with another name in <filename> than that of the picture: it plays no part"),
-            ("changed", self.clipped, f"with boxes that stick out by at most {OVERHANG} pixel: clipped"),
+            (
+                "read",
+                self.renamed,
+                "with another name in <filename> than that of the picture: it plays no part",
+            ),
+            (
+                "changed",
+                self.clipped,
+                f"with boxes that stick out by at most {OVERHANG} pixel: clipped",
+            ),
             ("changed", self.trimmed, "with blanks around names of classes: left out"),
         ):
             if names:
                 found = sorted(set(names))
-                report.add(topic, f"{count_of(len(found), 'annotation')} {text} ({list_some(found)})")
+                report.add(
+                    topic,
+                    f"{count_of(len(found), 'annotation')} {text} ({list_some(found)})",
+                )
         if self.stored:
             report.add(
                 "changed",
@@ -85,17 +115,28 @@ class AnnotationNotes:
                 f"boxes are taken as drawn on what viewers show ({list_some(sorted(self.undecided))})",
             )
         if self.unused:
-            report.add("left out", f"elements of annotations, with their number: {list_alike(self.unused)}")
+            report.add(
+                "left out",
+                f"elements of annotations, with their number: {list_alike(self.unused)}",
+            )
 
 
 def voc_folder(folder: Path) -> Path:
     """Return the folder that holds ``Annotations``: ``folder`` itself, or one in it such as ``VOCdevkit/VOC2007``."""
     if not folder.is_dir():
-        raise DataNotFoundError(f"there is no folder {folder}; give one in the layout of Pascal VOC")
-    found = [f.parent for pattern in ("", "VOC*/", "VOCdevkit/VOC*/") for f in folder.glob(f"{pattern}Annotations")]
+        raise DataNotFoundError(
+            f"there is no folder {folder}; give one in the layout of Pascal VOC"
+        )
+    found = [
+        f.parent
+        for pattern in ("", "VOC*/", "VOCdevkit/VOC*/")
+        for f in folder.glob(f"{pattern}Annotations")
+    ]
     if len(found) != 1:
         names = ", ".join(str(f) for f in found) or "none"
-        raise ValueError(f"{folder} must hold one data set in VOC's layout (JPEGImages, Annotations); found: {names}")
+        raise ValueError(
+            f"{folder} must hold one data set in VOC's layout (JPEGImages, Annotations); found: {names}"
+        )
     return found[0]
 
 
@@ -139,25 +180,41 @@ class VocIndex:
         """
         path = list_path(self.folder, part)
         if not path.is_file():
-            raise DataNotFoundError(f"there is no {path}: a list of picture ids, one per line")
+            raise DataNotFoundError(
+                f"there is no {path}: a list of picture ids, one per line"
+            )
         with reading(path):
-            lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in path.read_text(encoding="utf-8-sig").splitlines()
+                if line.strip()
+            ]
         if not lines:
             raise ValueError(f"{path} is empty")
         ids = [self._id(line, path) for line in lines]
-        if flagged := sum(line != one and line.split()[-1] in FLAGS for line, one in zip(lines, ids, strict=True)):
+        if flagged := sum(
+            line != one and line.split()[-1] in FLAGS
+            for line, one in zip(lines, ids, strict=True)
+        ):
             report.add(
-                "left out", f"second column of {path.name}, {', '.join(FLAGS)} in VOC's lists, in {flagged:,} lines"
+                "left out",
+                f"second column of {path.name}, {', '.join(FLAGS)} in VOC's lists, in {flagged:,} lines",
             )
         return [self._file(one, report) for one in ids]
 
     def _id(self, line: str, path: Path) -> str:
         """Return the id in a line: the whole, or what stands before the flag of a list of one class."""
         words = line.split()
-        first = line.rsplit(maxsplit=1)[0] if len(words) > 1 and words[-1] in FLAGS else line
+        first = (
+            line.rsplit(maxsplit=1)[0]
+            if len(words) > 1 and words[-1] in FLAGS
+            else line
+        )
         if first != line and self._is_known(first):
             if self._is_known(line):
-                raise ValueError(f"{path}: {line!r} may be picture {line!r}, or {first!r} and a flag; rename one")
+                raise ValueError(
+                    f"{path}: {line!r} may be picture {line!r}, or {first!r} and a flag; rename one"
+                )
             line = first
         is_path = line.startswith("/") or ".." in PurePosixPath(line).parts
         if not line.isprintable() or len(line) > MAX_ID or is_path:
@@ -166,13 +223,19 @@ class VocIndex:
 
     def _is_known(self, name: str) -> bool:
         stem = _without_ending(name)
-        return any(one in self.pictures or one in self.annotations for one in (name, stem))
+        return any(
+            one in self.pictures or one in self.annotations for one in (name, stem)
+        )
 
     def _file(self, name: str, report: DataReport) -> VocFile:
         """Return the files of an id, which may have the ending of its picture."""
         pictures = self.pictures.get(name, [])
         stem = name
-        if not pictures and name not in self.annotations and _without_ending(name) != name:
+        if (
+            not pictures
+            and name not in self.annotations
+            and _without_ending(name) != name
+        ):
             stem = _without_ending(name)
             pictures = self.pictures.get(stem, [])
             pictures = [one for one in pictures if one == name] or pictures
@@ -183,7 +246,10 @@ class VocIndex:
         named = self._named_in(annotation)
         if named is not None and (not pictures or named in pictures):
             if not pictures:
-                report.add("read", f"Annotations/{stem}.xml has its picture by <filename>: {named}")
+                report.add(
+                    "read",
+                    f"Annotations/{stem}.xml has its picture by <filename>: {named}",
+                )
             return VocFile(place / named, annotation)
         if pictures:
             raise ValueError(
@@ -191,7 +257,9 @@ class VocIndex:
                 f"in <filename> of {annotation.name}"
             )
         if stem in self.others:
-            raise ValueError(f"{place / self.others[stem]} is of a kind that is not read; save it as .jpg or .png")
+            raise ValueError(
+                f"{place / self.others[stem]} is of a kind that is not read; save it as .jpg or .png"
+            )
         return VocFile(place / f"{stem}.jpg", annotation)
 
     def _named_in(self, annotation: Path) -> str | None:
@@ -199,7 +267,9 @@ class VocIndex:
         if not annotation.is_file():
             return None
         name = file_name(annotation_root(annotation))
-        return name if name in self.pictures.get(posixpath.splitext(name)[0], []) else None
+        return (
+            name if name in self.pictures.get(posixpath.splitext(name)[0], []) else None
+        )
 
 
 def _without_ending(name: str) -> str:
@@ -225,7 +295,9 @@ def check_lists(folder: Path, lists: dict[str, list[VocFile]]) -> None:
     for part in lists.values():
         image, count = Counter(file.picture for file in part).most_common(1)[0]
         if count > 1:
-            raise ValueError(f"{folder}: {image.name} is listed {count} times; list every picture once")
+            raise ValueError(
+                f"{folder}: {image.name} is listed {count} times; list every picture once"
+            )
     (first, train), (second, test) = lists.items()
     names = sorted({f.picture.name for f in train if f in set(test)})
     way_out = "a test needs pictures of its own: take them out of one list"
@@ -234,9 +306,16 @@ def check_lists(folder: Path, lists: dict[str, list[VocFile]]) -> None:
             f"{folder}: {len(names):,} of {count_of(len(test), 'picture')} in {second}.txt stand in {first}.txt, too "
             f"({list_some(names)}); {way_out}"
         )
-    copies = identical_files([str(f.picture) for f in train], [str(f.picture) for f in test])
+    copies = identical_files(
+        [str(f.picture) for f in train], [str(f.picture) for f in test]
+    )
     if copies:
-        pairs = list_some([f"{Path(one).name} is {Path(other).name}" for one, other in sorted(copies.items())])
+        pairs = list_some(
+            [
+                f"{Path(one).name} is {Path(other).name}"
+                for one, other in sorted(copies.items())
+            ]
+        )
         raise ValueError(
             f"{folder}: {len(copies):,} of {count_of(len(test), 'picture')} in {second}.txt are copies of pictures in "
             f"{first}.txt ({pairs}); {way_out}"
@@ -244,7 +323,11 @@ def check_lists(folder: Path, lists: dict[str, list[VocFile]]) -> None:
 
 
 def report_unlisted(
-    report: DataReport, contents: FolderContents, top: Path, lists: dict[str, list[VocFile]], folder: Path
+    report: DataReport,
+    contents: FolderContents,
+    top: Path,
+    lists: dict[str, list[VocFile]],
+    folder: Path,
 ) -> None:
     """Add facts about files below a data set's folder that play no part.
 
@@ -261,10 +344,24 @@ def report_unlisted(
     unused = [name for name in contents.files if top / name not in used]
     base = "" if folder == top else f"{folder.relative_to(top).as_posix()}/"
     places = (f"{base}JPEGImages/", f"{base}Annotations/")
-    unlisted = [name for name in unused if name.startswith(places) and (is_picture(name) or name.endswith(".xml"))]
-    report.leave_out(f"listed neither in {' nor in '.join(f'{part}.txt' for part in lists)}", unlisted)
-    other_lists = [name for name in unused if name.startswith(f"{base}ImageSets/") and name.endswith(".txt")]
-    report.leave_out(f"of the lists, only {' and '.join(f'{part}.txt' for part in lists)} are read", other_lists)
+    unlisted = [
+        name
+        for name in unused
+        if name.startswith(places) and (is_picture(name) or name.endswith(".xml"))
+    ]
+    report.leave_out(
+        f"listed neither in {' nor in '.join(f'{part}.txt' for part in lists)}",
+        unlisted,
+    )
+    other_lists = [
+        name
+        for name in unused
+        if name.startswith(f"{base}ImageSets/") and name.endswith(".txt")
+    ]
+    report.leave_out(
+        f"of the lists, only {' and '.join(f'{part}.txt' for part in lists)} are read",
+        other_lists,
+    )
     others = set(unused) - set(unlisted) - set(other_lists)
     report.leave_out("no part of the layout that is read", sorted(others))
 
@@ -275,7 +372,13 @@ def annotation_root(xml: Path) -> ElementTree.Element:
         return ElementTree.parse(xml).getroot()
 
 
-def upright(xml: Path, image: Path, root: ElementTree.Element, facts: PictureFacts, notes: AnnotationNotes) -> bool:
+def upright(
+    xml: Path,
+    image: Path,
+    root: ElementTree.Element,
+    facts: PictureFacts,
+    notes: AnnotationNotes,
+) -> bool:
     """Return whether boxes are drawn on the picture as viewers show it, turned by its EXIF orientation.
 
     The size in the annotation decides; where it cannot, boxes are where a viewer shows them.
@@ -291,17 +394,27 @@ def upright(xml: Path, image: Path, root: ElementTree.Element, facts: PictureFac
     if (height, width) == facts.stored_size:
         notes.stored.append(notes.name(image))
         return False
-    shown, stored = (f"{size[1]} x {size[0]}" for size in (facts.shown_size, facts.stored_size))
+    shown, stored = (
+        f"{size[1]} x {size[0]}" for size in (facts.shown_size, facts.stored_size)
+    )
     hint = ""
     if facts.orientation > 1:
-        hint = f", and {stored} before its EXIF orientation {facts.orientation} is applied"
+        hint = (
+            f", and {stored} before its EXIF orientation {facts.orientation} is applied"
+        )
     elif (width, height) == facts.shown_size:
         hint = ": the sides are exchanged, as where a picture has lost its EXIF orientation"
-    raise ValueError(f"{xml} says {width:g} x {height:g} pixels, {image.name} has {shown}{hint}")
+    raise ValueError(
+        f"{xml} says {width:g} x {height:g} pixels, {image.name} has {shown}{hint}"
+    )
 
 
 def read_objects(
-    xml: Path, root: ElementTree.Element, size: tuple[int, int], classes: Sequence[str], notes: AnnotationNotes
+    xml: Path,
+    root: ElementTree.Element,
+    size: tuple[int, int],
+    classes: Sequence[str],
+    notes: AnnotationNotes,
 ) -> Objects:
     """Return the objects of an annotation.
 
@@ -318,8 +431,12 @@ def read_objects(
     found = Objects([], [], [])
     objects = root.findall("object")
     if inside := len(list(root.iter("object"))) - len(objects):
-        raise ValueError(f"{xml}: {count_of(inside, 'object')} inside of other elements; <annotation> must hold them")
-    notes.unused.update(child.tag for child in root if child.tag not in ANNOTATION_PARTS)
+        raise ValueError(
+            f"{xml}: {count_of(inside, 'object')} inside of other elements; <annotation> must hold them"
+        )
+    notes.unused.update(
+        child.tag for child in root if child.tag not in ANNOTATION_PARTS
+    )
     if not objects:
         notes.empty.append(notes.name(xml))
     for number, obj in enumerate(objects, start=1):
@@ -329,19 +446,34 @@ def read_objects(
             notes.trimmed.append(notes.name(xml))
         name = name.strip()
         if name not in classes:
-            raise ValueError(f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}")
+            raise ValueError(
+                f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}"
+            )
         found.boxes.append(_box(obj, f"{what} ({name})", size, xml, notes))
         found.labels.append(classes.index(name))
         found.difficult.append(_is_difficult(obj, what))
-        notes.unused.update(f"object/{child.tag}" for child in obj if child.tag not in OBJECT_PARTS)
+        notes.unused.update(
+            f"object/{child.tag}" for child in obj if child.tag not in OBJECT_PARTS
+        )
     return found
 
 
-def _box(obj: ElementTree.Element, what: str, size: tuple[int, int], xml: Path, notes: AnnotationNotes) -> list[float]:
+def _box(
+    obj: ElementTree.Element,
+    what: str,
+    size: tuple[int, int],
+    xml: Path,
+    notes: AnnotationNotes,
+) -> list[float]:
     height, width = size
     if obj.find("bndbox") is None:
-        others = ", ".join(child.tag for child in obj if child.tag not in OBJECT_PARTS) or "nothing else"
-        raise ValueError(f"{what}: there is no bndbox (found: {others}); boxes need xmin, ymin, xmax, ymax")
+        others = (
+            ", ".join(child.tag for child in obj if child.tag not in OBJECT_PARTS)
+            or "nothing else"
+        )
+        raise ValueError(
+            f"{what}: there is no bndbox (found: {others}); boxes need xmin, ymin, xmax, ymax"
+        )
     x1, y1, x2, y2 = (_number(obj, f"bndbox/{corner}", what) for corner in CORNERS)
     shown = f"({x1:g}, {y1:g}) to ({x2:g}, {y2:g})"
     if not (x1 - 1 < x2 and y1 - 1 < y2):  # a box of one pixel has x1 = x2
@@ -354,7 +486,9 @@ def _box(obj: ElementTree.Element, what: str, size: tuple[int, int], xml: Path, 
         )
     clipped = [max(x1, 1), max(y1, 1), min(x2, width), min(y2, height)]
     moved = max(abs(a - b) for a, b in zip(clipped, (x1, y1, x2, y2), strict=True))
-    if moved > OVERHANG or not (clipped[0] - 1 < clipped[2] and clipped[1] - 1 < clipped[3]):
+    if moved > OVERHANG or not (
+        clipped[0] - 1 < clipped[2] and clipped[1] - 1 < clipped[3]
+    ):
         raise ValueError(outside)
     if moved:
         notes.clipped.append(notes.name(xml))

@@ -68,7 +68,13 @@ def quality_cost(
     """
     declared(
         quality_cost,
-        {"schedules": schedules, "static_bits": static_bits, "q_max": q_max, "q_grad": q_grad, "seeds": seeds},
+        {
+            "schedules": schedules,
+            "static_bits": static_bits,
+            "q_max": q_max,
+            "q_grad": q_grad,
+            "seeds": seeds,
+        },
     )
     found = recipe(scale, dataset, model, preset, task or "image")
     r = _changed(found, task, _with_learning_rate(changes, learning_rate))
@@ -80,14 +86,26 @@ def quality_cost(
     specs = []
     for top in tops:
         if len(schedules) and r.q_min > top:
-            raise ValueError(f"q_min: expected an integer from 1 to q_max = {top}, got {r.q_min}")
+            raise ValueError(
+                f"q_min: expected an integer from 1 to q_max = {top}, got {r.q_min}"
+            )
         usual = _usual_static_bits(scale, top) if static_bits is None else static_bits
         statics = [f"static {bits}" for bits in usual if bits <= top]
         for arm in (*schedules, *statics):
             for lr in getattr(r, "learning_rates", ()) or (r.lr,):
                 at = replace(r, lr=lr)
                 for seed in r.seeds if seeds is None else seeds:
-                    specs.append(run_spec(at, arm, q_max=top, seed=seed, scale=scale, preset=preset, q_grad=q_grad))
+                    specs.append(
+                        run_spec(
+                            at,
+                            arm,
+                            q_max=top,
+                            seed=seed,
+                            scale=scale,
+                            preset=preset,
+                            q_grad=q_grad,
+                        )
+                    )
     return specs
 
 
@@ -111,17 +129,25 @@ def _tops(q_max: Iterable[int]) -> list[int]:
 def _check_static_bits(static_bits: Iterable[int], tops: Sequence[int]) -> None:
     for bits in static_bits:
         if check_bits("static_bits", bits) > max(tops):
-            raise ValueError(f"static_bits: expected precisions up to q_max = {max(tops)}, got {bits}")
+            raise ValueError(
+                f"static_bits: expected precisions up to q_max = {max(tops)}, got {bits}"
+            )
 
 
-def _with_learning_rate(changes: dict[str, Any], learning_rate: float | None) -> dict[str, Any]:
+def _with_learning_rate(
+    changes: dict[str, Any], learning_rate: float | None
+) -> dict[str, Any]:
     """Return changes of a recipe with a learning rate, which has the field ``lr``."""
     if learning_rate is None:
         return changes
     if "lr" in changes:
-        raise ValueError("learning_rate: expected None beside lr, its name in recipes, got both")
+        raise ValueError(
+            "learning_rate: expected None beside lr, its name in recipes, got both"
+        )
     if isinstance(learning_rate, (bool, str)) or not 0 < learning_rate < math.inf:
-        raise ValueError(f"learning_rate: expected a number above 0, got {learning_rate!r}")
+        raise ValueError(
+            f"learning_rate: expected a number above 0, got {learning_rate!r}"
+        )
     return {**changes, "lr": learning_rate}
 
 
@@ -147,17 +173,30 @@ def aggregation(
     for kind in ("fp", "quantized"):
         for top in q_max:
             bits = (top,) if static_bits is None else static_bits
-            settings = {"task": "graph", "schedules": (), "static_bits": bits, "q_max": (top,), **given}
+            settings = {
+                "task": "graph",
+                "schedules": (),
+                "static_bits": bits,
+                "q_max": (top,),
+                **given,
+            }
             specs += quality_cost(scale, dataset, model, aggregation=kind, **settings)
     return specs
 
 
-def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, **given: Any) -> list[RunSpec]:
+def q_agg(
+    scale: str = "demo",
+    dataset: str = "digits-graph",
+    model: str | None = None,
+    **given: Any,
+) -> list[RunSpec]:
     """Return the runs of ``quality_cost`` with Q-Agg: neighbours are summed at low precision too.
 
     Paper: section 4.3, the Q-Agg half of figure 6.
     """
-    return quality_cost(scale, dataset, model, **{"task": "graph", **given}, aggregation="quantized")
+    return quality_cost(
+        scale, dataset, model, **{"task": "graph", **given}, aggregation="quantized"
+    )
 
 
 def fanout(
@@ -176,9 +215,15 @@ def fanout(
     Paper: section 4.3 (32 neighbours).
     Differs: the other numbers of neighbours are ours.
     """
-    specs = [s for n in fanouts for s in aggregation(scale, dataset, model, fanout=n, **given)]
+    specs = [
+        s
+        for n in fanouts
+        for s in aggregation(scale, dataset, model, fanout=n, **given)
+    ]
     if any(not s.recipe.batch for s in specs):
-        raise ValueError(f"{specs[0].recipe.model} on {dataset} trains on the full graph: no neighbours are sampled")
+        raise ValueError(
+            f"{specs[0].recipe.model} on {dataset} trains on the full graph: no neighbours are sampled"
+        )
     return specs
 
 
@@ -201,19 +246,39 @@ def cycles(
     """
     repeated = [name for name, entry in SUITE.items() if not entry.triangular]
     given = {"schedules": repeated, "static_bits": (), **given}
-    counts = (1, 2) if n_cycles is None else (n_cycles,) if isinstance(n_cycles, int) else n_cycles
-    return [s for n in counts for s in quality_cost(scale, dataset, model, n_cycles=n, **given)]
+    counts = (
+        (1, 2)
+        if n_cycles is None
+        else (n_cycles,)
+        if isinstance(n_cycles, int)
+        else n_cycles
+    )
+    return [
+        s
+        for n in counts
+        for s in quality_cost(scale, dataset, model, n_cycles=n, **given)
+    ]
 
 
 def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some fields; ValueError for another task or unknown fields."""
     if task is not None and found.task != task:
-        raise ValueError(f"dataset {found.dataset!r} is for task {found.task!r}, not {task!r}")
+        raise ValueError(
+            f"dataset {found.dataset!r} is for task {found.task!r}, not {task!r}"
+        )
     unknown = sorted(set(changes) - set(asdict(found)))
     if unknown:
-        raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(found))}")
-    changes = {name: v for name, v in changes.items() if v is not None or name not in RECIPE_PARAMETERS}
-    if "lr" in changes and hasattr(found, "learning_rates"):  # nothing is left to be chosen
+        raise ValueError(
+            f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(found))}"
+        )
+    changes = {
+        name: v
+        for name, v in changes.items()
+        if v is not None or name not in RECIPE_PARAMETERS
+    }
+    if "lr" in changes and hasattr(
+        found, "learning_rates"
+    ):  # nothing is left to be chosen
         changes = {"learning_rates": (), **changes}
     return replace(found, **changes)
 
@@ -268,32 +333,55 @@ def deficit_scan(
     declared(
         deficit_scan,
         {
-            "deficit_lengths": deficit_lengths, "deficit_starts": deficit_starts, "decay": decay, "controls": controls,
-            "q_max": q_max, "q_grad": q_grad, "seeds": seeds,
+            "deficit_lengths": deficit_lengths,
+            "deficit_starts": deficit_starts,
+            "decay": decay,
+            "controls": controls,
+            "q_max": q_max,
+            "q_grad": q_grad,
+            "seeds": seeds,
         },
-    )  # fmt: skip
+    )
     if preset != "ours":
-        raise ValueError(f"preset: expected 'ours', which in section 5 are the authors' settings, got {preset!r}")
+        raise ValueError(
+            f"preset: expected 'ours', which in section 5 are the authors' settings, got {preset!r}"
+        )
     found, settings = deficits(scale, dataset, model, task or "image")
     r = _changed(found, task, _with_learning_rate(changes, learning_rate))
     if deficit_bits is not None:
         if changes.get("q_min") is not None:
-            raise ValueError("deficit_bits: expected None beside q_min, its name in recipes, got both")
+            raise ValueError(
+                "deficit_bits: expected None beside q_min, its name in recipes, got both"
+            )
         r = replace(r, q_min=check_bits("deficit_bits", deficit_bits))
-    total = r.steps if changes.get("steps") is not None else settings.window_steps or r.steps
-    lengths = [whole("deficit_lengths", n, 0) for n in _given_or(deficit_lengths, settings.lengths)]
+    total = (
+        r.steps
+        if changes.get("steps") is not None
+        else settings.window_steps or r.steps
+    )
+    lengths = [
+        whole("deficit_lengths", n, 0)
+        for n in _given_or(deficit_lengths, settings.lengths)
+    ]
     window = settings.window or total // 2
     if deficit_window is not None:
         window = whole("deficit_window", deficit_window, 1)
-    starts = [whole("deficit_starts", n, 0) for n in _given_or(deficit_starts, settings.starts)]
+    starts = [
+        whole("deficit_starts", n, 0)
+        for n in _given_or(deficit_starts, settings.starts)
+    ]
     for start in starts:
         _check_window(start, window, total)
 
     specs = []
     for top in _tops(q_max):
         if r.q_min > top:
-            raise ValueError(f"deficit_bits: expected an integer from 1 to q_max = {top}, got {r.q_min}")
-        arms: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
+            raise ValueError(
+                f"deficit_bits: expected an integer from 1 to q_max = {top}, got {r.q_min}"
+            )
+        arms: dict[
+            tuple[Recipe, DeficitSchedule], str
+        ] = {}  # a run that two experiments share is listed once
         for rule in dict.fromkeys(decay):
             decayed = replace(r, **r.decay_fields(rule))
             for at, deficit in [
@@ -304,7 +392,9 @@ def deficit_scan(
                 arms[at, schedule] = _deficit_name(schedule, settings)
         for (at, schedule), name in arms.items():
             for seed in r.seeds if seeds is None else seeds:
-                specs.append(RunSpec(at, schedule, top, q_grad or top, seed, name, scale))
+                specs.append(
+                    RunSpec(at, schedule, top, q_grad or top, seed, name, scale)
+                )
     return specs
 
 
@@ -315,7 +405,9 @@ def _given_or(given: Sequence[int] | None, usual: Sequence[int]) -> Sequence[int
 def _check_window(start: int, window: int, total: int) -> None:
     if start + window > total:
         last = total - window
-        allowed = f"from 0 to {last}" if last >= 0 else f"none, as deficit_window is {window}"
+        allowed = (
+            f"from 0 to {last}" if last >= 0 else f"none, as deficit_window is {window}"
+        )
         raise ValueError(
             f"deficit_starts: expected starts of windows of {window} steps within {total} steps, {allowed}; got {start}"
         )
@@ -329,7 +421,12 @@ def _lengths(
     for length in lengths:
         at = replace(r, steps=length + r.steps)
         if lr_after and isinstance(at, ImageRecipe):
-            at = replace(at, milestones=tuple((length + m * r.steps) / at.steps for m in at.milestones))
+            at = replace(
+                at,
+                milestones=tuple(
+                    (length + m * r.steps) / at.steps for m in at.milestones
+                ),
+            )
         if controls or not length:
             arms.append((at, ()))
         if length:
@@ -357,10 +454,16 @@ def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
     """Such as "[0, 16K) of 272K" or "no deficit, 272K", in the units of the experiment."""
 
     def count(steps: int) -> str:
-        return f"{steps // settings.unit}{settings.suffix}" if steps and not steps % settings.unit else str(steps)
+        return (
+            f"{steps // settings.unit}{settings.suffix}"
+            if steps and not steps % settings.unit
+            else str(steps)
+        )
 
     total = count(schedule.total_steps)
-    spans = ", ".join(f"[{count(start)}, {count(stop)})" for start, stop in schedule.windows)
+    spans = ", ".join(
+        f"[{count(start)}, {count(stop)})" for start, stop in schedule.windows
+    )
     return f"{spans} of {total}" if spans else f"no deficit, {total}"
 
 
@@ -404,15 +507,22 @@ def equal_cost(
     specs = []
     for top in _tops(q_max):
         for spec in _equal_cost_arms(r, scale, budget, delay, top):
-            specs += [replace(spec, seed=seed) for seed in (r.seeds if seeds is None else seeds)]
+            specs += [
+                replace(spec, seed=seed)
+                for seed in (r.seeds if seeds is None else seeds)
+            ]
     return specs
 
 
-def _equal_cost_arms(r: Recipe, scale: str, budget: float | None, delay: float, q_max: int) -> list[RunSpec]:
+def _equal_cost_arms(
+    r: Recipe, scale: str, budget: float | None, delay: float, q_max: int
+) -> list[RunSpec]:
     """Return the arms of equal cost with one seed."""
 
     def solved(level: float, delay: float = 0.0) -> Schedule:
-        return solve_schedule(level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
+        return solve_schedule(
+            level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay
+        )
 
     def price(spec: RunSpec) -> float:
         return spec.schedule.relative_cost(q_max=q_max)
@@ -425,14 +535,26 @@ def _equal_cost_arms(r: Recipe, scale: str, budget: float | None, delay: float, 
 
     def stopped(arm: str) -> RunSpec:
         steps = r.steps
-        while (each := price(spec := make(arm, replace(r, steps=steps)))) * steps > spent + 1e-9:
+        while (
+            each := price(spec := make(arm, replace(r, steps=steps)))
+        ) * steps > spent + 1e-9:
             steps = min(steps - 1, int(spent / each))
-        return spec if steps == r.steps else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
+        return (
+            spec
+            if steps == r.steps
+            else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
+        )
 
-    first = make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
+    first = (
+        make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
+    )
     level = price(first)
     spent = level * r.steps
-    static = next(b for b in range(r.q_min, q_max + 1) if relative_cost([b], q_max) >= 0.95 * level)
+    static = next(
+        b
+        for b in range(r.q_min, q_max + 1)
+        if relative_cost([b], q_max) >= 0.95 * level
+    )
     arms = [
         first,
         bent(solved(level, delay), f"{first.arm} delayed {100 * delay:g} %"),
@@ -469,9 +591,19 @@ def execution(
     declared(execution, {"seeds": seeds})
     r = recipe(scale, dataset, model, task=task or "image")
     changes = _with_learning_rate(changes, learning_rate)
-    r = _changed(r, task, {"evaluate_every": max(1, (changes.get("steps") or r.steps) // 10), **changes})
+    r = _changed(
+        r,
+        task,
+        {"evaluate_every": max(1, (changes.get("steps") or r.steps) // 10), **changes},
+    )
     return [
-        run_spec(replace(r, execution=how, shared_steps=shared), arm, q_max=8, seed=seed, scale=scale)
+        run_spec(
+            replace(r, execution=how, shared_steps=shared),
+            arm,
+            q_max=8,
+            seed=seed,
+            scale=scale,
+        )
         for shared in (False, True)
         for how in EXECUTIONS
         for seed in (range(10) if seeds is None else seeds)

@@ -44,7 +44,9 @@ class DetectionRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 32 <= self.size < self.max_size:
-            raise ValueError(f"size must be at least 32 and below max_size {self.max_size}, got {self.size}")
+            raise ValueError(
+                f"size must be at least 32 and below max_size {self.max_size}, got {self.size}"
+            )
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return no fields for "constant", which is the recipe's own rule."""
@@ -53,58 +55,119 @@ class DetectionRecipe(Recipe):
 
 # Differs: gradients are clipped to a norm of 0.1, which the authors' script does and the paper's text does not mention.
 VOC2012 = DetectionRecipe(
-    task="detection", dataset="voc2012", model="retinanet", quantized="all",
-    steps=120 * 1430, batch=4, lr=1e-5, q_min=5, n_cycles=8,  # paper 4.2: 120 epochs of 5,717 pictures
-    weight_decay=0.0, clip=0.1,
-    pretrained=True, evaluate_every=5 * 1430,
-)  # fmt: skip
+    task="detection",
+    dataset="voc2012",
+    model="retinanet",
+    quantized="all",
+    steps=120 * 1430,
+    batch=4,
+    lr=1e-5,
+    q_min=5,
+    n_cycles=8,  # paper 4.2: 120 epochs of 5,717 pictures
+    weight_decay=0.0,
+    clip=0.1,
+    pretrained=True,
+    evaluate_every=5 * 1430,
+)
 
 VOC_DEMO = replace(  # small pictures, from scratch: a few hundred steps on a CPU
-    VOC2012, steps=240, lr=1e-4, n_cycles=4, pretrained=False, size=128, anchor=2, evaluate_every=0,
+    VOC2012,
+    steps=240,
+    lr=1e-4,
+    n_cycles=4,
+    pretrained=False,
+    size=128,
+    anchor=2,
+    evaluate_every=0,
     seeds=(0,),
-)  # fmt: skip
+)
 
 SCENES = replace(
-    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=2e-3, q_min=3, n_cycles=2,
-    size=96, anchor=4, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
-)  # fmt: skip
+    VOC_DEMO,
+    dataset="digit-scenes",
+    model="retinanet_small",
+    steps=200,
+    batch=8,
+    lr=2e-3,
+    q_min=3,
+    n_cycles=2,
+    size=96,
+    anchor=4,
+    train_images=400,
+    valid_images=50,
+    test_images=100,
+    seeds=(0, 1),
+)
 
 AUTHORS_VOC: Changes = {
     "": dict(
-        steps=120 * 715, batch=8, flip=True, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one",
+        steps=120 * 715,
+        batch=8,
+        flip=True,
+        eval_bits="current",
+        running_start="zero",
+        cycle_rule="floor_plus_one",
         evaluate_every=5 * 715,
     ),
-}  # fmt: skip
+}
 
 VOC_SIZES = {"classes": 20, "height": 375, "width": 500}  # of the usual picture
 
 EXPERIMENT = Experiment(
-    recipe=DetectionRecipe, task="cpt_lab.tasks.detection:DetectionTask", artefact="figure_4",
+    recipe=DetectionRecipe,
+    task="cpt_lab.tasks.detection:DetectionTask",
+    artefact="figure_4",
     metrics=(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
-    own="own-pictures", card="own-pictures.md",
+    own="own-pictures",
+    card="own-pictures.md",
     needs="boxes in Pascal VOC's layout",
     layouts=tuple(
         f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
         for place in ("", "VOC*/", "VOCdevkit/VOC*/")
     ),
-    extra="vision", download="cpt_lab.data.detection:download", weights=("resnet18",),
+    extra="vision",
+    download="cpt_lab.data.detection:download",
+    weights=("resnet18",),
     datasets=(
         Dataset(
-            "digit-scenes", "synthetic scenes of scikit-learn's digits", embedded="stand for nothing in the paper",
+            "digit-scenes",
+            "synthetic scenes of scikit-learn's digits",
+            embedded="stand for nothing in the paper",
             recipes={
-                "smoke": (replace(SCENES, steps=16, batch=2, size=64, train_images=32, valid_images=0, test_images=8,
-                                  seeds=(0,)),),
+                "smoke": (
+                    replace(
+                        SCENES,
+                        steps=16,
+                        batch=2,
+                        size=64,
+                        train_images=32,
+                        valid_images=0,
+                        test_images=8,
+                        seeds=(0,),
+                    ),
+                ),
                 "demo": (SCENES,),
             },
             sizes={"classes": 10},
         ),
-        Dataset("voc2007", "Pascal VOC 2007", like="own-pictures", sizes=VOC_SIZES, folders=("VOCdevkit/VOC2007",)),
         Dataset(
-            "voc2012", "Pascal VOC 2012", recipes={"paper": (VOC2012,)}, like="own-pictures", authors=AUTHORS_VOC,
-            sizes=VOC_SIZES, folders=("VOCdevkit/VOC2012",),
+            "voc2007",
+            "Pascal VOC 2007",
+            like="own-pictures",
+            sizes=VOC_SIZES,
+            folders=("VOCdevkit/VOC2007",),
+        ),
+        Dataset(
+            "voc2012",
+            "Pascal VOC 2012",
+            recipes={"paper": (VOC2012,)},
+            like="own-pictures",
+            authors=AUTHORS_VOC,
+            sizes=VOC_SIZES,
+            folders=("VOCdevkit/VOC2012",),
         ),
         Dataset(
             "own-pictures",
@@ -115,4 +178,4 @@ EXPERIMENT = Experiment(
             },
         ),
     ),
-)  # fmt: skip
+)

@@ -61,59 +61,126 @@ class EntailmentRecipe(Recipe):
 # Differs: the language is German, as in the authors' script (the paper names none); gradients are clipped to a norm of
 # 1, the default of the trainer that the authors use.
 XNLI = EntailmentRecipe(
-    task="entailment", dataset="xnli", model="bert", quantized="all",
-    steps=2 * 6136, batch=64, lr=1e-5, q_min=5, n_cycles=2,  # paper 4.4: 2 epochs of 392,702 pairs
-    weight_decay=0.0, clip=1.0,
-    checkpoint="bert-base-multilingual-cased", learning_rates=(5e-6, 1e-5, 5e-5),
-)  # fmt: skip
+    task="entailment",
+    dataset="xnli",
+    model="bert",
+    quantized="all",
+    steps=2 * 6136,
+    batch=64,
+    lr=1e-5,
+    q_min=5,
+    n_cycles=2,  # paper 4.4: 2 epochs of 392,702 pairs
+    weight_decay=0.0,
+    clip=1.0,
+    checkpoint="bert-base-multilingual-cased",
+    learning_rates=(5e-6, 1e-5, 5e-5),
+)
 
 PAIRS_DEMO = replace(
-    XNLI, model="bert_small", steps=150, batch=32, lr=1e-3, q_min=2, n_cycles=4, length=48, padding="longest",
-    checkpoint="", dropout=0.0, learning_rates=(), train_pairs=10_000, valid_pairs=1_000, test_pairs=1_000,
-)  # fmt: skip
+    XNLI,
+    model="bert_small",
+    steps=150,
+    batch=32,
+    lr=1e-3,
+    q_min=2,
+    n_cycles=4,
+    length=48,
+    padding="longest",
+    checkpoint="",
+    dropout=0.0,
+    learning_rates=(),
+    train_pairs=10_000,
+    valid_pairs=1_000,
+    test_pairs=1_000,
+)
 
 TEMPLATES = replace(
-    PAIRS_DEMO, dataset="templates", language="en", test_languages=("en",), length=24, vocabulary=500,
-    train_pairs=None, valid_pairs=None, test_pairs=None,
-)  # fmt: skip
+    PAIRS_DEMO,
+    dataset="templates",
+    language="en",
+    test_languages=("en",),
+    length=24,
+    vocabulary=500,
+    train_pairs=None,
+    valid_pairs=None,
+    test_pairs=None,
+)
 
 AUTHORS_XNLI: Changes = {
     "": dict(
-        final_lr=0.0, lr=1e-5, learning_rates=(), eval_bits="current", cycle_rule="floor_plus_one",
+        final_lr=0.0,
+        lr=1e-5,
+        learning_rates=(),
+        eval_bits="current",
+        cycle_rule="floor_plus_one",
         running_start="zero",
     ),
-}  # fmt: skip
+}
 
 EXPERIMENT = Experiment(
-    recipe=EntailmentRecipe, task="cpt_lab.tasks.entailment:EntailmentTask", metrics=(ACCURACY,),
-    artefact="figure_7", own="own-pairs", card="own-pairs.md", needs="train and test as .csv, .json or .parquet",
+    recipe=EntailmentRecipe,
+    task="cpt_lab.tasks.entailment:EntailmentTask",
+    metrics=(ACCURACY,),
+    artefact="figure_7",
+    own="own-pairs",
+    card="own-pairs.md",
+    needs="train and test as .csv, .json or .parquet",
     layouts=(
-        "XNLI-1.0/xnli.test.tsv XNLI-MT-1.0*/multinli/multinli.train.*.tsv", "*/train-*.parquet */test-*.parquet",
-        "train.[cjp]*|train.tsv test.[cjp]*|test.tsv", "train-*.parquet test-*.parquet",
+        "XNLI-1.0/xnli.test.tsv XNLI-MT-1.0*/multinli/multinli.train.*.tsv",
+        "*/train-*.parquet */test-*.parquet",
+        "train.[cjp]*|train.tsv test.[cjp]*|test.tsv",
+        "train-*.parquet test-*.parquet",
     ),
-    extra="text", download="cpt_lab.data.entailment:download",
+    extra="text",
+    download="cpt_lab.data.entailment:download",
     weights=(XNLI.checkpoint,),
     datasets=(
         Dataset(
-            "templates", "synthetic sentence pairs", embedded="stand for nothing in the paper",
+            "templates",
+            "synthetic sentence pairs",
+            embedded="stand for nothing in the paper",
             recipes={
-                "smoke": (replace(TEMPLATES, steps=40, n_cycles=2, valid_pairs=300, test_pairs=300, seeds=(0,)),),
+                "smoke": (
+                    replace(
+                        TEMPLATES,
+                        steps=40,
+                        n_cycles=2,
+                        valid_pairs=300,
+                        test_pairs=300,
+                        seeds=(0,),
+                    ),
+                ),
                 "demo": (TEMPLATES,),
             },
             sizes={"classes": 3},
         ),
         Dataset(
-            "xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI, folders=("xnli",),
-            designs={"cycles": "section_4.4"}, sizes={"classes": 3},
+            "xnli",
+            "XNLI",
+            recipes={"paper": (XNLI,)},
+            like="own-pairs",
+            authors=AUTHORS_XNLI,
+            folders=("xnli",),
+            designs={"cycles": "section_4.4"},
+            sizes={"classes": 3},
         ),
         Dataset(
             "own-pairs",
             recipes={
-                "smoke": (replace(PAIRS_DEMO, steps=16, n_cycles=2, train_pairs=500, valid_pairs=100, test_pairs=100,
-                                  seeds=(0,)),),
+                "smoke": (
+                    replace(
+                        PAIRS_DEMO,
+                        steps=16,
+                        n_cycles=2,
+                        train_pairs=500,
+                        valid_pairs=100,
+                        test_pairs=100,
+                        seeds=(0,),
+                    ),
+                ),
                 "demo": (PAIRS_DEMO,),
                 "paper": (XNLI,),
             },
         ),
     ),
-)  # fmt: skip
+)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpt_core.validation import choose, whole
-from cpt_lab.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
+from cpt_lab.experiments.recipe import (
+    ACCURACY,
+    LATER,
+    Changes,
+    Dataset,
+    Deficits,
+    Experiment,
+    Recipe,
+)
 
 
 @dataclass(frozen=True)
@@ -62,79 +70,172 @@ class GraphRecipe(Recipe):
         ):
             choose(name, getattr(self, name), allowed)
         if list(self.degrees) != sorted({whole("degrees", d, 0) for d in self.degrees}):
-            raise ValueError(f"degrees must rise from stratum to stratum, got {self.degrees}")
+            raise ValueError(
+                f"degrees must rise from stratum to stratum, got {self.degrees}"
+            )
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return the fields of a decay: "step" is times 0.1 at 50 and 75 % of the steps."""
-        return {"lr_rule": decay} if decay in ("constant", "step", "cosine") else super().decay_fields(decay)
+        return (
+            {"lr_rule": decay}
+            if decay in ("constant", "step", "cosine")
+            else super().decay_fields(decay)
+        )
 
 
 # Differs: dropout of 0.2 between the layers, for both graphs, is the authors' code's; the paper's text has none. Nodes
 # are evaluated every 20 epochs (Arxiv) or 10 (Products), in the authors' scripts every epoch or every 5.
 ARXIV = GraphRecipe(
-    task="graph", dataset="ogbn-arxiv", model="gcn", quantized="all",
-    steps=1000, batch=0, lr=1e-3, q_min=3, n_cycles=8, weight_decay=0.0,  # paper 4.3; a step is an epoch
-    standardize=True, evaluate_every=20,
-)  # fmt: skip
+    task="graph",
+    dataset="ogbn-arxiv",
+    model="gcn",
+    quantized="all",
+    steps=1000,
+    batch=0,
+    lr=1e-3,
+    q_min=3,
+    n_cycles=8,
+    weight_decay=0.0,  # paper 4.3; a step is an epoch
+    standardize=True,
+    evaluate_every=20,
+)
 
 # Differs: batches of 1,024 nodes, weight decay 1e-4 and test nodes whose neighbours are sampled too are the authors'
 # code's; the paper's text gives none of them (``inference="exact"`` takes all neighbours).
 PRODUCTS = GraphRecipe(
-    task="graph", dataset="ogbn-products", model="sage", quantized="all",
-    steps=80 * 193, batch=1024, lr=3e-4, q_min=3, n_cycles=8, weight_decay=1e-4,
-    layers=2, self_loops=False, evaluate_every=10 * 193,
-)  # fmt: skip
+    task="graph",
+    dataset="ogbn-products",
+    model="sage",
+    quantized="all",
+    steps=80 * 193,
+    batch=1024,
+    lr=3e-4,
+    q_min=3,
+    n_cycles=8,
+    weight_decay=1e-4,
+    layers=2,
+    self_loops=False,
+    evaluate_every=10 * 193,
+)
 
 # Sized on Facebook page-page: 22,470 nodes show the order of the schedules in a few seconds a run.
-GRAPH_DEMO = replace(ARXIV, steps=64, lr=3e-2, q_min=2, n_cycles=4, hidden=32, evaluate_every=8, seeds=(0, 1, 2))
+GRAPH_DEMO = replace(
+    ARXIV,
+    steps=64,
+    lr=3e-2,
+    q_min=2,
+    n_cycles=4,
+    hidden=32,
+    evaluate_every=8,
+    seeds=(0, 1, 2),
+)
 
 SAGE_DEMO = replace(
-    PRODUCTS, steps=120, batch=512, lr=1e-2, q_min=2, n_cycles=4, hidden=32, fanout=10, standardize=True,
-    weight_decay=0.0, evaluate_every=40, seeds=(0, 1, 2),
-)  # fmt: skip
+    PRODUCTS,
+    steps=120,
+    batch=512,
+    lr=1e-2,
+    q_min=2,
+    n_cycles=4,
+    hidden=32,
+    fanout=10,
+    standardize=True,
+    weight_decay=0.0,
+    evaluate_every=40,
+    seeds=(0, 1, 2),
+)
 
-DIGITS_GCN = replace(GRAPH_DEMO, dataset="digits-graph", steps=100, lr=1e-2, hidden=64, standardize=False)
-DIGITS_SAGE = replace(SAGE_DEMO, dataset="digits-graph", steps=100, batch=128, hidden=64, standardize=False)
+DIGITS_GCN = replace(
+    GRAPH_DEMO, dataset="digits-graph", steps=100, lr=1e-2, hidden=64, standardize=False
+)
+DIGITS_SAGE = replace(
+    SAGE_DEMO,
+    dataset="digits-graph",
+    steps=100,
+    batch=128,
+    hidden=64,
+    standardize=False,
+)
 
 AUTHORS_ARXIV: Changes = {
     "": dict(
-        steps=500, self_loops=False, loss="nll_raw", eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=1
+        steps=500,
+        self_loops=False,
+        loss="nll_raw",
+        eval_bits="current",
+        cycle_rule="floor_plus_one",
+        evaluate_every=1,
     ),
 }
 
 AUTHORS_PRODUCTS: Changes = {
-    "": dict(lr=1e-3, q_min=4, eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=5 * 193),
+    "": dict(
+        lr=1e-3,
+        q_min=4,
+        eval_bits="current",
+        cycle_rule="floor_plus_one",
+        evaluate_every=5 * 193,
+    ),
 }
 
 # Differs: windows lie within 1,000 epochs, as figure 8's caption and the authors' script have it; the text says 2,000.
 DEFICITS_ARXIV = Deficits(
-    dict(steps=1_000, weight_decay=0.0), lengths=tuple(range(0, 1_001, 100)),
-    windows=tuple((start, start + 500) for start in range(0, 401, 100)), window_steps=1_000,
-)  # fmt: skip
-
-DEFICITS_OWN = Deficits(
-    dict(steps=48, weight_decay=0.0, evaluate_every=8), lengths=(0, 16, 32, 64),
-    windows=((0, 32), (16, 48), (32, 64), (48, 80)), window_steps=96,
-)  # fmt: skip
-
-DEFICITS_DIGITS_SMOKE = Deficits(
-    dict(weight_decay=0.0, evaluate_every=10), lengths=(0, 20), windows=((0, 20),), window_steps=40
+    dict(steps=1_000, weight_decay=0.0),
+    lengths=tuple(range(0, 1_001, 100)),
+    windows=tuple((start, start + 500) for start in range(0, 401, 100)),
+    window_steps=1_000,
 )
 
-DESIGNS = {"aggregation": "figure_5", "q_agg": "figure_6", "deficit_length": "figure_8", "deficit_window": "figure_8"}
+DEFICITS_OWN = Deficits(
+    dict(steps=48, weight_decay=0.0, evaluate_every=8),
+    lengths=(0, 16, 32, 64),
+    windows=((0, 32), (16, 48), (32, 64), (48, 80)),
+    window_steps=96,
+)
+
+DEFICITS_DIGITS_SMOKE = Deficits(
+    dict(weight_decay=0.0, evaluate_every=10),
+    lengths=(0, 20),
+    windows=((0, 20),),
+    window_steps=40,
+)
+
+DESIGNS = {
+    "aggregation": "figure_5",
+    "q_agg": "figure_6",
+    "deficit_length": "figure_8",
+    "deficit_window": "figure_8",
+}
 
 EXPERIMENT = Experiment(
-    recipe=GraphRecipe, task="cpt_lab.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
-    own="own-graph", card="own-graphs.md", needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
-    layouts=("edge_index.npy|edges.npy", "raw/edge.csv.gz", "ind.*.graph|raw/ind.*.graph"),
-    extra="graph", download="cpt_lab.data.graph_readers:download",
+    recipe=GraphRecipe,
+    task="cpt_lab.tasks.graph:GraphTask",
+    metrics=(ACCURACY,),
+    artefact="figure_6",
+    own="own-graph",
+    card="own-graphs.md",
+    needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
+    layouts=(
+        "edge_index.npy|edges.npy",
+        "raw/edge.csv.gz",
+        "ind.*.graph|raw/ind.*.graph",
+    ),
+    extra="graph",
+    download="cpt_lab.data.graph_readers:download",
     datasets=(
         Dataset(
-            "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",
+            "digits-graph",
+            "a nearest-neighbour graph over scikit-learn's digits",
             embedded="shows the mechanics only",
             recipes={
-                "smoke": (replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
-                          replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,))),
+                "smoke": (
+                    replace(
+                        DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)
+                    ),
+                    replace(
+                        DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)
+                    ),
+                ),
                 "demo": (DIGITS_GCN, DIGITS_SAGE),
             },
             deficits={"smoke": {"gcn": DEFICITS_DIGITS_SMOKE}},
@@ -142,27 +243,55 @@ EXPERIMENT = Experiment(
             sizes={"nodes": 1_797, "edges": 10_000, "features": 64, "classes": 10},
         ),
         Dataset(
-            "ogbn-arxiv", "OGBN-Arxiv", recipes={"paper": (ARXIV,)}, like="own-graph", authors=AUTHORS_ARXIV,
-            deficits={"paper": {"gcn": DEFICITS_ARXIV}}, designs=DESIGNS,
-            sizes={"nodes": 169_343, "edges": 1_166_243, "features": 128, "classes": 40},
+            "ogbn-arxiv",
+            "OGBN-Arxiv",
+            recipes={"paper": (ARXIV,)},
+            like="own-graph",
+            authors=AUTHORS_ARXIV,
+            deficits={"paper": {"gcn": DEFICITS_ARXIV}},
+            designs=DESIGNS,
+            sizes={
+                "nodes": 169_343,
+                "edges": 1_166_243,
+                "features": 128,
+                "classes": 40,
+            },
             folders=("ogbn_arxiv", "ogbn_arxiv_dgl"),
         ),
         Dataset(  # random data has a tenth of its nodes: enough for the time and memory of a batch
-            "ogbn-products", "OGBN-Products", recipes={"paper": (PRODUCTS,)}, like="own-graph",
-            authors=AUTHORS_PRODUCTS, 
-            designs={"aggregation": "figure_5", "q_agg": "figure_6", "fanout": "section_4.3"},
-            sizes={"nodes": 244_902, "edges": 6_185_914, "features": 100, "classes": 47},
+            "ogbn-products",
+            "OGBN-Products",
+            recipes={"paper": (PRODUCTS,)},
+            like="own-graph",
+            authors=AUTHORS_PRODUCTS,
+            designs={
+                "aggregation": "figure_5",
+                "q_agg": "figure_6",
+                "fanout": "section_4.3",
+            },
+            sizes={
+                "nodes": 244_902,
+                "edges": 6_185_914,
+                "features": 100,
+                "classes": 47,
+            },
             folders=("ogbn_products", "ogbn_products_dgl"),
         ),
         Dataset(
             "own-graph",
             recipes={
-                "smoke": (replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-                          replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,))),
+                "smoke": (
+                    replace(
+                        GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)
+                    ),
+                    replace(
+                        SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)
+                    ),
+                ),
                 "demo": (GRAPH_DEMO, SAGE_DEMO),
                 "paper": (ARXIV, PRODUCTS),
             },
             deficits={"demo": {"gcn": DEFICITS_OWN}},
         ),
     ),
-)  # fmt: skip
+)

@@ -29,12 +29,22 @@ class Grid:
     about: str  # what it is, and how many runs the paper has
     make: Callable[..., list[RunSpec]]  # (scale, **choices) -> specs
     scales: tuple[str, ...]  # at which it exists, the one to take first
-    choices: tuple[str, ...] = ("seeds",)  # the parameters that may be given other values
+    choices: tuple[str, ...] = (
+        "seeds",
+    )  # the parameters that may be given other values
 
 
 _OF_ALL = ("dataset", "model", "steps", "learning_rate", "q_max", "seeds")
 _OF_FIGURES = ("preset", "schedules", "static_bits", "q_min", "q_grad", "n_cycles")
-_OF_DEFICITS = ("deficit_bits", "deficit_lengths", "deficit_starts", "deficit_window", "decay", "controls", "q_grad")
+_OF_DEFICITS = (
+    "deficit_bits",
+    "deficit_lengths",
+    "deficit_starts",
+    "deficit_window",
+    "decay",
+    "controls",
+    "q_grad",
+)
 
 # function of ``designs`` -> the parameters that it takes; those that are not named here take the parameters of a figure
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -42,7 +52,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "deficit_length": _OF_ALL + _OF_DEFICITS,
     "deficit_window": _OF_ALL + _OF_DEFICITS,
     "equal_cost": (*_OF_ALL, "q_min", "n_cycles"),
-    "execution": ("dataset", "model", "steps", "learning_rate", "q_min", "n_cycles", "seeds"),
+    "execution": (
+        "dataset",
+        "model",
+        "steps",
+        "learning_rate",
+        "q_min",
+        "n_cycles",
+        "seeds",
+    ),
 }
 
 
@@ -50,18 +68,31 @@ def _choices(design: str) -> tuple[str, ...]:
     return CHOICES.get(design, _OF_ALL + _OF_FIGURES)
 
 
-DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
+DESIGNS: dict[
+    str, tuple[Callable[..., list[RunSpec]], str]
+] = {  # beside quality against cost
     "aggregation": (designs.aggregation, "FP-Agg and Q-Agg at static 8 bits"),
     "q_agg": (designs.q_agg, "quality against cost with Q-Agg"),
-    "fanout": (designs.fanout, "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg"),
+    "fanout": (
+        designs.fanout,
+        "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg",
+    ),
     "cycles": (designs.cycles, "one and two cycles"),
     "deficit_length": (designs.deficit_length, "deficits at the start, with controls"),
-    "deficit_window": (designs.deficit_window, "windows of low precision, with controls"),
-    "equal_cost": (designs.equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),
+    "deficit_window": (
+        designs.deficit_window,
+        "windows of low precision, with controls",
+    ),
+    "equal_cost": (
+        designs.equal_cost,
+        "RR, delayed RR, ER and static precisions at one cost; not in the paper",
+    ),
 }
 
 
-def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Callable[..., list[RunSpec]]:
+def _make(
+    function: Callable[..., list[RunSpec]], dataset: str, model: str
+) -> Callable[..., list[RunSpec]]:
     """Fill in data set and model of a design; with another data set the model is its first, unless one is named."""
     task = task_of_dataset(dataset)
 
@@ -73,7 +104,9 @@ def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> C
     return _without_warnings(make)
 
 
-def _without_warnings(function: Callable[..., list[RunSpec]]) -> Callable[..., list[RunSpec]]:
+def _without_warnings(
+    function: Callable[..., list[RunSpec]],
+) -> Callable[..., list[RunSpec]]:
     """Return a design that does not warn of short cycles."""
 
     def make(scale: str, **choices: Any) -> list[RunSpec]:
@@ -89,12 +122,22 @@ def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
         for d in experiment.named.values():
             for model, recipes in _models(d).items():
                 largest, *_ = recipes.values()
-                runs = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in recipes else "small scale"
+                runs = (
+                    "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds"
+                    if "paper" in recipes
+                    else "small scale"
+                )
                 if rates := len(getattr(largest, "learning_rates", ())):
                     runs += f", each at {rates} learning rates: {66 * rates} in all"
-                about, make = f"{d.about}, {model}; {runs}", _make(designs.quality_cost, d.name, model)
+                about, make = (
+                    f"{d.about}, {model}; {runs}",
+                    _make(designs.quality_cost, d.name, model),
+                )
                 takes = _choices("quality_cost")
-                yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes), takes)
+                yield (
+                    f"{d.name}/{model}",
+                    Grid(experiment.artefact, about, make, tuple(recipes), takes),
+                )
 
 
 def _models(d: Dataset) -> dict[str, dict[str, Recipe]]:
@@ -114,26 +157,50 @@ def _design_grids() -> Iterator[tuple[str, Grid]]:
             model, recipes = next(iter(_models(d).items()))
             make = _make(function, d.name, model)
             about = f"{d.about}, {model}: {what}"
-            yield f"{d.name}/{design}", Grid(artefact, about, make, tuple(recipes), _choices(design))
+            yield (
+                f"{d.name}/{design}",
+                Grid(artefact, about, make, tuple(recipes), _choices(design)),
+            )
 
 
 def _stand_in_grids() -> Iterator[tuple[str, Grid]]:
     """Yield the grids on stand-in data, with the first line of their function as description."""
     for name, stand_in in STAND_INS.items():
-        about = (stand_in.function.__doc__ or "").splitlines()[0].removeprefix("Return the runs of ").rstrip(".")
+        about = (
+            (stand_in.function.__doc__ or "")
+            .splitlines()[0]
+            .removeprefix("Return the runs of ")
+            .rstrip(".")
+        )
         make = _without_warnings(stand_in.function)
-        yield name, Grid(stand_in.artefact, about, make, (stand_in.scale,), _choices(stand_in.design))
+        yield (
+            name,
+            Grid(
+                stand_in.artefact,
+                about,
+                make,
+                (stand_in.scale,),
+                _choices(stand_in.design),
+            ),
+        )
 
 
 # Every figure and table of the paper that rests on training runs; table 1 and figure 8 as in their captions.
 # Those of the paper come first.
 GRIDS: dict[str, Grid] = dict(
     sorted(
-        [*_quality_cost_grids(), *_design_grids(), *_stand_in_grids()], key=lambda named: "paper" not in named[1].scales
+        [*_quality_cost_grids(), *_design_grids(), *_stand_in_grids()],
+        key=lambda named: "paper" not in named[1].scales,
     )
 )
 
-STUDIES = ("h1_to_h4", "h5", "h6", "h7", "h10")  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
+STUDIES = (
+    "h1_to_h4",
+    "h5",
+    "h6",
+    "h7",
+    "h10",
+)  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
 
 
 def studies(part: str) -> list[ModuleType]:
@@ -143,20 +210,38 @@ def studies(part: str) -> list[ModuleType]:
 
 def _question(name: str, make: Callable[..., list[RunSpec]], about: str) -> Grid:
     question = name.split("/")[0]
-    return Grid(question, f"preregistration, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
+    return Grid(
+        question,
+        f"preregistration, {question.upper()}: {about}",
+        lambda scale, **c: make(**c),
+        ("demo",),
+    )
 
 
 # Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
-_EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_small": "templates"}
+_EXECUTED = {
+    "mlp6": "digits",
+    "resnet8_w8": "digits",
+    "lstm": "pydoc",
+    "bert_small": "templates",
+}
 _WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
 
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
 # Their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
-    **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
+    **{
+        name: _question(name, *asked)
+        for study in studies("arms")
+        for name, asked in study.GRIDS.items()
+    },
     **{
         f"execution/{model}": Grid(
-            "execution", f"{d}, {model}: {_WAYS}", _make(designs.execution, d, model), ("demo",), _choices("execution")
+            "execution",
+            f"{d}, {model}: {_WAYS}",
+            _make(designs.execution, d, model),
+            ("demo",),
+            _choices("execution"),
         )
         for model, d in _EXECUTED.items()
     },
@@ -166,15 +251,22 @@ QUESTIONS: dict[str, Grid] = {
 def find_grids(name: str | None = None) -> dict[str, Grid]:
     """Return the grids of a name or of an artefact such as "figure_3" or "h1"; of no name all, the paper's first."""
     known = {**GRIDS, **QUESTIONS}
-    found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
+    found = {
+        key: grid for key, grid in known.items() if name in (None, key, grid.artefact)
+    }
     if not found:
         names = [*known, *sorted({grid.artefact for grid in known.values()})]
-        raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan` lists them all")
+        raise ValueError(
+            f"no grid {name!r}; {offer(name, names)}; `plan` lists them all"
+        )
     return found
 
 
 def grid_specs(
-    name: str, scale: str | None = None, seeds: Sequence[int] | None = None, **choices: Any
+    name: str,
+    scale: str | None = None,
+    seeds: Sequence[int] | None = None,
+    **choices: Any,
 ) -> list[RunSpec]:
     """Return the runs of one grid.
 
@@ -189,9 +281,13 @@ def grid_specs(
     """
     if (grid := {**GRIDS, **QUESTIONS}.get(name)) is None:
         find_grids(name)  # names what there is, unless it is an artefact
-        raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
+        raise ValueError(
+            f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}"
+        )
     if scale is not None and scale not in grid.scales:
-        raise ValueError(f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}")
+        raise ValueError(
+            f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}"
+        )
     given = choices if seeds is None else {"seeds": seeds, **choices}
     check_choices({name: grid}, given)
     return grid.make(scale or grid.scales[0], **given)
@@ -201,11 +297,19 @@ def grid_specs(
 class Selection:
     """Other values for the parameters of grids, and which of their runs to take."""
 
-    choices: Mapping[str, Any] = field(default_factory=dict)  # parameter -> value, for the designs of the grids
-    arms: Sequence[str] = ()  # such as "CR", "static 8", "no deficit, 600"; () takes all
-    savings: Sequence[str] = ()  # "large", "medium", "small", "static", ...; () takes all
+    choices: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # parameter -> value, for the designs of the grids
+    arms: Sequence[
+        str
+    ] = ()  # such as "CR", "static 8", "no deficit, 600"; () takes all
+    savings: Sequence[
+        str
+    ] = ()  # "large", "medium", "small", "static", ...; () takes all
 
-    def specs(self, grids: Mapping[str, Grid], scale: str | None = None) -> dict[str, list[RunSpec]]:
+    def specs(
+        self, grids: Mapping[str, Grid], scale: str | None = None
+    ) -> dict[str, list[RunSpec]]:
         """Return the selected runs of grids; a grid of which no run is selected is left out.
 
         Args:
@@ -224,7 +328,10 @@ class Selection:
             return {name: specs for name, specs in made.items() if specs}
         every_spec = [spec for specs in made.values() for spec in specs]
         keys = {spec.key for spec in select(every_spec, self.arms, self.savings)}
-        found = {name: [spec for spec in specs if spec.key in keys] for name, specs in made.items()}
+        found = {
+            name: [spec for spec in specs if spec.key in keys]
+            for name, specs in made.items()
+        }
         return {name: specs for name, specs in found.items() if specs}
 
 
@@ -238,14 +345,20 @@ def check_choices(grids: Mapping[str, Grid], choices: Mapping[str, Any]) -> None
     for name, value in choices.items():
         for key, grid in grids.items():
             if name not in grid.choices:
-                raise ValueError(f"grid {key!r} takes no {name}; it takes {', '.join(grid.choices)}")
+                raise ValueError(
+                    f"grid {key!r} takes no {name}; it takes {', '.join(grid.choices)}"
+                )
         if name in ("dataset", "model") and len(grids) > 1:
-            raise ValueError(f"{name} {value!r} is for one grid, and these are {len(grids)}: {', '.join(grids)}")
+            raise ValueError(
+                f"{name} {value!r} is for one grid, and these are {len(grids)}: {', '.join(grids)}"
+            )
         if name != "seeds":
             checked(name, value)
 
 
-def select(specs: Sequence[RunSpec], arms: Sequence[str] = (), savings: Sequence[str] = ()) -> list[RunSpec]:
+def select(
+    specs: Sequence[RunSpec], arms: Sequence[str] = (), savings: Sequence[str] = ()
+) -> list[RunSpec]:
     """Return the runs of some arms and savings groups; none of either takes all.
 
     Args:
@@ -268,9 +381,13 @@ def select(specs: Sequence[RunSpec], arms: Sequence[str] = (), savings: Sequence
         there = list(dict.fromkeys(map(value_of, specs)))
         for value in wanted:
             if value not in there:
-                raise ValueError(f"no {name} {value!r} in this grid; {offer(value, there)}")
+                raise ValueError(
+                    f"no {name} {value!r} in this grid; {offer(value, there)}"
+                )
         if wanted:
             selected = [spec for spec in selected if value_of(spec) in wanted]
     if not selected:
-        raise ValueError(f"no run has one of the arms {', '.join(arms)} and savings {', '.join(savings)}")
+        raise ValueError(
+            f"no run has one of the arms {', '.join(arms)} and savings {', '.join(savings)}"
+        )
     return selected

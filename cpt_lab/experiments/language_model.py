@@ -54,72 +54,143 @@ class LanguageModelRecipe(Recipe):
         choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step", "constant"))
         choose("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
-            raise ValueError("lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'")
+            raise ValueError(
+                "lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'"
+            )
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return the fields of a decay: "step" is times 0.1 at 80 and 90 % of the steps."""
-        return {"lr_rule": decay} if decay in ("constant", "step", "cosine") else super().decay_fields(decay)
+        return (
+            {"lr_rule": decay}
+            if decay in ("constant", "step", "cosine")
+            else super().decay_fields(decay)
+        )
 
 
 PTB = LanguageModelRecipe(
-    task="language_model", dataset="ptb", model="lstm", quantized="all",
-    steps=40 * 1328, batch=20, lr=20.0, q_min=5, n_cycles=2, weight_decay=0.0, clip=0.25,  # paper 4.4
+    task="language_model",
+    dataset="ptb",
+    model="lstm",
+    quantized="all",
+    steps=40 * 1328,
+    batch=20,
+    lr=20.0,
+    q_min=5,
+    n_cycles=2,
+    weight_decay=0.0,
+    clip=0.25,  # paper 4.4
     evaluate_every=1328,
-)  # fmt: skip
+)
 
 # 2,000 words of Penn Treebank, or characters: low precision shows in seconds.
 PTB_DEMO = replace(
-    PTB, steps=120, q_min=2, embedding=64, hidden=128, dropout=0.0, lr_rule="cosine", vocabulary=2_000,
-    train_tokens=100_000, valid_tokens=10_000, test_tokens=12_500, evaluate_every=0, seeds=(0, 1, 2),
-)  # fmt: skip
+    PTB,
+    steps=120,
+    q_min=2,
+    embedding=64,
+    hidden=128,
+    dropout=0.0,
+    lr_rule="cosine",
+    vocabulary=2_000,
+    train_tokens=100_000,
+    valid_tokens=10_000,
+    test_tokens=12_500,
+    evaluate_every=0,
+    seeds=(0, 1, 2),
+)
 
 PYDOC = replace(
-    PTB_DEMO, dataset="pydoc", steps=160, unit="characters", vocabulary=None, train_tokens=None, valid_tokens=None,
+    PTB_DEMO,
+    dataset="pydoc",
+    steps=160,
+    unit="characters",
+    vocabulary=None,
+    train_tokens=None,
+    valid_tokens=None,
     test_tokens=None,
-)  # fmt: skip
+)
 
 AUTHORS_PTB: Changes = {
-    "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
+    "": dict(
+        n_cycles=8,
+        lr_division=4.0,
+        eval_bits="current",
+        running_start="zero",
+        cycle_rule="floor_plus_one",
+    ),
 }
 
 PERPLEXITY = Metric(
-    "perplexity", "test perplexity (axis turned: up is better)", better=-1,
+    "perplexity",
+    "test perplexity (axis turned: up is better)",
+    better=-1,
     worst=lambda words: words,  # of a model to which all words are alike
-)  # fmt: skip
+)
 
 
 def known_words(recipe: Mapping[str, Any]) -> int:
     """Return how many words or characters a recipe's text has about, where it does not say so itself."""
-    return recipe.get("vocabulary") or (100 if recipe.get("unit") == "characters" else 10_000)
+    return recipe.get("vocabulary") or (
+        100 if recipe.get("unit") == "characters" else 10_000
+    )
 
 
 EXPERIMENT = Experiment(
-    recipe=LanguageModelRecipe, task="cpt_lab.tasks.language_model:LanguageModelTask", artefact="figure_7",
-    metrics=(PERPLEXITY,), outputs=known_words,
-    own="ptb", card="own-text.md", layouts=(
-        "*train.txt *val*.txt|*dev.txt *test.txt", "*train.tokens *val*.tokens|*dev.tokens *test.tokens",
-        "*train.raw *val*.raw|*dev.raw *test.raw", "*.txt !*.[!t]*",
+    recipe=LanguageModelRecipe,
+    task="cpt_lab.tasks.language_model:LanguageModelTask",
+    artefact="figure_7",
+    metrics=(PERPLEXITY,),
+    outputs=known_words,
+    own="ptb",
+    card="own-text.md",
+    layouts=(
+        "*train.txt *val*.txt|*dev.txt *test.txt",
+        "*train.tokens *val*.tokens|*dev.tokens *test.tokens",
+        "*train.raw *val*.raw|*dev.raw *test.raw",
+        "*.txt !*.[!t]*",
     ),
     needs="one my-text.txt, or train.txt, valid.txt and test.txt",
     download="cpt_lab.data.text:download",
     datasets=(
         Dataset(
-            "pydoc", "characters of Python's reference text", embedded="stands for nothing in the paper",
+            "pydoc",
+            "characters of Python's reference text",
+            embedded="stands for nothing in the paper",
             recipes={
-                "smoke": (replace(PYDOC, steps=30, embedding=32, hidden=64, valid_tokens=2_000, test_tokens=4_000,
-                                  seeds=(0,)),),
+                "smoke": (
+                    replace(
+                        PYDOC,
+                        steps=30,
+                        embedding=32,
+                        hidden=64,
+                        valid_tokens=2_000,
+                        test_tokens=4_000,
+                        seeds=(0,),
+                    ),
+                ),
                 "demo": (PYDOC,),
             },
         ),
         Dataset(
-            "ptb", "Penn Treebank", folders=("ptb",),
+            "ptb",
+            "Penn Treebank",
+            folders=("ptb",),
             recipes={
-                "smoke": (replace(PTB_DEMO, steps=30, train_tokens=20_000, vocabulary=500, valid_tokens=2_000,
-                                  test_tokens=4_000, seeds=(0,)),),
+                "smoke": (
+                    replace(
+                        PTB_DEMO,
+                        steps=30,
+                        train_tokens=20_000,
+                        vocabulary=500,
+                        valid_tokens=2_000,
+                        test_tokens=4_000,
+                        seeds=(0,),
+                    ),
+                ),
                 "demo": (PTB_DEMO,),
                 "paper": (PTB,),
             },
             authors=AUTHORS_PTB,
         ),
     ),
-)  # fmt: skip
+)

@@ -40,7 +40,9 @@ class Parameter:
             return None
         if self.kind != "list":
             if not self.accepts(value):
-                raise ValueError(f"{name} must be {self.allowed}{self._or_none()}; got {value!r}")
+                raise ValueError(
+                    f"{name} must be {self.allowed}{self._or_none()}; got {value!r}"
+                )
             return value
         if isinstance(value, str) and value.strip().startswith("["):
             value = read_list(value)
@@ -67,10 +69,16 @@ class Parameter:
 def names_parameter(names: Iterable[str]) -> Parameter:
     """Return a parameter that is one of some names."""
     allowed = tuple(names)
-    return Parameter("str", f"one of {', '.join(allowed)}", lambda v: isinstance(v, str) and v in allowed)
+    return Parameter(
+        "str",
+        f"one of {', '.join(allowed)}",
+        lambda v: isinstance(v, str) and v in allowed,
+    )
 
 
-def data_parameter(names: Sequence[str], own: str, can_be_empty: bool = False) -> Parameter:
+def data_parameter(
+    names: Sequence[str], own: str, can_be_empty: bool = False
+) -> Parameter:
     """Return a parameter that is a named data set, or files of the user's own, described by ``own``."""
 
     def accepts(value: Any) -> bool:
@@ -84,7 +92,9 @@ def data_parameter(names: Sequence[str], own: str, can_be_empty: bool = False) -
 def whole_parameter(low: int, high: int, optional: bool = False) -> Parameter:
     """Return a parameter that is a whole number in a range."""
     allowed = f"a whole number from {low} to {high}"
-    return Parameter("int", allowed, lambda v: type(v) is int and low <= v <= high, optional)
+    return Parameter(
+        "int", allowed, lambda v: type(v) is int and low <= v <= high, optional
+    )
 
 
 def list_parameter(allowed: str, item: Parameter, optional: bool = False) -> Parameter:
@@ -93,11 +103,17 @@ def list_parameter(allowed: str, item: Parameter, optional: bool = False) -> Par
 
 
 def _whole_numbers(low: int, high: int, optional: bool = False) -> Parameter:
-    return list_parameter(f"whole numbers from {low} to {high}", whole_parameter(low, high), optional)
+    return list_parameter(
+        f"whole numbers from {low} to {high}", whole_parameter(low, high), optional
+    )
 
 
 def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 < value < math.inf
+    )
 
 
 PAIRS = tuple(EXPERIMENTS["entailment"].named)
@@ -106,8 +122,14 @@ DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named)
 
 PARAMETERS: dict[str, Parameter] = {
     "scale": names_parameter(SCALES),
-    "dataset": data_parameter(DATASETS, "or your own data: a folder such as 'my-images/', or .npz archives"),
-    "model": Parameter("str", "the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
+    "dataset": data_parameter(
+        DATASETS, "or your own data: a folder such as 'my-images/', or .npz archives"
+    ),
+    "model": Parameter(
+        "str",
+        "the name of a model, or '' for the first of the data set",
+        lambda v: isinstance(v, str),
+    ),
     "preset": names_parameter(PRESETS),
     "schedules": list_parameter(", ".join(SCHEDULES), names_parameter(SCHEDULES)),
     "static_bits": _whole_numbers(1, 32, optional=True),
@@ -117,10 +139,15 @@ PARAMETERS: dict[str, Parameter] = {
     "n_cycles": whole_parameter(1, 1000, optional=True),
     "steps": whole_parameter(1, MAX_STEPS, optional=True),
     "learning_rate": Parameter(
-        "float", "a number above 0 (in YAML with a point, such as 1.0e-3)", _is_positive_number, optional=True
+        "float",
+        "a number above 0 (in YAML with a point, such as 1.0e-3)",
+        _is_positive_number,
+        optional=True,
     ),
     "seeds": _whole_numbers(0, MAX_SEED, optional=True),
-    "aggregations": list_parameter("fp, quantized", names_parameter(("fp", "quantized"))),
+    "aggregations": list_parameter(
+        "fp, quantized", names_parameter(("fp", "quantized"))
+    ),
     "deficit_bits": whole_parameter(1, 32, optional=True),
     "deficit_lengths": _whole_numbers(0, MAX_STEPS, optional=True),
     "deficit_starts": _whole_numbers(0, MAX_STEPS, optional=True),
@@ -133,7 +160,9 @@ PARAMETERS: dict[str, Parameter] = {
 NOT_EMPTY = ("q_max", "seeds", "aggregations", "decay")
 
 
-def checked(name: str, value: Any, parameters: Mapping[str, Parameter] = PARAMETERS) -> Any:
+def checked(
+    name: str, value: Any, parameters: Mapping[str, Parameter] = PARAMETERS
+) -> Any:
     """Return a value of a parameter, a list also from its text.
 
     Raises:
@@ -141,7 +170,9 @@ def checked(name: str, value: Any, parameters: Mapping[str, Parameter] = PARAMET
     """
     if name not in parameters:
         listed = ", ".join(parameters)
-        raise ValueError(f"unknown parameter {name!r}{did_you_mean(name, parameters)} There is {listed}")
+        raise ValueError(
+            f"unknown parameter {name!r}{did_you_mean(name, parameters)} There is {listed}"
+        )
     found = parameters[name].check(name, value)
     if found == [] and name in NOT_EMPTY:
         allowed = f"a list of at least one of {parameters[name].allowed}"
@@ -170,4 +201,6 @@ def read_list(text: str) -> list[Any]:
     >>> read_list("[CR, 'RR', 8]")
     ['CR', 'RR', 8]
     """
-    return [literal(word) for word in text.strip().strip("[]").split(",") if word.strip()]
+    return [
+        literal(word) for word in text.strip().strip("[]").split(",") if word.strip()
+    ]

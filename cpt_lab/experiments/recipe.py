@@ -15,7 +15,12 @@ from cpt_extras.formats.ladder import LADDERS
 SCALES = ("smoke", "demo", "background", "paper")
 PRESETS = ("ours", "authors")
 EXECUTIONS = ("simulated", "integer")
-DECAYS = ("recipe", "constant", "step", "cosine")  # of the learning rate in critical-period experiments
+DECAYS = (
+    "recipe",
+    "constant",
+    "step",
+    "cosine",
+)  # of the learning rate in critical-period experiments
 
 # Of fields that recipes had not from the start: their default is left out of specs, which keep their keys; so it stays.
 LATER = {"later": True}
@@ -81,17 +86,23 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.autocast not in ("", "bfloat16"):
-            raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
+            raise ValueError(
+                f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}"
+            )
         choose("execution", self.execution, EXECUTIONS)
         choose("ladder", self.ladder, LADDERS)
         choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
         choose("eval_bits", self.eval_bits, ("q_max", "current"))
         declared(type(self), vars(self))
         whole("steps", self.steps, 1)
-        whole("batch", self.batch, 0 if self.task == "graph" else 1)  # 0: the whole graph
+        whole(
+            "batch", self.batch, 0 if self.task == "graph" else 1
+        )  # 0: the whole graph
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be a number of at least 0, got {getattr(self, name)!r}"
+                )
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return the fields that give this recipe another decay of its learning rate, one of ``DECAYS``.
@@ -102,7 +113,9 @@ class Recipe:
         choose("decay", decay, DECAYS)
         if decay == "recipe":
             return {}
-        raise ValueError(f"decay: expected 'recipe', the only one of task {self.task!r}, got {decay!r}")
+        raise ValueError(
+            f"decay: expected 'recipe', the only one of task {self.task!r}, got {decay!r}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the part of a spec that its key is made of."""
@@ -160,10 +173,16 @@ class Metric:
         return [f"{self.factor * v:.{self.digits}f}" if v == v else "–" for v in values]
 
 
-ACCURACY = Metric("accuracy", "test accuracy (%)", "%", 100.0, worst=lambda classes: 1 / classes)  # chance
-LOSS = Metric("loss", "test loss in nats (axis turned: up is better)", better=-1, digits=3)  # every task has it
+ACCURACY = Metric(
+    "accuracy", "test accuracy (%)", "%", 100.0, worst=lambda classes: 1 / classes
+)  # chance
+LOSS = Metric(
+    "loss", "test loss in nats (axis turned: up is better)", better=-1, digits=3
+)  # every task has it
 
-Changes = Mapping[str, Mapping[str, Any]]  # model, or "" for all models -> fields of its recipe -> values
+Changes = Mapping[
+    str, Mapping[str, Any]
+]  # model, or "" for all models -> fields of its recipe -> values
 
 
 @dataclass(frozen=True)
@@ -185,12 +204,16 @@ class Dataset:
     designs: Mapping[str, str] = field(default_factory=dict)
     # of random data in its place, for plans: counts by name, which its data module reads
     sizes: Mapping[str, int] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()  # below the data folder, one of which it is read from; () for embedded data
+    folders: tuple[
+        str, ...
+    ] = ()  # below the data folder, one of which it is read from; () for embedded data
 
     @property
     def about(self) -> str:
         """What it is."""
-        return f"{self.title}, embedded: {self.embedded}" if self.embedded else self.title
+        return (
+            f"{self.title}, embedded: {self.embedded}" if self.embedded else self.title
+        )
 
 
 @dataclass(frozen=True)
@@ -236,7 +259,9 @@ class Experiment:
         if self.outputs is not None:
             return metric.worst(self.outputs(recipe))
         dataset = self.named.get(recipe["dataset"])
-        return metric.worst(dataset.sizes.get("classes", math.inf) if dataset else math.inf)
+        return metric.worst(
+            dataset.sizes.get("classes", math.inf) if dataset else math.inf
+        )
 
     def family(self, scale: str, dataset: str) -> Dataset | None:
         """Return whose recipes a data set, or data of the user's own, takes at a scale; None where there are none."""
@@ -245,14 +270,26 @@ class Experiment:
             names: tuple[str, ...] = (self.own_large if large else self.own,)
         else:
             names = (dataset, self.named[dataset].like) if dataset in self.named else ()
-        return next((d for name in names for d in self.datasets if d.name == name and scale in d.recipes), None)
+        return next(
+            (
+                d
+                for name in names
+                for d in self.datasets
+                if d.name == name and scale in d.recipes
+            ),
+            None,
+        )
 
     def check_dataset(self, dataset: str) -> None:
         """Raise ValueError unless ``dataset`` is one of this task or the user's own."""
         if dataset not in self.named and not is_own(dataset):
-            raise ValueError(f"unknown dataset {dataset!r}; {offer(dataset, list(self.named))}, or files of your own")
+            raise ValueError(
+                f"unknown dataset {dataset!r}; {offer(dataset, list(self.named))}, or files of your own"
+            )
 
 
 def is_own(dataset: str) -> bool:
     """Whether ``dataset`` names the user's own files rather than a known data set."""
-    return "/" in dataset or "\\" in dataset or dataset.endswith((".npz", ".txt", ".pt"))
+    return (
+        "/" in dataset or "\\" in dataset or dataset.endswith((".npz", ".txt", ".pt"))
+    )

@@ -12,7 +12,14 @@ from dataclasses import replace
 
 from cpt_core.validation import choose, offer
 from cpt_lab.experiments import detection, entailment, graph, image, language_model
-from cpt_lab.experiments.recipe import PRESETS, SCALES, Dataset, Deficits, Experiment, Recipe
+from cpt_lab.experiments.recipe import (
+    PRESETS,
+    SCALES,
+    Dataset,
+    Deficits,
+    Experiment,
+    Recipe,
+)
 
 EXPERIMENTS: dict[str, Experiment] = {
     "image": image.EXPERIMENT,
@@ -23,11 +30,17 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 # the data sets of all tasks by name
-DATASETS: dict[str, Dataset] = {name: d for e in EXPERIMENTS.values() for name, d in e.named.items()}
+DATASETS: dict[str, Dataset] = {
+    name: d for e in EXPERIMENTS.values() for name, d in e.named.items()
+}
 
 
 def recipe(
-    scale: str, dataset: str = "digits", model: str | None = None, preset: str = "ours", task: str = "image"
+    scale: str,
+    dataset: str = "digits",
+    model: str | None = None,
+    preset: str = "ours",
+    task: str = "image",
 ) -> Recipe:
     """Look a recipe up.
 
@@ -49,8 +62,12 @@ def recipe(
     if preset == "authors":
         if scale != "paper" or not family.authors:
             there = ", ".join(d.name for d in DATASETS.values() if d.authors)
-            raise ValueError(f"preset 'authors' exists at scale 'paper' for {there}, not {scale}/{dataset}")
-        found = replace(found, **{**family.authors[""], **family.authors.get(found.model, {})})
+            raise ValueError(
+                f"preset 'authors' exists at scale 'paper' for {there}, not {scale}/{dataset}"
+            )
+        found = replace(
+            found, **{**family.authors[""], **family.authors.get(found.model, {})}
+        )
     return replace(found, dataset=dataset)
 
 
@@ -61,7 +78,9 @@ def _family(scale: str, dataset: str, task: str) -> Dataset:
     if family is not None:
         return family
     names = sorted(d.name for d in DATASETS.values() if scale in d.recipes)
-    raise ValueError(f"no {scale} recipe for dataset {dataset!r}; {offer(dataset, names)}, or your own data")
+    raise ValueError(
+        f"no {scale} recipe for dataset {dataset!r}; {offer(dataset, names)}, or your own data"
+    )
 
 
 def deficits(
@@ -80,7 +99,9 @@ def deficits(
         n = found.steps
         quarters = tuple(n * k // 4 for k in range(4))
         settings = Deficits(
-            dict(weight_decay=0.0, evaluate_every=found.evaluate_every or max(1, n // 10)),
+            dict(
+                weight_decay=0.0, evaluate_every=found.evaluate_every or max(1, n // 10)
+            ),
             lengths=(0, *quarters[1:3], n),
             windows=tuple((start, start + n // 2) for start in quarters[:2]),
             window_steps=n,
@@ -91,4 +112,11 @@ def deficits(
 
 def task_of_dataset(dataset: str) -> str | None:
     """Return the task of a named data set; None for the user's own data, which can be of any."""
-    return next((task for task, experiment in EXPERIMENTS.items() if dataset in experiment.named), None)
+    return next(
+        (
+            task
+            for task, experiment in EXPERIMENTS.items()
+            if dataset in experiment.named
+        ),
+        None,
+    )

@@ -63,21 +63,40 @@ class RunSpec:
         """Check all values, and that recipe and schedule have one length; store a curve of one's own as its bits."""
         for name, value in (
             ("q_max", check_bits("q_max", self.q_max)),
-            ("q_grad", None if self.q_grad is None else check_bits("q_grad", self.q_grad)),
+            (
+                "q_grad",
+                None if self.q_grad is None else check_bits("q_grad", self.q_grad),
+            ),
             ("seed", whole("seed", self.seed, 0)),
         ):
-            object.__setattr__(self, name, value)  # such as NumPy's, which have no JSON form
-        EXPERIMENTS[choose("task", self.recipe.task, EXPERIMENTS)].check_dataset(self.recipe.dataset)
-        parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
-        if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # a spec that is read again is equal
-            object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
+            object.__setattr__(
+                self, name, value
+            )  # such as NumPy's, which have no JSON form
+        EXPERIMENTS[choose("task", self.recipe.task, EXPERIMENTS)].check_dataset(
+            self.recipe.dataset
+        )
+        parts = (
+            self.schedule.parts
+            if isinstance(self.schedule, LayeredSchedule)
+            else (((), self.schedule, 0),)
+        )
+        if any(
+            isinstance(s, FunctionSchedule) for _, s, _ in parts
+        ):  # a spec that is read again is equal
+            object.__setattr__(
+                self, "schedule", schedule_from_dict(self.schedule.to_dict())
+            )
         if self.schedule.total_steps != self.recipe.steps:
-            raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")
+            raise ValueError(
+                f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}"
+            )
 
     @property
     def relative_cost(self) -> float:
         """Training cost relative to static ``q_max``, gradients too, in bit operations; on a ladder by its formats."""
-        return self.schedule.relative_cost(self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder])
+        return self.schedule.relative_cost(
+            self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical JSON form."""
@@ -90,7 +109,9 @@ class RunSpec:
         """Rebuild a spec; ValueError for another version."""
         if d.get("version") != SPEC_VERSION:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
-        recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
+        recipe: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()
+        }
         given = {f.name: d[f.name] for f in fields(cls)}
         given["recipe"] = EXPERIMENTS[recipe["task"]].recipe(**recipe)
         given["schedule"] = schedule_from_dict(d["schedule"])
@@ -123,11 +144,22 @@ def run_spec(
             raise ValueError(f"a static arm is written 'static 5', got {arm!r}")
         schedule = make_schedule(STATIC, q_max=int(bits), total_steps=recipe.steps)
     else:
-        cycles: dict[str, Any] = {"n_cycles": recipe.n_cycles, "cycle_rule": recipe.cycle_rule}
-        schedule = make_schedule(arm, q_min=recipe.q_min, q_max=q_max, total_steps=recipe.steps, **cycles)
+        cycles: dict[str, Any] = {
+            "n_cycles": recipe.n_cycles,
+            "cycle_rule": recipe.cycle_rule,
+        }
+        schedule = make_schedule(
+            arm, q_min=recipe.q_min, q_max=q_max, total_steps=recipe.steps, **cycles
+        )
     return RunSpec(recipe, schedule, q_max, q_grad or q_max, seed, arm, scale, preset)
 
 
 def savings_of(arm: str) -> str:
     """Return the paper's group of an arm, "large", "medium" or "small"; "static" or "own" for arms that have none."""
-    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"
+    return (
+        SUITE[arm].savings
+        if arm in SUITE
+        else "static"
+        if arm.startswith("static ")
+        else "own"
+    )

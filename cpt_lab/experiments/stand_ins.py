@@ -45,8 +45,14 @@ def cifar_figure_3(scale: str = "background", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.2, figure 3.
     """
-    settings = {"q_max": (8,), "static_bits": (3, 4, 5, 6, 8), "seeds": (10, 11, 12, 13)}
-    return _seed_by_seed(designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given}))
+    settings = {
+        "q_max": (8,),
+        "static_bits": (3, 4, 5, 6, 8),
+        "seeds": (10, 11, 12, 13),
+    }
+    return _seed_by_seed(
+        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given})
+    )
 
 
 def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunSpec]:
@@ -57,7 +63,9 @@ def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunS
     Paper: section 4.2, figure 3.
     """
     settings = {"q_max": (6,), "static_bits": (6,), "seeds": (10, 11, 12)}
-    return _seed_by_seed(designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given}))
+    return _seed_by_seed(
+        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given})
+    )
 
 
 def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
@@ -69,8 +77,14 @@ def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
     Paper: section 5, table 1.
     Differs: the paper's normal training has 256,000 steps, and its shortest deficit is 6 % of it.
     """
-    settings = {"deficit_starts": (244, 488, 975), "seeds": (10, 11, 12, 13), "controls": False}
-    return _seed_by_seed(designs.deficit_scan(scale, **{**CIFAR_RESNET8, **settings, **given}))
+    settings = {
+        "deficit_starts": (244, 488, 975),
+        "seeds": (10, 11, 12, 13),
+        "controls": False,
+    }
+    return _seed_by_seed(
+        designs.deficit_scan(scale, **{**CIFAR_RESNET8, **settings, **given})
+    )
 
 
 def digits_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -113,7 +127,9 @@ def facebook_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.3, figure 6.
     """
-    return designs.q_agg(scale, **{**FACEBOOK_GCN, "static_bits": (8,), "seeds": range(8), **given})
+    return designs.q_agg(
+        scale, **{**FACEBOOK_GCN, "static_bits": (8,), "seeds": range(8), **given}
+    )
 
 
 def cora_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -173,11 +189,15 @@ def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.4, figure 7.
     """
     settings = {"task": "entailment", "seeds": range(3), **XNLI_SUBSET, **given}
-    runs = designs.quality_cost(scale, "xnli", "bert_small", **{"static_bits": (8,), **settings})
+    runs = designs.quality_cost(
+        scale, "xnli", "bert_small", **{"static_bits": (8,), **settings}
+    )
     if "static_bits" in given or "q_max" in given:
         return _seed_by_seed(runs)
     six = {**settings, "schedules": (), "static_bits": (6,), "q_max": (6,)}
-    return _seed_by_seed(runs + designs.quality_cost(scale, "xnli", "bert_small", **six))
+    return _seed_by_seed(
+        runs + designs.quality_cost(scale, "xnli", "bert_small", **six)
+    )
 
 
 def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
@@ -187,7 +207,13 @@ def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.4.
     """
-    settings = {"task": "entailment", "schedules": ("CR", "RR", "ER"), "seeds": range(3), **XNLI_SUBSET, **given}
+    settings = {
+        "task": "entailment",
+        "schedules": ("CR", "RR", "ER"),
+        "seeds": range(3),
+        **XNLI_SUBSET,
+        **given,
+    }
     if "n_cycles" not in given:
         del settings["n_cycles"]
     return designs.cycles(scale, "xnli", "bert_small", **settings)
@@ -209,13 +235,19 @@ class StandIn(NamedTuple):
     function: Callable[..., list[RunSpec]]
     artefact: str  # of the paper, such as "figure_3"
     scale: str
-    design: str = "quality_cost"  # the function of ``designs`` whose parameters it takes
+    design: str = (
+        "quality_cost"  # the function of ``designs`` whose parameters it takes
+    )
 
 
 STAND_INS: dict[str, StandIn] = {
     "cifar10-jpeg/figure_3": StandIn(cifar_figure_3, "figure_3", "background"),
-    "cifar10-jpeg/figure_3_q_max_6": StandIn(cifar_figure_3_q_max_6, "figure_3", "background"),
-    "cifar10-jpeg/table_1": StandIn(cifar_table_1, "table_1", "background", "deficit_scan"),
+    "cifar10-jpeg/figure_3_q_max_6": StandIn(
+        cifar_figure_3_q_max_6, "figure_3", "background"
+    ),
+    "cifar10-jpeg/table_1": StandIn(
+        cifar_table_1, "table_1", "background", "deficit_scan"
+    ),
     "digits/q_max_6": StandIn(digits_q_max_6, "figure_3", "demo"),
     "facebook/q_max_6": StandIn(facebook_q_max_6, "figure_6", "demo"),
     "facebook/q_agg": StandIn(facebook_q_agg, "figure_6", "demo"),

@@ -21,7 +21,9 @@ class Case:
     model: str | None = None
     seeds: int = 8  # how many the test has
     margin: float = 0.0  # what is too little to name, in points or percent; 0 where the study has none
-    changes: dict[str, Any] = field(default_factory=dict)  # other values for fields of the demo recipe
+    changes: dict[str, Any] = field(
+        default_factory=dict
+    )  # other values for fields of the demo recipe
     q_max: int = 8  # highest level, of which eight bits are one
     title: str = ""  # its name for people, where that is not its key
 

@@ -54,10 +54,16 @@ def prices(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
         if chosen and arm not in chosen:
             continue
         levels = schedule.levels(q_grad)
-        activation, weight, error, weight_gradient = (_bits(found, role) for role in levels)
+        activation, weight, error, weight_gradient = (
+            _bits(found, role) for role in levels
+        )
         line: dict[str, str | float] = {"arm": arm}
         for name, price in PRICES.items():
-            step = price(activation, weight) + price(error, weight) + price(weight_gradient, activation)
+            step = (
+                price(activation, weight)
+                + price(error, weight)
+                + price(weight_gradient, activation)
+            )
             top = 3 * price(np.array([8]), np.array([8]))
             line[name] = float(step.mean() / top[0])
         lines.append(line)
@@ -67,7 +73,12 @@ def prices(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
 def price_table(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
     """Return ``prices`` for people, with three digits."""
     found = prices(study, case, only)
-    return pd.DataFrame({"arm": found["arm"], **{name: [f"{x:.3f}" for x in found[name]] for name in PRICES}})
+    return pd.DataFrame(
+        {
+            "arm": found["arm"],
+            **{name: [f"{x:.3f}" for x in found[name]] for name in PRICES},
+        }
+    )
 
 
 def _bits(case: Case, levels: Bits) -> Bits:

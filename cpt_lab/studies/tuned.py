@@ -20,7 +20,10 @@ from cpt_lab.studies.case import OUTPUTS, Case
 from cpt_lab.sweeps.stores import load_rows
 
 RATES = (0.5, 1.0, 2.0)  # times the rate of the recipe
-EVALUATED = {"8 bits": "q_max", "their own bits": "current"}  # at which bits: the precision of a metric in rows
+EVALUATED = {
+    "8 bits": "q_max",
+    "their own bits": "current",
+}  # at which bits: the precision of a metric in rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +47,28 @@ class Tuned:
         """Return a task; ValueError names those that there are."""
         return self.cases[choose("case", name, self.cases)]
 
-    def rates(self, case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    def rates(
+        self, case: str = "digits", seeds: Sequence[int] | None = None
+    ) -> list[RunSpec]:
         """Return the runs from which every arm's learning rate and bits of evaluation are chosen."""
-        return self._specs(case, lambda arm: RATES, self.tuning if seeds is None else seeds)
+        return self._specs(
+            case, lambda arm: RATES, self.tuning if seeds is None else seeds
+        )
 
-    def runs(self, case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    def runs(
+        self, case: str = "digits", seeds: Sequence[int] | None = None
+    ) -> list[RunSpec]:
         """Return the runs of a task, every arm at its own rate; NotMeasuredError where rows that choose are missing."""
         last, chosen = self.first + self.case(case).seeds, settings(self, case)
-        return self._specs(case, lambda arm: [chosen[arm][0]], range(self.first, last) if seeds is None else seeds)
+        return self._specs(
+            case,
+            lambda arm: [chosen[arm][0]],
+            range(self.first, last) if seeds is None else seeds,
+        )
 
-    def _specs(self, case: str, rates: Callable[[str], Iterable[float]], seeds: Sequence[int]) -> list[RunSpec]:
+    def _specs(
+        self, case: str, rates: Callable[[str], Iterable[float]], seeds: Sequence[int]
+    ) -> list[RunSpec]:
         c = self.case(case)
         return [
             RunSpec(recipe, schedule, c.q_max, g, seed, f"{arm} at {rate:g}", "demo")
@@ -67,14 +82,22 @@ class Tuned:
         """Return the name of a grid -> what makes its runs, what they are."""
         about = f"learning rates of every arm of {self.name.upper()}"
         return {
-            **{f"{self.name}-rates/{c}": (partial(self.rates, c), f"{about}, {c}") for c in self.cases},
-            **{f"{self.name}/{c}": (partial(self.runs, c), f"{self.about}, {c}") for c in self.cases},
+            **{
+                f"{self.name}-rates/{c}": (partial(self.rates, c), f"{about}, {c}")
+                for c in self.cases
+            },
+            **{
+                f"{self.name}/{c}": (partial(self.runs, c), f"{self.about}, {c}")
+                for c in self.cases
+            },
         }
 
 
 def settings(study: Tuned, case: str) -> dict[str, tuple[float, str]]:
     """Return rate and key of ``EVALUATED`` of every arm: the best on held-out data, by the mean over seeds."""
-    return {arm: max(of, key=of.__getitem__) for arm, of in held_out(study, case).items()}
+    return {
+        arm: max(of, key=of.__getitem__) for arm, of in held_out(study, case).items()
+    }
 
 
 def rates_at_ends(study: Tuned) -> pd.DataFrame:
@@ -88,8 +111,17 @@ def rates_at_ends(study: Tuned) -> pd.DataFrame:
     lines = []
     for name, case in study.cases.items():
         chosen = [rate for rate, _ in settings(study, name).values()]
-        lines.append((case.title or name, len(chosen), chosen.count(min(RATES)), chosen.count(max(RATES))))
-    return pd.DataFrame(lines, columns=["task", "arms", "smallest rate", "largest rate"])
+        lines.append(
+            (
+                case.title or name,
+                len(chosen),
+                chosen.count(min(RATES)),
+                chosen.count(max(RATES)),
+            )
+        )
+    return pd.DataFrame(
+        lines, columns=["task", "arms", "smallest rate", "largest rate"]
+    )
 
 
 @cache
@@ -105,13 +137,17 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
             f"{path} lacks {missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "
             f"run them: python -m cpt_lab run {study.name}-rates/{case}"
         )
-    text, outputs = study.case(case).task == "language_model", OUTPUTS[study.case(case).dataset]
+    text, outputs = (
+        study.case(case).task == "language_model",
+        OUTPUTS[study.case(case).dataset],
+    )
 
     def quality(row: dict[str, Any], precision: str) -> float:
         found = {
             (m["name"], m["precision"]): m["value"]
-            for m in row.get("metrics", ()) if m["split"] == "valid" and m["when"] == "final"
-        }  # fmt: skip
+            for m in row.get("metrics", ())
+            if m["split"] == "valid" and m["when"] == "final"
+        }
         if row["status"] != "ok":
             return -float(np.log(outputs)) if text else 1 / outputs
         return -found["loss", precision] if text else found["accuracy", precision]
@@ -121,5 +157,7 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
         arm, _, rate = specs[i].arm.rpartition(" at ")
         mine = [rows[spec.key] for spec in specs[i : i + len(study.tuning)]]
         for name, precision in EVALUATED.items():
-            means.setdefault(arm, {})[float(rate), name] = float(np.mean([quality(row, precision) for row in mine]))
+            means.setdefault(arm, {})[float(rate), name] = float(
+                np.mean([quality(row, precision) for row in mine])
+            )
     return means

@@ -29,7 +29,9 @@ from cpt_lab.training.device import device_name, host_memory, peak_memory, usual
 if TYPE_CHECKING:
     from cpt_lab.sweeps.worker import Job, Outcome
 
-SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
+SECONDS = (
+    1.0  # about the time that measuring one recipe takes, if its steps are that quick
+)
 VERSION = 5  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
@@ -61,7 +63,9 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     Raises:
         RuntimeError: when the steps fail, with the reason.
     """
-    from cpt_lab.sweeps.process import supervise  # what was kept is read without what trains
+    from cpt_lab.sweeps.process import (
+        supervise,
+    )  # what was kept is read without what trains
     from cpt_lab.sweeps.worker import Job
 
     path = runs_dir() / "calibration.json"
@@ -69,14 +73,24 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
         job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
         row = supervise(job, work=_measure)[0].row or {}
     if "error" in row:
-        raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
+        raise RuntimeError(
+            f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}"
+        )
     found = Calibration(**row)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            write_text(path, json.dumps({**_known(path), _key(spec, device): asdict(found)}, indent=1))
+            write_text(
+                path,
+                json.dumps(
+                    {**_known(path), _key(spec, device): asdict(found)}, indent=1
+                ),
+            )
     except OSError as error:
-        warnings.warn(f"measurements cannot be kept in {path.parent}: {error.strerror or error}", stacklevel=2)
+        warnings.warn(
+            f"measurements cannot be kept in {path.parent}: {error.strerror or error}",
+            stacklevel=2,
+        )
     return found
 
 
@@ -87,7 +101,9 @@ def _known(path: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores: int) -> int:
+def runs_per_gpu(
+    on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores: int
+) -> int:
     """Return how many runs share a GPU: one per CPU core at most, and as many as fit into nine tenths of both memories.
 
     Args:
@@ -103,12 +119,18 @@ def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores:
 
 
 def _key(spec: RunSpec, device: str) -> str:
-    where = f"{device_name(usual_device(device, spec))} {cpu()} {SweepOptions().threads}"
+    where = (
+        f"{device_name(usual_device(device, spec))} {cpu()} {SweepOptions().threads}"
+    )
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
-    return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        f"{VERSION} {recipe} {where} {torch.__version__}".encode()
+    ).hexdigest()[:16]
 
 
-def _measure(job: "Job", should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> "list[Outcome]":
+def _measure(
+    job: "Job", should_stop: Callable[[], bool], on_start: Callable[[str], None]
+) -> "list[Outcome]":
     from cpt_lab.sweeps.worker import Outcome
 
     try:
@@ -128,7 +150,11 @@ def _steps(spec: RunSpec, device: str) -> Calibration:
     if found.seconds_per_step * whole / some < SECONDS:
         return _steps_of(spec, device, whole)
     factor = whole / some
-    return replace(found, seconds_per_step=found.seconds_per_step * factor, macs=round(found.macs * factor))
+    return replace(
+        found,
+        seconds_per_step=found.seconds_per_step * factor,
+        macs=round(found.macs * factor),
+    )
 
 
 def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
@@ -143,22 +169,32 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
 
     def step() -> float:
         started = time.monotonic()
-        if not math.isfinite(float(session.step(first, lr))):  # waits for the end of the step on a GPU, too
-            raise ArithmeticError("the loss of random data is not finite")  # nothing was trained
+        if not math.isfinite(
+            float(session.step(first, lr))
+        ):  # waits for the end of the step on a GPU, too
+            raise ArithmeticError(
+                "the loss of random data is not finite"
+            )  # nothing was trained
         return time.monotonic() - started
 
     times: list[float] = []
     with precision(session.model, "q_max"):  # the schedule stands still
         step()  # the first one allocates
-        while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
+        while (len(times) < 3 and sum(times) < SECONDS) or (
+            len(times) < 200 and sum(times) < SECONDS / 3
+        ):
             times.append(step())
     states = [session.model.state_dict(), *session.optimizer.state.values()]
-    tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    tensors = [
+        v for state in states for v in state.values() if isinstance(v, torch.Tensor)
+    ]
     return Calibration(
         seconds_per_step=median(times),
         peak_memory=peak_memory(device),
         host_memory=host_memory(),
         checkpoint=sum(t.numel() * t.element_size() for t in tensors),
-        macs=count_bitops(session.model, session.task.inputs(first), convention="paper").forward_macs,
+        macs=count_bitops(
+            session.model, session.task.inputs(first), convention="paper"
+        ).forward_macs,
         measured=time.time(),
     )

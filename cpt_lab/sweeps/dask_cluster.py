@@ -38,7 +38,9 @@ STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
 CONNECT_SECONDS = 20
 
 
-def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
+def dask_outcomes(
+    jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]
+) -> Iterator[Outcome]:
     """Send the jobs to a cluster and yield what becomes of them.
 
     One job takes one thread of a worker. Where workers of an existing cluster have a resource ``GPU``, it takes
@@ -60,7 +62,13 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
             recipes = {job.spec.recipe: job.spec for job in jobs}
             # before any worker is there: a cluster that grows with its work starts none for a sweep that only waits
             checks = {
-                submit(_check, spec, options.device, str(sign), resources=_share(client, options)): spec
+                submit(
+                    _check,
+                    spec,
+                    options.device,
+                    str(sign),
+                    resources=_share(client, options),
+                ): spec
                 for spec in recipes.values()
             }
             if not client.nthreads():
@@ -70,18 +78,29 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
             rows = load_rows(store)
             for check, spec in _results(client, checks, signals, live, sign):
                 live.note = ""
-                check_same_data(store, rows, spec, check.result())  # raises what was raised there, too
+                check_same_data(
+                    store, rows, spec, check.result()
+                )  # raises what was raised there, too
             if not signals.stop.is_set():
                 share = _share(client, options)
-                futures = {submit(_work, job, str(sign), slots, resources=share): job for job in jobs}
+                futures = {
+                    submit(_work, job, str(sign), slots, resources=share): job
+                    for job in jobs
+                }
                 for future, job in _results(client, futures, signals, live, sign):
                     live.at_once = sum(client.nthreads().values())
                     died = isinstance(future.exception(), distributed.KilledWorker)
                     why = "its workers died again and again"
-                    yield from [record_loss(one, why) for one in job.each()] if died else future.result()
+                    yield from (
+                        [record_loss(one, why) for one in job.each()]
+                        if died
+                        else future.result()
+                    )
     finally:
         with suppress(OSError):
-            sign.write_text("stop", encoding="utf-8")  # to the runs that a second Ctrl-C or an error leaves behind
+            sign.write_text(
+                "stop", encoding="utf-8"
+            )  # to the runs that a second Ctrl-C or an error leaves behind
             sign.unlink()
 
 
@@ -105,7 +124,9 @@ def _results(
 def _share(client: Any, options: SweepOptions) -> dict[str, float] | None:
     """Return what a run takes of the GPUs of a cluster whose workers say that they have some."""
     workers = client.scheduler_info()["workers"].values()
-    gpus = options.scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
+    gpus = options.scheduler is not None and any(
+        worker["resources"].get("GPU") for worker in workers
+    )
     return {"GPU": 1 / (options.per_gpu or 1)} if gpus else None
 
 
@@ -138,7 +159,10 @@ def _work(job: Job, sign: str, slots: list[int | None]) -> list[Outcome]:
         nonlocal asked, told
         if not told and time.monotonic() - asked > STOP_SECONDS:
             with suppress(OSError):
-                told = not Path(sign).exists() or Path(sign).read_text(encoding="utf-8") == "stop"
+                told = (
+                    not Path(sign).exists()
+                    or Path(sign).read_text(encoding="utf-8") == "stop"
+                )
                 asked = time.monotonic()
         return told
 
@@ -161,10 +185,14 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             try:
                 yield client
             except (distributed.client.FutureCancelledError, OSError) as error:
-                if client.status == "running" and not isinstance(error, distributed.comm.CommClosedError):
+                if client.status == "running" and not isinstance(
+                    error, distributed.comm.CommClosedError
+                ):
                     raise  # a worker's error, or the store's
                 gone = f"the Dask scheduler at {scheduler} is gone; its runs write checkpoints"
-                raise ConnectionError(f"{gone}, and the same command goes on from there") from None
+                raise ConnectionError(
+                    f"{gone}, and the same command goes on from there"
+                ) from None
         return
     with (
         distributed.LocalCluster(

@@ -27,14 +27,30 @@ from cpt_lab.sweeps.row_index import index_of
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "diverged", "failed")
-RESULT = ("status", "metrics", "bitops", "steps", "loss", "evaluations", "data_checksum")  # what a run gives
+RESULT = (
+    "status",
+    "metrics",
+    "bitops",
+    "steps",
+    "loss",
+    "evaluations",
+    "data_checksum",
+)  # what a run gives
 BARE = "no digest"  # of a row that is older than they are, in a store that has no file of them
 # the beginning of a line of ours, as a dying writer leaves it
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
 _TYPES = {
-    "key": str, "status": str, "spec": dict, "provenance": dict, "metrics": list, "bitops": dict, "loss": list,
-    "evaluations": list, "error": str, "numerics": int,
-}  # fmt: skip
+    "key": str,
+    "status": str,
+    "spec": dict,
+    "provenance": dict,
+    "metrics": list,
+    "bitops": dict,
+    "loss": list,
+    "evaluations": list,
+    "error": str,
+    "numerics": int,
+}
 _BEGIN, _LENGTH = b'{"digest": "', 32
 _REST = len(_BEGIN) + _LENGTH + len(b'", ')
 Row = dict[str, Any]
@@ -52,12 +68,16 @@ class Integrity:
     bare: int = 0  # how many of them have no digest: they count, but nobody can tell whether they were changed
     # file, line and reason of those that were, or that are no rows of ours. They do not count
     faults: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()  # lines that are intact, but give other results than another line of the same run
+    doubts: tuple[
+        str, ...
+    ] = ()  # lines that are intact, but give other results than another line of the same run
 
     def __str__(self) -> str:
         bare = f", {self.bare} have no digest" if self.bare else ""
         said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
-        return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])
+        return "; ".join(
+            [said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts]
+        )
 
 
 # --- a row, written -------------------------------------------------------------------------------
@@ -68,7 +88,9 @@ def digest(text: bytes) -> str:
 
 def canonical(row: Row) -> bytes:
     """Return the text that the digest of a row is of."""
-    return json.dumps({k: v for k, v in row.items() if k != "digest"}, sort_keys=True, allow_nan=False).encode()
+    return json.dumps(
+        {k: v for k, v in row.items() if k != "digest"}, sort_keys=True, allow_nan=False
+    ).encode()
 
 
 def line_of(row: Row) -> bytes:
@@ -103,10 +125,17 @@ def load_rows(store: Path) -> list[Row]:
         ValueError: for a broken line anywhere else, or a row of another schema version.
     """
     rows, found = _read_all(store)
-    for what, reasons in (("do not count", found.faults), ("are in doubt", found.doubts)):
+    for what, reasons in (
+        ("do not count", found.faults),
+        ("are in doubt", found.doubts),
+    ):
         if reasons:
             more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-            warnings.warn(f"rows {what}: {'; '.join(reasons[:3])}{more}", NotIntactWarning, stacklevel=2)
+            warnings.warn(
+                f"rows {what}: {'; '.join(reasons[:3])}{more}",
+                NotIntactWarning,
+                stacklevel=2,
+            )
     return list(newest(rows).values())
 
 
@@ -168,9 +197,15 @@ def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
             bare += fault == BARE
             rows.append(row)
             if row["status"] != "failed":
-                first, other = results.setdefault((row["key"], numerics_of(row)), (number, row))
-                if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
-                    doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
+                first, other = results.setdefault(
+                    (row["key"], numerics_of(row)), (number, row)
+                )
+                if other is not row and any(
+                    other.get(name) != row.get(name) for name in RESULT
+                ):
+                    doubts.append(
+                        f"{store}, lines {first} and {number} have different results of run {row['key']}"
+                    )
     return rows, Integrity(len(rows) + len(faults), bare, tuple(faults), tuple(doubts))
 
 
@@ -214,7 +249,11 @@ class Judge:
     def known(self) -> frozenset[str]:
         """The digests beside the store; read when the first row comes that has none in it."""
         file = beside(self.store)
-        return frozenset(file.read_text(encoding="utf-8").split()) if file.exists() else frozenset()
+        return (
+            frozenset(file.read_text(encoding="utf-8").split())
+            if file.exists()
+            else frozenset()
+        )
 
     def row(self, number: int, line: bytes) -> tuple[Row, str]:
         """Return the row of a line without its digest, and what is wrong with it: "", or ``BARE`` if nobody can tell.
@@ -230,7 +269,9 @@ class Judge:
             ) from error
         schema = row.get("schema") if isinstance(row, dict) else None
         if type(schema) is not int or schema != SCHEMA_VERSION:
-            raise ValueError(f"{self.store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
+            raise ValueError(
+                f"{self.store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}"
+            )
         if missing := [name for name in ("key", "spec", "status") if name not in row]:
             raise ValueError(f"{self.store}, line {number} has no {', '.join(missing)}")
         return row, self._fault(line, row)
@@ -261,7 +302,9 @@ def never_began(row: Row) -> bool:
 
     They did so for a script without ``if __name__ == "__main__":``. Nothing but the process's end is known of it.
     """
-    said = set(row.get("error", "").splitlines()) if row["status"] == "failed" else set()
+    said = (
+        set(row.get("error", "").splitlines()) if row["status"] == "failed" else set()
+    )
     return said == {"the process of the run ended with status 1 and no result"}
 
 
@@ -276,15 +319,26 @@ def newest(rows: Iterable[Row]) -> dict[str, Row]:
     out: dict[str, Row] = {}
     for row in rows:
         held = out.get(row["key"])
-        if held is None or _rank(row) > _rank(held) or (_rank(row) == _rank(held) and _content(row) > _content(held)):
+        if (
+            held is None
+            or _rank(row) > _rank(held)
+            or (_rank(row) == _rank(held) and _content(row) > _content(held))
+        ):
             out[row["key"]] = row
     return out
 
 
 def _rank(row: Row) -> tuple[bool, bool, bool, str]:
     where = row.get("provenance", {})
-    return row["status"] != "failed", is_comparable(row), where.get("dirty") is False, where.get("started", "")
+    return (
+        row["status"] != "failed",
+        is_comparable(row),
+        where.get("dirty") is False,
+        where.get("started", ""),
+    )
 
 
 def _content(row: Row) -> str:
-    return json.dumps({name: value for name, value in row.items() if name != "store"}, sort_keys=True)
+    return json.dumps(
+        {name: value for name, value in row.items() if name != "store"}, sort_keys=True
+    )

@@ -63,22 +63,43 @@ class SweepOptions:
         choose("executor", self.executor, EXECUTORS)
         choose("device", self.device, DEVICES)
         declared(type(self), vars(self))
-        for name, least in (("workers", 0), ("threads", 1), ("per_gpu", 1), ("together", 1)):
+        for name, least in (
+            ("workers", 0),
+            ("threads", 1),
+            ("per_gpu", 1),
+            ("together", 1),
+        ):
             if (value := getattr(self, name)) is not None:
                 whole(name, value, least, MOST)
         if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
+            raise ValueError(
+                f"timeout must be more than 0 seconds; got {self.timeout!r}"
+            )
         if self.timeout is not None and (self.together or 1) > 1:
-            raise ValueError(f"timeout={self.timeout} is of a run alone in its process; got together={self.together}")
+            raise ValueError(
+                f"timeout={self.timeout} is of a run alone in its process; got together={self.together}"
+            )
         if not self.checkpoint_seconds >= 0:
-            raise ValueError(f"checkpoint_seconds must be 0 or more; got {self.checkpoint_seconds!r}")
+            raise ValueError(
+                f"checkpoint_seconds must be 0 or more; got {self.checkpoint_seconds!r}"
+            )
         if self.scheduler is not None and self.executor != "dask":
-            raise ValueError(f"scheduler={self.scheduler!r} is for executor 'dask', not {self.executor!r}")
+            raise ValueError(
+                f"scheduler={self.scheduler!r} is for executor 'dask', not {self.executor!r}"
+            )
         if self.scheduler is not None and self.workers is not None:
-            raise ValueError(f"workers={self.workers} is for this machine; the cluster at {self.scheduler} has its own")
+            raise ValueError(
+                f"workers={self.workers} is for this machine; the cluster at {self.scheduler} has its own"
+            )
         if self.workers == 0 and self.executor == "dask":
-            raise ValueError("workers=0 runs everything in this process; executor 'dask' needs at least 1")
+            raise ValueError(
+                "workers=0 runs everything in this process; executor 'dask' needs at least 1"
+            )
         if self.workers != 0 and self.on_step is not None:
-            raise ValueError(f"on_step is called in this process, which needs workers=0; got workers={self.workers}")
+            raise ValueError(
+                f"on_step is called in this process, which needs workers=0; got workers={self.workers}"
+            )
         if self.workers == 0 and self.timeout is not None:
-            raise ValueError(f"timeout={self.timeout} needs runs in processes of their own; got workers=0")
+            raise ValueError(
+                f"timeout={self.timeout} needs runs in processes of their own; got workers=0"
+            )

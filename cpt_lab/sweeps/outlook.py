@@ -56,19 +56,36 @@ def plan(
     choose("device", device, DEVICES)
     scales = [s for s in SCALES if any(s in grid.scales for grid in found.values())]
     if scale not in (None, *scales):
-        raise ValueError(f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}")
-    rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
+        raise ValueError(
+            f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}"
+        )
+    rows_of = cache(
+        lambda store: {row["key"]: row for row in stores.load_rows(store)}
+    )  # grids share stores
     lines, keys = [], set()
     selected = selection.specs(found, scale)
-    bar = waiting("measuring", selected.items(), progress=None if measured else False, leave=False)
+    bar = waiting(
+        "measuring", selected.items(), progress=None if measured else False, leave=False
+    )
     for key, specs in bar:
         grid, at = found[key], specs[0].scale
         keys |= {spec.key for spec in specs}
         rows = rows_of(stores.store_path(at, specs[0].recipe.task))
-        status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
+        status = [
+            rows[spec.key]["status"] if spec.key in rows else None for spec in specs
+        ]
         missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
-        done, failed = sum(s in ("ok", "diverged") for s in status), status.count("failed")
-        line = {"grid": key, "artefact": grid.artefact, "scale": at, "runs": len(specs), "done": done}
+        done, failed = (
+            sum(s in ("ok", "diverged") for s in status),
+            status.count("failed"),
+        )
+        line = {
+            "grid": key,
+            "artefact": grid.artefact,
+            "scale": at,
+            "runs": len(specs),
+            "done": done,
+        }
         line |= {"failed": failed, "missing": len(missing)}
         bar.set_postfix_str(key)
         try:  # the specs of a grid share their recipe
@@ -79,29 +96,46 @@ def plan(
         lines.append(line)
     columns = "grid artefact scale runs done failed missing bitops hours disk age note".split()
     frame = pd.DataFrame(lines, columns=columns)
-    types = dict.fromkeys(columns[3:7], "Int64") | dict.fromkeys(columns[7:11], "float64") | {"note": "string"}
+    types = (
+        dict.fromkeys(columns[3:7], "Int64")
+        | dict.fromkeys(columns[7:11], "float64")
+        | {"note": "string"}
+    )
     frame = frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
     frame.attrs["shared"] = int(frame.runs.sum()) - len(keys)
     return frame
 
 
 def _price(
-    found: Calibration | None, specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str
+    found: Calibration | None,
+    specs: list[RunSpec],
+    missing: list[RunSpec],
+    rows: list[stores.Row],
+    device: str,
 ) -> dict[str, float]:
     """What is known of bit operations, hours, disk; the last two are 0 where no run is missing."""
     a_step = found.seconds_per_step if found else math.nan
-    taken = [_seconds(spec, rows, device) or a_step * spec.recipe.steps for spec in missing]
+    taken = [
+        _seconds(spec, rows, device) or a_step * spec.recipe.steps for spec in missing
+    ]
     line = {"hours": sum(taken) / 3600}
     if found is None:
         return line
     bitops = 0.0
     for spec in specs:
         bits = LADDERS[spec.recipe.ladder].bits
-        static = total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max))
+        static = total_bitops(
+            found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max)
+        )
         bitops += static * spec.relative_cost
     curves = sum(CURVE_BYTES * spec.recipe.steps + RUN_BYTES for spec in missing)
     disk = math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6)
-    return {**line, "bitops": bitops, "disk": disk, "age": (time.time() - found.measured) / 86400}
+    return {
+        **line,
+        "bitops": bitops,
+        "disk": disk,
+        "age": (time.time() - found.measured) / 86400,
+    }
 
 
 def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
@@ -118,14 +152,20 @@ def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
     Paper: section 4.1.
     Differs: the "GBitOps" printed in the paper's text are this number divided by 1e13.
     """
-    return float(macs * int(cost.step_cost(bits, q_grad).sum()) / cost.FULL_PRECISION**2)
+    return float(
+        macs * int(cost.step_cost(bits, q_grad).sum()) / cost.FULL_PRECISION**2
+    )
 
 
 def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:
     """Median time of the stored runs of a recipe on this kind of device."""
     here = device_name(usual_device(device, spec))
     recipe = spec.to_dict()["recipe"]
-    alike = (row for row in rows if row.get("device") == here and row["spec"]["recipe"] == recipe)
+    alike = (
+        row
+        for row in rows
+        if row.get("device") == here and row["spec"]["recipe"] == recipe
+    )
     times = [row["seconds"] for row in alike if row["status"] == "ok"]
     return median(times) if times else None
 
@@ -144,7 +184,9 @@ def text(frame: pd.DataFrame) -> str:
         f"{frame.missing.sum():,} missing",
     ]
     if shared := frame.attrs["shared"]:
-        lines.append(f"{shared} of them are runs of another grid, too; each is done once")
+        lines.append(
+            f"{shared} of them are runs of another grid, too; each is done once"
+        )
     known, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
     new = (frame.age.isna() & (frame.note == "")).sum()
     if len(known):
@@ -159,5 +201,7 @@ def text(frame: pd.DataFrame) -> str:
             "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
         ]
     if new:
-        lines.append(f"grids never measured here: {new}; plan --measure finds their bit operations, hours and disk")
+        lines.append(
+            f"grids never measured here: {new}; plan --measure finds their bit operations, hours and disk"
+        )
     return "\n".join(lines)

@@ -31,7 +31,10 @@ PREFIX = "run-"  # of the names of the processes of runs
 NO_GUARD = 86  # exit status of such a process in which the main script starts a sweep when it is imported
 
 # Keep freed memory instead of faulting it in again for every temporary tensor: 10-30 % faster steps on a CPU.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+}
 
 
 class StartError(ChildProcessError):
@@ -82,7 +85,10 @@ def supervise(
             while talking and receiver.poll():
                 try:
                     kind, content = receiver.recv()
-                except (EOFError, OSError):  # the end, or the middle of a message at which the process was killed
+                except (
+                    EOFError,
+                    OSError,
+                ):  # the end, or the middle of a message at which the process was killed
                     talking = False
                     continue
                 said[kind] = content
@@ -98,7 +104,9 @@ def supervise(
             if should_kill() or (late and now - asked > GRACE_SECONDS):
                 process.kill()
     finally:
-        if process.is_alive():  # an error in this process; nobody would look after the other
+        if (
+            process.is_alive()
+        ):  # an error in this process; nobody would look after the other
             process.kill()
         process.join()
         receiver.close()
@@ -112,8 +120,15 @@ def supervise(
     if not begun and not stopped and (process.exitcode or 0) >= 0:
         raise StartError(_why_no_start(process.exitcode))
     if job.beside or stopped or not begun:
-        return [Outcome(one.spec.key, "stopped") for one in job.each()]  # died because it was told to: no failure
-    return [record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))]
+        return [
+            Outcome(one.spec.key, "stopped") for one in job.each()
+        ]  # died because it was told to: no failure
+    return [
+        record_loss(
+            job,
+            f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode),
+        )
+    ]
 
 
 def check_start() -> None:
@@ -156,7 +171,11 @@ def _importable_main() -> Iterator[None]:
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     with _starting:
-        hidden = getattr(main, "__spec__", None) is None and path is not None and not os.path.exists(path)
+        hidden = (
+            getattr(main, "__spec__", None) is None
+            and path is not None
+            and not os.path.exists(path)
+        )
         if hidden:
             del main.__file__
         try:
@@ -176,7 +195,11 @@ def record_loss(job: Job, why: str) -> Outcome:
         last = _end_of(log_file)
         with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
             f.write(f"{why}\n")
-        row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
+        row = {
+            **stores.describe(job.spec),
+            "status": "failed",
+            "error": f"{why}\n{last}",
+        }
         return Outcome(key, "ran", stores.append_row(store, row))
 
 
@@ -185,7 +208,9 @@ def _end_of(path: Path, lines: int = 40) -> str:
     if not path.exists():
         return ""
     said = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([line for line in said if not line.startswith("Extension modules:")][-lines:])
+    return "\n".join(
+        [line for line in said if not line.startswith("Extension modules:")][-lines:]
+    )
 
 
 def _cause_of(exitcode: int | None) -> str:
@@ -206,12 +231,20 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     with _starting:
         # a task whose extra is not installed is left out there, and missed by its own runs only
-        tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
-        context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks, "sklearn.datasets", "sklearn.neighbors"])
+        tasks = [
+            experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()
+        ]
+        context.set_forkserver_preload(
+            ["cpt_lab.sweeps.worker", *tasks, "sklearn.datasets", "sklearn.neighbors"]
+        )
         # A terminal and a batch system send their signals to the server, too, and to the runs that are forked from it:
         # they block those that only the sweep answers. Ctrl-C the server ignores later by itself; while it starts,
         # nothing there would catch it. The tracker of resources goes before that: it ends a block of Ctrl-C.
-        for_sweep = {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
+        for_sweep = {
+            number
+            for number in PASSED_ON
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, for_sweep)
         try:
             resource_tracker.ensure_running()
@@ -219,14 +252,18 @@ def _context() -> Any:
             with unless_set(ALLOCATOR):
                 forkserver.ensure_running()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *for_sweep} - blocked)
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, {signal.SIGINT, *for_sweep} - blocked
+            )
     return context
 
 
 @contextmanager
 def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Give values to variables of the environment for a ``with`` block, to those that have none."""
-    missing = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    missing = {
+        name: value for name, value in variables.items() if not os.environ.get(name)
+    }
     os.environ.update(missing)
     try:
         yield
@@ -236,17 +273,26 @@ def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _child(
-    job: Job, sender: Any, work: Callable[..., list[Outcome]], environment: dict[str, str], known: StoreIndex | None
+    job: Job,
+    sender: Any,
+    work: Callable[..., list[Outcome]],
+    environment: dict[str, str],
+    known: StoreIndex | None,
 ) -> None:
     def send(kind: str, content: Any) -> None:
         with suppress(OSError):  # the sweep is gone; the row is in the store
             sender.send((kind, content))
 
     send("begun", None)
-    os.environ.update(environment)  # the server that this process comes from may be older than a change of it
+    os.environ.update(
+        environment
+    )  # the server that this process comes from may be older than a change of it
     remember(job.store, known)
     stop = threading.Event()
-    for number in (signal.SIGINT, *PASSED_ON):  # they are for the sweep, which then asks with SIGTERM
+    for number in (
+        signal.SIGINT,
+        *PASSED_ON,
+    ):  # they are for the sweep, which then asks with SIGTERM
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
@@ -256,8 +302,12 @@ def _child(
             said = f"trains beside {job.spec.key}, whose log is of both\n"
             stores.place(job.store, "logs", spec.key).write_text(said, encoding="utf-8")
     if job.gpu is not None:  # before CUDA starts
-        visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
+        visible = [
+            v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v
+        ]
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            visible[job.gpu] if visible else str(job.gpu)
+        )
     torch.set_num_threads(job.options.threads)
     share_with(job.sharing)
     try:
@@ -283,5 +333,10 @@ def _log_to(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
+        force=True,
+    )
     faulthandler.enable()

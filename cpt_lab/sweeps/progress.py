@@ -38,20 +38,28 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.stop.is_set() and (number in PASSED_ON or time.monotonic() - self.asked < 0.5):
+        if self.stop.is_set() and (
+            number in PASSED_ON or time.monotonic() - self.asked < 0.5
+        ):
             return  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
         if self.stop.is_set():
             self.kill.set()
-            raise KeyboardInterrupt("stopped at once; the runs go on from their last checkpoints")
+            raise KeyboardInterrupt(
+                "stopped at once; the runs go on from their last checkpoints"
+            )
         self.stop.set()
         self.asked = time.monotonic()
-        _announce("\nstopping: the runs write their checkpoints; press Ctrl-C again to stop at once\n")
+        _announce(
+            "\nstopping: the runs write their checkpoints; press Ctrl-C again to stop at once\n"
+        )
 
 
 def _announce(text: str) -> None:
     """Write to stderr, and from a kernel of papermill also to papermill's terminal, which shows no outputs."""
     say(text)
-    terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # of ipykernel, before it redirected stderr
+    terminal = getattr(
+        sys.stderr, "_original_stdstream_copy", None
+    )  # of ipykernel, before it redirected stderr
     # Jupyter's servers set the variable: they show the outputs of a cell themselves.
     if terminal is not None and "JPY_SESSION_NAME" not in os.environ:
         with suppress(OSError):
@@ -82,7 +90,9 @@ class Live:
     def __init__(self, total: int, progress: bool | None) -> None:
         self.total, self.done, self.failed = total, 0, 0
         self.running: set[str] = set()
-        self.steps = self.of_steps = 0  # that the run in this process has done, where runs go one by one
+        self.steps = self.of_steps = (
+            0  # that the run in this process has done, where runs go one by one
+        )
         self.at_once = 0  # runs at a time, where they do not say that they have started
         self.note = ""
         self.bar = waiting(
@@ -134,7 +144,11 @@ class Live:
             return
         running = len(self.running) or min(self.at_once, self.total - self.done)
         step = f"step {self.steps} of {self.of_steps}" if self.steps else ""
-        parts = [f"{running} running", f"{self.failed} failed", *filter(None, [step, self.note])]
+        parts = [
+            f"{running} running",
+            f"{self.failed} failed",
+            *filter(None, [step, self.note]),
+        ]
         with _to_somebody():
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
             self.bar.update(ended)

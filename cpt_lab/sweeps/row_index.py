@@ -30,7 +30,9 @@ class Line(NamedTuple):
 class Found(NamedTuple):
     """The lines of a store that concern a run, and how the store ends."""
 
-    lines: dict[int, bytes]  # by number, those of the run and the last one that has an end
+    lines: dict[
+        int, bytes
+    ]  # by number, those of the run and the last one that has an end
     whole: int  # number of lines with an end
     size: int  # bytes of lines with an end
     rest: bytes  # what follows the last line's end

@@ -41,7 +41,13 @@ LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something i
 TORN_SECONDS = 0.05  # after which half a row is that of a writer who is gone: others write theirs in microseconds
 MAX_TRIES = 5  # of an append whose row others overwrite or cut off
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
-_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log", "data": ".json"}
+_ENDINGS = {
+    "curves": ".parquet",
+    "checkpoints": ".pt",
+    "locks": ".lock",
+    "logs": ".log",
+    "data": ".json",
+}
 
 
 class StoreError(OSError):
@@ -67,7 +73,12 @@ def _lock(store: Path) -> FileLock:
 
 
 @contextmanager
-def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[], bool] | None = None) -> Iterator[bool]:
+def claim(
+    store: Path,
+    key: str,
+    seconds: float = 0.0,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[bool]:
     """Claim a run for a ``with`` block: True for the one process that may do it, False for everybody else meanwhile.
 
     The claim is a lock of the operating system's on an empty file of the run's. It is free at once when its holder
@@ -86,7 +97,9 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
     except Timeout:
         mine = False
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}; checkpoints are kept") from error
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}; checkpoints are kept"
+        ) from error
     try:
         yield mine
     finally:
@@ -117,7 +130,11 @@ def append_row(store: Path, row: Row) -> Row:
         with _lock(store):
             for _ in range(MAX_TRIES):
                 held, end, ended = look(store, key)
-                if held is not None and held["status"] != "failed" and numerics_of(held) == numerics_of(row):
+                if (
+                    held is not None
+                    and held["status"] != "failed"
+                    and numerics_of(held) == numerics_of(row)
+                ):
                     return held
                 start = _write_line(store, end, ended, line)
                 if start is None:
@@ -125,7 +142,9 @@ def append_row(store: Path, row: Row) -> Row:
                 elif _read_at(store, start, len(line)) == line:
                     return row
     except OSError as error:
-        raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
+        raise StoreError(
+            f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}"
+        ) from error
     raise StoreError(
         f"cannot write {store}: other writers overwrote the row {MAX_TRIES} times, so the locks of this file system "
         f"exclude nobody; name a folder on another one with CPT_RUNS_DIR; {_kept(store, key)}"
@@ -179,7 +198,9 @@ def _write_all(file: Any, text: bytes) -> None:
         before = os.fstat(file.fileno()).st_size
         count = file.write(rest)
         if not count:
-            raise OSError(errno.EIO, "the file system took a part of a row, and then nothing")
+            raise OSError(
+                errno.EIO, "the file system took a part of a row, and then nothing"
+            )
         rest = rest[count:]
         if rest and file.tell() != before + count:
             raise OSError(errno.EIO, "another program wrote into the middle of a row")
@@ -194,7 +215,9 @@ def _take_back(store: Path, before: int, text: bytes) -> None:
         ours = same.index(False) if False in same else len(same)
         if ours == len(written):
             file.truncate(before)
-        elif written[ours:].startswith(b"{"):  # their row follows: blanks before it are no part of it
+        elif written[ours:].startswith(
+            b"{"
+        ):  # their row follows: blanks before it are no part of it
             file.seek(before)
             file.write(b" " * ours)
 
@@ -204,7 +227,10 @@ def settled(row: Row) -> Row:
     lost: list[str] = []
     row = nan_to_none(row, lost)
     if lost and row["status"] == "ok":
-        row |= {"status": "diverged", "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}"}
+        row |= {
+            "status": "diverged",
+            "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}",
+        }
     return row
 
 
@@ -227,15 +253,22 @@ def check_writable(store: Path) -> None:
         for kind in _ENDINGS:
             folder = place(store, kind, "").parent
             if folder.exists() and not folder.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} beside it is a file, not a folder of {kind}")
+                raise NotADirectoryError(
+                    errno.ENOTDIR,
+                    f"{folder.name} beside it is a file, not a folder of {kind}",
+                )
         with _lock(store):  # makes a file in that folder
             if store.exists():
                 open(store, "ab").close()
                 _warn_of_names(store)
     except Timeout as error:
-        raise StoreError(f"cannot write {store}: {error.lock_file} is held by another process") from error
+        raise StoreError(
+            f"cannot write {store}: {error.lock_file} is held by another process"
+        ) from error
     except OSError as error:
-        raise StoreError(f"cannot write {store}: {error.strerror or error}; nothing was started") from error
+        raise StoreError(
+            f"cannot write {store}: {error.strerror or error}; nothing was started"
+        ) from error
     check_free(store)
 
 
@@ -255,10 +288,16 @@ def check_source(store: Path, where: dict[str, Any]) -> None:
 
     StoreError names what to do. ``where``: the "commit" and "dirty" of the tree that the rows come from.
     """
-    if where.get("dirty") is False or not Path(store).resolve().is_relative_to(results_dir().resolve()):
+    if where.get("dirty") is False or not Path(store).resolve().is_relative_to(
+        results_dir().resolve()
+    ):
         return
     commit = where.get("commit")
-    reason = f"tracked files differ from commit {commit[:7]}" if commit else "there is no commit to name"
+    reason = (
+        f"tracked files differ from commit {commit[:7]}"
+        if commit
+        else "there is no commit to name"
+    )
     raise StoreError(
         f"cannot write {store}: {reason}, and rows that are kept must come from one; commit the changes, or take a "
         f"store under {runs_dir()}"
@@ -269,13 +308,21 @@ def check_free(store: Path) -> None:
     """Raise StoreError when there is little room left beside a store."""
     free = shutil.disk_usage(store.parent).free
     if free < FREE_BYTES:
-        raise StoreError(f"only {free / 2**20:.0f} MB free beside {store}; a run needs {FREE_BYTES / 2**20:.0f} MB")
+        raise StoreError(
+            f"only {free / 2**20:.0f} MB free beside {store}; a run needs {FREE_BYTES / 2**20:.0f} MB"
+        )
 
 
-def check_same_data(store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str) -> None:
+def check_same_data(
+    store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str
+) -> None:
     """Refuse to go on beside rows of the same recipe that were trained on other data under the same name."""
     recipe = spec.to_dict()["recipe"]
-    known = [row["data_checksum"] for row in rows if "data_checksum" in row and row["spec"]["recipe"] == recipe]
+    known = [
+        row["data_checksum"]
+        for row in rows
+        if "data_checksum" in row and row["spec"]["recipe"] == recipe
+    ]
     if other := sorted(set(known) - {checksum}):
         count = sum(one != checksum for one in known)
         raise ValueError(
@@ -298,9 +345,13 @@ def write_data_report(store: Path, report: DataReport) -> None:
     content = json.dumps(report.to_dict(), indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))
+        write_atomically(
+            path, lambda temporary: temporary.write_text(content, encoding="utf-8")
+        )
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}; checkpoints are kept") from error
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}; checkpoints are kept"
+        ) from error
 
 
 def load_data_report(store: Path | str, digest: str) -> DataReport:
@@ -315,7 +366,9 @@ def load_data_report(store: Path | str, digest: str) -> DataReport:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no data report: {error}") from error
     if report.digest != digest:
-        raise ValueError(f"{path} was changed after it was written: its digest is {report.digest}")
+        raise ValueError(
+            f"{path} was changed after it was written: its digest is {report.digest}"
+        )
     return report
 
 
@@ -326,7 +379,12 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
     Columns: ``step`` (0-based), ``loss``, ``bits``, ``lr``, and ``<split>_<metric>_at_<q_max|current>``, which is NaN
     except after the steps that were followed by an evaluation.
     """
-    types = {"step": "int32", "loss": "float32", "bits": "int8", "lr": "float64"}  # the loss is a float32 number
+    types = {
+        "step": "int32",
+        "loss": "float32",
+        "bits": "int8",
+        "lr": "float64",
+    }  # the loss is a float32 number
     frame = pd.DataFrame({name: history[name] for name in types}).astype(types)
     for e in history["evaluations"]:
         for split in ("valid", "test"):
@@ -334,13 +392,22 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
                 column = f"{split}_{name}_at_{e['precision']}"
                 if column not in frame:
                     frame[column] = float("nan")
-                frame.loc[frame["step"] == e["step"] - 1, column] = float("nan") if value is None else value
+                frame.loc[frame["step"] == e["step"] - 1, column] = (
+                    float("nan") if value is None else value
+                )
     path = place(store, "curves", key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False, compression="zstd"))
+        write_atomically(
+            path,
+            lambda temporary: frame.to_parquet(
+                temporary, index=False, compression="zstd"
+            ),
+        )
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}; {_kept(store, key)}") from error
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}; {_kept(store, key)}"
+        ) from error
 
 
 def clean(store: Path, key: str) -> None:
@@ -371,7 +438,9 @@ def describe(spec: RunSpec) -> Row:
         "numerics": NUMERICS,
         "spec": spec.to_dict(),
         "relative_cost": spec.relative_cost,
-        "noise_exposure": spec.schedule.noise_exposure(spec.q_max) if spec.recipe.ladder == "affine" else None,
+        "noise_exposure": spec.schedule.noise_exposure(spec.q_max)
+        if spec.recipe.ladder == "affine"
+        else None,
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "provenance": source(),
     }

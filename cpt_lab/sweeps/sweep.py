@@ -46,7 +46,10 @@ Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
 def run_grid(
-    specs: Iterable[RunSpec], store: Path | str, options: SweepOptions | None = None, **changes: Any
+    specs: Iterable[RunSpec],
+    store: Path | str,
+    options: SweepOptions | None = None,
+    **changes: Any,
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
@@ -80,17 +83,23 @@ def run_grid(
     options, specs = replace(options or SweepOptions(), **changes), list(specs)
     for spec in specs:
         if not isinstance(spec, RunSpec):
-            raise TypeError(f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it")
+            raise TypeError(
+                f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it"
+            )
         if processes.count() > 1:
             _check_shared(spec, options)
         task_of(spec)
-    store = linked_file(Path(store).absolute())  # the runs are other processes, maybe in another folder
+    store = linked_file(
+        Path(store).absolute()
+    )  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
     held = {row["key"]: row for row in stores.load_rows(store)}
     done = {key for key, row in held.items() if options.accepts(row)}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     _check_data(specs, todo, held.values(), store, options)
-    _warn_of_old_rows(store, [held[spec.key] for spec in specs if spec.key in done], len(todo))
+    _warn_of_old_rows(
+        store, [held[spec.key] for spec in specs if spec.key in done], len(todo)
+    )
     if todo:
         check_sweep(store.parent, starts=options.workers != 0)
         stores.check_source(store, commit())
@@ -99,7 +108,9 @@ def run_grid(
         held = {row["key"]: row for row in stores.load_rows(store)}
     rows = [held[spec.key] for spec in specs]
     # also of a process that was killed between its row and its checkpoint
-    stores.remove_checkpoints(store, {row["key"] for row in rows if row["status"] != "failed"})
+    stores.remove_checkpoints(
+        store, {row["key"] for row in rows if row["status"] != "failed"}
+    )
     return rows
 
 
@@ -108,7 +119,9 @@ def _warn_of_old_rows(store: Path, rows: list[Row], missing: int) -> None:
     counts = count_numerics(rows)
     if set(counts) <= {NUMERICS}:
         return
-    others = f"; the {missing} missing runs will have numerics {NUMERICS}" if missing else ""
+    others = (
+        f"; the {missing} missing runs will have numerics {NUMERICS}" if missing else ""
+    )
     warnings.warn(
         f"{store} answers for {len(rows)} of these runs with {describe_counts(counts)}, and numerics {NUMERICS} are "
         f"today's{others}: equal seeds gave other noise, so do not compare across numerics. The rows are used as they "
@@ -124,21 +137,36 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
     recipe, among = spec.recipe, processes.count()
     if not hasattr(task_of(spec), "shared_batches") or recipe.batch % among:
         what = f"batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): images and sentence pairs alone"
-        raise ValueError(f"{among} processes cannot share {what}, and a number that divides the batch")
+        raise ValueError(
+            f"{among} processes cannot share {what}, and a number that divides the batch"
+        )
     if options.executor == "dask" or options.workers:
-        raise ValueError("the processes of torchrun train one run at a time; leave out workers and executor")
+        raise ValueError(
+            "the processes of torchrun train one run at a time; leave out workers and executor"
+        )
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
     if options.executor == "dask":
         from cpt_lab.sweeps.dask_cluster import dask_outcomes
 
-        return partial(dask_outcomes, slots=_slots(specs, options) if options.scheduler is None else [])
-    return _here if options.workers == 0 or processes.count() > 1 else partial(_local, slots=_slots(specs, options))
+        return partial(
+            dask_outcomes,
+            slots=_slots(specs, options) if options.scheduler is None else [],
+        )
+    return (
+        _here
+        if options.workers == 0 or processes.count() > 1
+        else partial(_local, slots=_slots(specs, options))
+    )
 
 
 def _check_data(
-    specs: list[RunSpec], todo: list[RunSpec], rows: Iterable[Row], store: Path, options: SweepOptions
+    specs: list[RunSpec],
+    todo: list[RunSpec],
+    rows: Iterable[Row],
+    store: Path,
+    options: SweepOptions,
 ) -> None:
     """Refuse missing and changed data here, and not in every run alone; the workers of a cluster look for themselves.
 
@@ -164,7 +192,9 @@ def _check_data(
                 lay_out(task.model(), spec.recipe)
 
 
-_printed: set[tuple[str, str]] = set()  # data sets and digests whose report this process has printed
+_printed: set[tuple[str, str]] = (
+    set()
+)  # data sets and digests whose report this process has printed
 
 
 def _print_data_report(spec: RunSpec, report: DataReport) -> None:
@@ -183,7 +213,10 @@ def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
 
 
 def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
-    with Signals() as signals, Live(sum(1 + len(job.beside) for job in jobs), progress) as live:
+    with (
+        Signals() as signals,
+        Live(sum(1 + len(job.beside) for job in jobs), progress) as live,
+    ):
         while jobs and not signals.stop.is_set():
             again = set()
             for outcome in execute(jobs, signals, live):
@@ -191,15 +224,21 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
                 if outcome.row is None:
                     again.add(outcome.key)
             # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
-            each = [replace(one, wait=True, beside=()) for job in jobs for one in job.each()]
+            each = [
+                replace(one, wait=True, beside=()) for job in jobs for one in job.each()
+            ]
             jobs = [job for job in each if job.spec.key in again]
-            if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
+            if (
+                jobs and not live.note and not signals.stop.is_set()
+            ):  # a log shows no bar
                 first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
                 said = "runs of another sweep, or of processes that somebody ended"
                 note(f"{said}: {len(jobs)}; waiting for {first}")
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
-            raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
+            raise KeyboardInterrupt(
+                f"stopped with {live.summary()}; the same command goes on from here"
+            )
 
 
 def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]:
@@ -209,7 +248,9 @@ def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]
         alike.setdefault((spec.recipe, spec.seed), []).append(spec)
     jobs = []
     for part in alike.values():
-        count = -(-len(part) // _together(part[0], len(specs), options))  # of processes, as even as can be
+        count = -(
+            -len(part) // _together(part[0], len(specs), options)
+        )  # of processes, as even as can be
         for first, *rest in (part[i::count] for i in range(count)):
             jobs.append(Job(first, store, options, beside=tuple(rest)))
     return jobs
@@ -220,10 +261,18 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
     on_gpu = choose_device(options.device, spec) != "cpu"
     if options.together is not None:
         if on_gpu and options.together > 1:
-            raise ValueError(f"together={options.together} is for the CPU; a GPU replays the steps of every run")
+            raise ValueError(
+                f"together={options.together} is for the CPU; a GPU replays the steps of every run"
+            )
         return options.together
     elsewhere = on_gpu or options.executor != "local" or processes.count() > 1
-    if elsewhere or options.workers == 0 or options.timeout or spec.scale == "paper" or not pays(spec):
+    if (
+        elsewhere
+        or options.workers == 0
+        or options.timeout
+        or spec.scale == "paper"
+        or not pays(spec)
+    ):
         return 1
     workers = options.workers or max(1, usable_cores() // options.threads)
     return min(MOST, -(-count // workers))
@@ -237,7 +286,9 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
             if signals.stop.is_set():
                 return
 
-            def should_stop(steps: int = job.spec.recipe.steps * (1 + len(job.beside))) -> bool:
+            def should_stop(
+                steps: int = job.spec.recipe.steps * (1 + len(job.beside)),
+            ) -> bool:
                 live.stepped(steps)  # it is asked after every step
                 return signals.stop.is_set()
 
@@ -246,7 +297,9 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
         torch.set_num_threads(before)
 
 
-def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
+def _local(
+    jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]
+) -> Iterator[Outcome]:
     """Several jobs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
     free = deque(slots)  # one for every thread
 
@@ -261,7 +314,9 @@ def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None
                 should_kill=signals.kill.is_set,
                 on_start=live.started,
             )
-        except Exception:  # the store cannot be written: nothing more is started, the others stop
+        except (
+            Exception
+        ):  # the store cannot be written: nothing more is started, the others stop
             signals.stop.set()
             raise
         finally:
@@ -292,15 +347,24 @@ def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
     gpus = torch.cuda.device_count()
     if gpus == 0 or all(choose_device(options.device, spec) == "cpu" for spec in specs):
         return [None] * (options.workers or cores)
-    workers = options.workers or gpus * (options.per_gpu or _fitting(specs, options.device, gpus, cores))
+    workers = options.workers or gpus * (
+        options.per_gpu or _fitting(specs, options.device, gpus, cores)
+    )
     return [i % gpus for i in range(workers)]
 
 
 def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
-        found = [kept(spec, device) or measure(spec, device) for spec in _recipes(specs)]
+        found = [
+            kept(spec, device) or measure(spec, device) for spec in _recipes(specs)
+        ]
     except RuntimeError:
         return 1  # one of them does not run at all: it will fail alone, with its reason
-    on_gpu, on_host = max(f.peak_memory for f in found), max(f.host_memory for f in found)
-    return runs_per_gpu(on_gpu, total, on_host, usable_memory() // gpus, max(1, cores // gpus))
+    on_gpu, on_host = (
+        max(f.peak_memory for f in found),
+        max(f.host_memory for f in found),
+    )
+    return runs_per_gpu(
+        on_gpu, total, on_host, usable_memory() // gpus, max(1, cores // gpus)
+    )

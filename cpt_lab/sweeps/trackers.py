@@ -53,7 +53,9 @@ def to_mlflow(client: Any, run: TrackedRun) -> None:
     client.set_experiment(PROJECT)
     now = int(time.time() * 1000)
     metrics = [
-        client.entities.Metric(name, value, now, step) for step, values in run.curve for name, value in values.items()
+        client.entities.Metric(name, value, now, step)
+        for step, values in run.curve
+        for name, value in values.items()
     ]
     with client.start_run(run_name=run.name) as active:
         client.log_params(run.params)
@@ -75,9 +77,17 @@ def to_trackio(client: Any, run: TrackedRun) -> None:
 
 def to_wandb(client: Any, run: TrackedRun) -> None:
     """Write what ``wandb sync`` sends, into the folder; send it at once where ``WANDB_MODE`` is "online"."""
-    settings = client.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+    settings = client.Settings(
+        silent=True, console="off", disable_git=True, x_disable_stats=True
+    )
     mode = os.environ.get("WANDB_MODE", "offline")
-    given: Any = {"project": PROJECT, "name": run.name, "config": run.params, "dir": run.folder, "mode": mode}
+    given: Any = {
+        "project": PROJECT,
+        "name": run.name,
+        "config": run.params,
+        "dir": run.folder,
+        "mode": mode,
+    }
     with client.init(settings=settings, **given) as active:
         for step, values in run.curve:
             active.log(values, step=step)
@@ -125,7 +135,9 @@ class Sender:
                 continue
             try:
                 sent += self._send_once(store, row)
-            except Exception as error:  # whatever a client raises: the runs are worth more
+            except (
+                Exception
+            ) as error:  # whatever a client raises: the runs are worth more
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 self.failure = (
                     f"{self.tracker} did not take {_name(row)}: {reason}; all rows are kept, and the same command "
@@ -139,7 +151,9 @@ class Sender:
         with claim(store, f"{row['key']}.{self.tracker}") as is_mine:
             if not is_mine or folder.exists():
                 return False
-            partial = folder.with_name(f"{folder.name}.part")  # what was cut off is sent again
+            partial = folder.with_name(
+                f"{folder.name}.part"
+            )  # what was cut off is sent again
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             self._send(self._client, self._tracked_run(store, row, partial))
@@ -148,9 +162,19 @@ class Sender:
 
     def _tracked_run(self, store: Path, row: Row, folder: Path) -> TrackedRun:
         spec = row["spec"]
-        params = {name: str(value) for name, value in {**spec["recipe"], **spec}.items() if name != "recipe"}
-        metrics = [m for m in row["metrics"] if m["split"] == "test" and m["when"] == "final"]
-        final = {f"{m['name']}_at_{m['precision']}": m["value"] for m in metrics if m["value"] is not None}
+        params = {
+            name: str(value)
+            for name, value in {**spec["recipe"], **spec}.items()
+            if name != "recipe"
+        }
+        metrics = [
+            m for m in row["metrics"] if m["split"] == "test" and m["when"] == "final"
+        ]
+        final = {
+            f"{m['name']}_at_{m['precision']}": m["value"]
+            for m in metrics
+            if m["value"] is not None
+        }
         try:
             lines = load_curve(store, row["key"]).set_index("step").iterrows()
             curve = [(int(step), line.dropna().to_dict()) for step, line in lines]

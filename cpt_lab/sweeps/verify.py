@@ -40,7 +40,16 @@ BAND = 0.05  # for the final metric where a store has too few seeds: of accuracy
 RELATIVE = ("perplexity",)  # metrics whose band is a share of the stored value
 LEAST = 0.1  # of BAND: allowed in any case, a few test examples
 VERDICTS = ("bit for bit", "within tolerance", "not comparable", "NOT REPRODUCED")
-EXACT = ("key", "status", "relative_cost", "noise_exposure", "share_at_q_min", "data_checksum", "steps", "bitops")
+EXACT = (
+    "key",
+    "status",
+    "relative_cost",
+    "noise_exposure",
+    "share_at_q_min",
+    "data_checksum",
+    "steps",
+    "bitops",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,9 @@ class Sample:
     store: Path
     rows: list[Row]  # all its rows that did not fail
     picked: list[Row]  # those to be run again
-    missing: str = ""  # why they cannot be run here, such as data that is not there; or ""
+    missing: str = (
+        ""  # why they cannot be run here, such as data that is not there; or ""
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,9 @@ class Finding:
 
     row: Row  # as stored
     verdict: str  # one of ``VERDICTS``
-    differs: tuple[str, ...] = ()  # of what computes a run, what is not as the row has it; it is why bits may differ
+    differs: tuple[
+        str, ...
+    ] = ()  # of what computes a run, what is not as the row has it; it is why bits may differ
     said: tuple[str, ...] = ()  # the numbers that decided
 
     @property
@@ -86,7 +99,9 @@ def sample(store: Path, rows: int = 5, seed: int = 0, cheapest: bool = False) ->
     finished = [row for row in load_rows(store) if row["status"] != "failed"]
     if not finished:
         raise ValueError(f"{store} has no finished row")
-    ordered = sorted(finished, key=lambda row: ((row["seconds"] if cheapest else 0.0), row["key"]))
+    ordered = sorted(
+        finished, key=lambda row: ((row["seconds"] if cheapest else 0.0), row["key"])
+    )
     count = min(rows, len(ordered))
     picked = ordered[:count] if cheapest else random.Random(seed).sample(ordered, count)
     reasons = dict.fromkeys(reason for row in picked if (reason := _missing(row)))
@@ -102,29 +117,50 @@ def _missing(row: Row) -> str:
     except (DataNotFoundError, ImportError) as error:
         return str(error)
     if row["device"] != "cpu" and not torch.cuda.is_available():
-        return f"{row['key']} ran on {row['device']}, and torch sees no CUDA device here"
+        return (
+            f"{row['key']} ran on {row['device']}, and torch sees no CUDA device here"
+        )
     return ""
 
 
 def verify(sample: Sample) -> Iterator[Finding]:
     """Run the picked rows of a store again, one after the other, and say of each what became of it."""
     # those under data/results: a store that is a part of one of them takes its tolerance from all seeds there
-    kept = [row for path in results_dir().glob("*.jsonl") for row in load_rows(path) if row["status"] != "failed"]
+    kept = [
+        row
+        for path in results_dir().glob("*.jsonl")
+        for row in load_rows(path)
+        if row["status"] != "failed"
+    ]
     rows = list({row["key"]: row for row in [*kept, *sample.rows]}.values())
     for row in sample.picked:
-        yield compare(row, run_again(row), rows) if is_comparable(row) else _not_comparable(row)
+        yield (
+            compare(row, run_again(row), rows)
+            if is_comparable(row)
+            else _not_comparable(row)
+        )
 
 
 def _not_comparable(row: Row) -> Finding:
     """Return the finding of a row of other numerics, which is not run again."""
-    return Finding(row, "not comparable", said=(f"made with {name_numerics(numerics_of(row))}, today's is {NUMERICS}",))
+    return Finding(
+        row,
+        "not comparable",
+        said=(f"made with {name_numerics(numerics_of(row))}, today's is {NUMERICS}",),
+    )
 
 
 def summary(findings: list[Finding]) -> str:
     """Return how many rows came out how, such as "4 bit for bit, 1 within tolerance", and the code that ran them."""
-    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in VERDICTS}
+    counts = {
+        verdict: sum(f.verdict == verdict for f in findings) for verdict in VERDICTS
+    }
     here = commit()
-    code = f"commit {here['commit'][:7]}" if here["commit"] else "a package without a commit"
+    code = (
+        f"commit {here['commit'][:7]}"
+        if here["commit"]
+        else "a package without a commit"
+    )
     changes = ", with changes" if here["dirty"] else ""
     return f"{', '.join(f'{n} {verdict}' for verdict, n in counts.items() if n) or 'nothing'} by {code}{changes}"
 
@@ -136,15 +172,30 @@ def run_again(row: Row) -> Row:
     ``CPT_KERNELS`` names. So with the library of float32 products, and ``CPT_PRODUCTS``.
     """
     where = row["provenance"]
-    threads, device = where.get("machine", {}).get("threads", 1), "cpu" if row["device"] == "cpu" else "cuda"
-    with tempfile.TemporaryDirectory(prefix="verify") as folder, unless_set(_variables(where)):
+    threads, device = (
+        where.get("machine", {}).get("threads", 1),
+        "cpu" if row["device"] == "cpu" else "cuda",
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="verify") as folder,
+        unless_set(_variables(where)),
+    ):
         store = Path(folder) / "again.jsonl"
-        (found,) = run_grid([_spec(row)], store, workers=1, threads=threads, device=device, progress=False)
+        (found,) = run_grid(
+            [_spec(row)],
+            store,
+            workers=1,
+            threads=threads,
+            device=device,
+            progress=False,
+        )
     return found
 
 
 def _spec(row: Row) -> RunSpec:
-    with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):  # said when the row was made
+    with warnings.catch_warnings(
+        action="ignore", category=ShortCycleWarning
+    ):  # said when the row was made
         return RunSpec.from_dict(row["spec"])
 
 
@@ -152,13 +203,19 @@ def _variables(where: dict[str, Any]) -> dict[str, str]:
     """Return the variables of the environment that make a run compute as a row was computed."""
     wanted = {"CPT_KERNELS": "reference"} if where.get("kernels") == "reference" else {}
     library = _library(where)
-    wanted |= {"CPT_PRODUCTS": library} if library == "torch" or gemm_backend.is_there() else {}
+    wanted |= (
+        {"CPT_PRODUCTS": library}
+        if library == "torch" or gemm_backend.is_there()
+        else {}
+    )
     wanted |= {"CPT_DETERMINISTIC": "1"} if _in_fixed_order(where) else {}
     return wanted
 
 
 def _in_fixed_order(where: dict[str, Any]) -> bool:
-    return bool(where.get("machine", {}).get("switches", {}).get("CPT_DETERMINISTIC") == "1")
+    return bool(
+        where.get("machine", {}).get("switches", {}).get("CPT_DETERMINISTIC") == "1"
+    )
 
 
 def _library(where: dict[str, Any]) -> str:
@@ -173,7 +230,11 @@ def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
     ``rows``: of the store and those committed; they tell how far seeds differ.
     """
     if found["status"] == "failed":
-        return Finding(row, "NOT REPRODUCED", said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",))
+        return Finding(
+            row,
+            "NOT REPRODUCED",
+            said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",),
+        )
     if not is_comparable(row):
         return _not_comparable(row)
     differs = tuple(_differing(row, found))
@@ -184,17 +245,26 @@ def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
     if not differs:
         return Finding(row, "NOT REPRODUCED", said=_told(wrong, stored, now))
     # a run that diverged may do so some steps earlier or later
-    exact = [n for n in wrong if n.split()[0] in EXACT and not (n == "steps" and row["status"] == "diverged")]
+    exact = [
+        n
+        for n in wrong
+        if n.split()[0] in EXACT and not (n == "steps" and row["status"] == "diverged")
+    ]
     if exact:
         return Finding(row, "NOT REPRODUCED", differs, _told(exact, stored, now))
     within, said = _close(row, found, rows)
-    return Finding(row, "within tolerance" if within else "NOT REPRODUCED", differs, said)
+    return Finding(
+        row, "within tolerance" if within else "NOT REPRODUCED", differs, said
+    )
 
 
 def numbers(row: Row) -> dict[str, Any]:
     """Return all that must repeat of a row, by names to print; early rows hold less."""
     out: dict[str, Any] = {name: row.get(name) for name in EXACT if name != "bitops"}
-    out |= {f"bitops {convention}": value for convention, value in row.get("bitops", {}).items()}
+    out |= {
+        f"bitops {convention}": value
+        for convention, value in row.get("bitops", {}).items()
+    }
     losses = row.get("loss", [])
     out |= {f"loss {i} of {len(losses)}": value for i, value in enumerate(losses, 1)}
     for m in row.get("metrics", []):
@@ -208,9 +278,16 @@ def numbers(row: Row) -> dict[str, Any]:
     return out
 
 
-def _told(names: list[str], stored: dict[str, Any], now: dict[str, Any], most: int = 3) -> tuple[str, ...]:
-    said = [f"{name} is {now.get(name)}, stored {stored.get(name)}" for name in names[:most]]
-    return (*said, *([f"and {len(names) - most} more numbers"] if len(names) > most else []))
+def _told(
+    names: list[str], stored: dict[str, Any], now: dict[str, Any], most: int = 3
+) -> tuple[str, ...]:
+    said = [
+        f"{name} is {now.get(name)}, stored {stored.get(name)}" for name in names[:most]
+    ]
+    return (
+        *said,
+        *([f"and {len(names) - most} more numbers"] if len(names) > most else []),
+    )
 
 
 def _differing(row: Row, found: Row) -> Iterator[str]:
@@ -223,17 +300,31 @@ def _differing(row: Row, found: Row) -> Iterator[str]:
         yield "machine (the row names none)"
     else:
         names = dict.fromkeys([*then["machine"], *now["machine"]])
-        yield from (name for name in names if then["machine"].get(name) != now["machine"].get(name))
+        yield from (
+            name
+            for name in names
+            if then["machine"].get(name) != now["machine"].get(name)
+        )
     if then.get("dirty") is not False:
         yield "code (the row's tree had changes, or no commit)"
-    yield from (name for name in ("python", "kernels", "cuda") if name in then and then[name] != now.get(name))
+    yield from (
+        name
+        for name in ("python", "kernels", "cuda")
+        if name in then and then[name] != now.get(name)
+    )
     if _library(then) != _library(now):
         yield "products"
     if row["device"] != found["device"]:
         yield "device"
-    elif row["device"] != "cpu" and not (_in_fixed_order(then) and _in_fixed_order(now)):
+    elif row["device"] != "cpu" and not (
+        _in_fixed_order(then) and _in_fixed_order(now)
+    ):
         yield "order of sums (a GPU chooses it)"
-    yield from (name for name, old in then.get("versions", {}).items() if name != "cpt-core" and old != version(name))
+    yield from (
+        name
+        for name, old in then.get("versions", {}).items()
+        if name != "cpt-core" and old != version(name)
+    )
 
 
 # --- what is allowed where bits cannot be asked for -----------------------------------------------
@@ -242,8 +333,14 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
     within, said = True, []
     if row.get("loss") and found["loss"]:
         stored, now = row["loss"][0], found["loss"][0]
-        off, seeds = abs(now / stored - 1), _spread(row, rows, lambda r: (r.get("loss") or [None])[0]) or 0.0
-        most, why = max((FIRST_LOSS, ""), (abs(seeds / stored), ": a standard deviation between seeds"))
+        off, seeds = (
+            abs(now / stored - 1),
+            _spread(row, rows, lambda r: (r.get("loss") or [None])[0]) or 0.0,
+        )
+        most, why = max(
+            (FIRST_LOSS, ""),
+            (abs(seeds / stored), ": a standard deviation between seeds"),
+        )
         within &= off <= most
         said.append(f"first loss off by {off:.2%} ({most:.0%} allowed{why})")
     stored, now = final(row), final(found)
@@ -251,14 +348,24 @@ def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]
         most, why = allowed(row, rows)
         within &= abs(now - stored) <= most
         metric = EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name
-        said.append(f"{metric} is {now:.4f}, stored {stored:.4f} ({most:.4f} allowed: {why})")
+        said.append(
+            f"{metric} is {now:.4f}, stored {stored:.4f} ({most:.4f} allowed: {why})"
+        )
     return within, tuple(said)
 
 
 def final(row: Row) -> float | None:
     """Return the main metric of a row: final, at q_max bits, on the test set; None of a run that diverged."""
-    wanted = (EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name, "test", "final", "q_max")
-    of = {(m["name"], m["split"], m["when"], m["precision"]): m["value"] for m in row["metrics"]}
+    wanted = (
+        EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name,
+        "test",
+        "final",
+        "q_max",
+    )
+    of = {
+        (m["name"], m["split"], m["when"], m["precision"]): m["value"]
+        for m in row["metrics"]
+    }
     return of.get(wanted)
 
 
@@ -273,17 +380,23 @@ def allowed(row: Row, rows: list[Row]) -> tuple[float, str]:
     band = BAND * (abs(final(row) or 0.0) if relative else 1.0)
     if (spread := _spread(row, rows, final)) is None:
         return band, "without seeds to compare"
-    return max(LEAST * band, SPREADS * spread), f"{SPREADS} standard deviations between seeds"
+    return max(
+        LEAST * band, SPREADS * spread
+    ), f"{SPREADS} standard deviations between seeds"
 
 
-def _spread(row: Row, rows: list[Row], value: Callable[[Row], float | None]) -> float | None:
+def _spread(
+    row: Row, rows: list[Row], value: Callable[[Row], float | None]
+) -> float | None:
     """Return the standard deviation of a value between seeds, or None where fewer than three degrees of freedom tell.
 
     It is that of the row's arm, or the median over the arms of its recipe where few seeds made the former smaller.
     """
     arms = defaultdict(list)
     for other in rows:
-        alike = other["spec"]["recipe"] == row["spec"]["recipe"] and numerics_of(other) == numerics_of(row)
+        alike = other["spec"]["recipe"] == row["spec"]["recipe"] and numerics_of(
+            other
+        ) == numerics_of(row)
         if alike and (at := value(other)) is not None:
             arms[_arm(other)].append(at)
     if sum(len(values) - 1 for values in arms.values()) < 3:
@@ -294,4 +407,7 @@ def _spread(row: Row, rows: list[Row], value: Callable[[Row], float | None]) -> 
 
 def _arm(row: Row) -> str:
     """What runs that differ in nothing but their seed have in common."""
-    return json.dumps({name: value for name, value in row["spec"].items() if name != "seed"}, sort_keys=True)
+    return json.dumps(
+        {name: value for name, value in row["spec"].items() if name != "seed"},
+        sort_keys=True,
+    )

@@ -23,11 +23,19 @@ from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
-from cpt_lab.training.device import choose_device, cuda_provenance, device_name, fix_order_of_sums, peak_memory
+from cpt_lab.training.device import (
+    choose_device,
+    cuda_provenance,
+    device_name,
+    fix_order_of_sums,
+    peak_memory,
+)
 from cpt_lab.training.together import Steps, alone, together
 from cpt_lab.training.train import Run, Stopped, steps_of
 
-WAIT_SECONDS = 60.0  # for a run that another sweep has, before a worker looks after its other runs
+WAIT_SECONDS = (
+    60.0  # for a run that another sweep has, before a worker looks after its other runs
+)
 log = logging.getLogger(__name__)
 
 
@@ -38,15 +46,22 @@ class Job:
     spec: RunSpec
     store: Path  # the file its row goes to
     options: SweepOptions = field(default_factory=SweepOptions)  # of its sweep
-    gpu: int | None = None  # which of the visible GPUs the process sees; None for all of them
+    gpu: int | None = (
+        None  # which of the visible GPUs the process sees; None for all of them
+    )
     sharing: int = 1  # how many runs share the cores and the memory of its machine
     wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
-    beside: tuple[RunSpec, ...] = ()  # runs that train side by side with it, in the same process
+    beside: tuple[
+        RunSpec, ...
+    ] = ()  # runs that train side by side with it, in the same process
 
     def each(self) -> list["Job"]:
         """Return a job for every run, beside the others."""
         runs = (self.spec, *self.beside)
-        return [replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :])) for i, spec in enumerate(runs)]
+        return [
+            replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :]))
+            for i, spec in enumerate(runs)
+        ]
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,9 @@ class Outcome:
 
 
 def run_all(
-    job: Job, should_stop: Callable[[], bool] = lambda: False, on_start: Callable[[str], None] = lambda key: None
+    job: Job,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_start: Callable[[str], None] = lambda key: None,
 ) -> list[Outcome]:
     """Run a job in this process and append its rows; a run that raises becomes a row with status "failed".
 
@@ -77,14 +94,20 @@ def run_all(
     return together(runs) if job.beside else [alone(runs[0])]
 
 
-def _steps(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]) -> Steps[Outcome]:
+def _steps(
+    job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]
+) -> Steps[Outcome]:
     key, store = job.spec.key, job.store
     try:
-        with stores.claim(store, key, WAIT_SECONDS if job.wait else 0.0, should_stop) as mine:
+        with stores.claim(
+            store, key, WAIT_SECONDS if job.wait else 0.0, should_stop
+        ) as mine:
             if not mine:
                 return Outcome(key, "stopped" if should_stop() else "busy")
             on_start(key)
-            held = stores.find_row(store, key)  # only now: it may have come while this process waited
+            held = stores.find_row(
+                store, key
+            )  # only now: it may have come while this process waited
             if held is not None and job.options.accepts(held):
                 return Outcome(key, "held", held)
             stores.check_free(store)
@@ -98,7 +121,9 @@ def _steps(job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], 
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(f"cannot write beside {store}: {error.strerror or error}; checkpoints are kept") from error
+        raise StoreError(
+            f"cannot write beside {store}: {error.strerror or error}; checkpoints are kept"
+        ) from error
 
 
 def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
@@ -111,7 +136,10 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
-        row["provenance"] |= {"machine": machine(), "kernels": getattr(backend(), device)}
+        row["provenance"] |= {
+            "machine": machine(),
+            "kernels": getattr(backend(), device),
+        }
         if device == "cpu":
             row["provenance"]["products"] = backend().products
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
@@ -129,7 +157,12 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
     except Exception:
         log.exception("failed")
         row["provenance"]["versions"] = versions()
-        return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
+        return {
+            **row,
+            "status": "failed",
+            "error": traceback.format_exc(),
+            "device": device_name(device),
+        }
     log.info("%s after %.1f s", run.error or run.status, run.seconds)
     return {**row, **_results(run, device)}
 
@@ -158,14 +191,19 @@ def follow() -> int:
         torch.set_num_threads(job.options.threads)
         try:
             alone(_trained(job, device, lambda: False))
-        except Exception:  # what stopped or ended it, the first process, which has it too, says
+        except (
+            Exception
+        ):  # what stopped or ended it, the first process, which has it too, says
             log.info("ended", exc_info=True)
     return 0
 
 
 def _results(run: Run, device: str) -> Row:
     return {
-        **{name: getattr(run, name) for name in ("status", "metrics", "bitops", "title")},
+        **{
+            name: getattr(run, name)
+            for name in ("status", "metrics", "bitops", "title")
+        },
         **({"error": run.error} if run.error else {}),
         "steps": len(run.history["step"]),
         "loss": _curve(run.history["loss"]),
@@ -173,13 +211,19 @@ def _results(run: Run, device: str) -> Row:
         "seconds": round(run.seconds, 3),
         "device": device_name(device),
         "peak_memory": peak_memory(device),
-        **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
+        **(
+            {"captured": {"steps": run.captured, "why_not": run.why_not_captured}}
+            if device == "cuda"
+            else {}
+        ),
         "data_checksum": run.checksum,
         "data_report": run.report.digest,
     }
 
 
-def _spread(evaluations: list[dict[str, Any]], points: int = 20) -> list[dict[str, Any]]:
+def _spread(
+    evaluations: list[dict[str, Any]], points: int = 20
+) -> list[dict[str, Any]]:
     """At most ``points`` of the evaluations, evenly spread, with the last; the curve file has all."""
     every = -(-len(evaluations) // points) or 1
     return evaluations[::-1][::every][::-1]
@@ -189,4 +233,8 @@ def _curve(losses: list[float], points: int = 20) -> list[float]:
     """Mean training loss in ``points`` equal parts of the run: enough to see whether it fell."""
     finite = [x for x in losses if x == x and abs(x) != float("inf")]
     edges = [round(i * len(finite) / points) for i in range(points + 1)]
-    return [round(sum(finite[a:b]) / (b - a), 5) for a, b in itertools.pairwise(edges) if b > a]
+    return [
+        round(sum(finite[a:b]) / (b - a), 5)
+        for a, b in itertools.pairwise(edges)
+        if b > a
+    ]

@@ -15,14 +15,20 @@ from cpt_lab.experiments.spec import RunSpec, run_spec
 Batch = Any
 Metrics = dict[str, float]
 Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
-LearningRate = Callable[[int, Sequence[Evaluation]], float]  # of the optimizer step and of the evaluations so far
+LearningRate = Callable[
+    [int, Sequence[Evaluation]], float
+]  # of the optimizer step and of the evaluations so far
 
 
-def optimizer_of(kind: Any, parameters: Iterable[nn.Parameter], recipe: Recipe, **more: Any) -> torch.optim.Optimizer:
+def optimizer_of(
+    kind: Any, parameters: Iterable[nn.Parameter], recipe: Recipe, **more: Any
+) -> torch.optim.Optimizer:
     """Return a recipe's optimizer; fused on a GPU, on the CPU the plain one, which results were made with."""
     wanted = list(parameters)
     fused = any(p.device.type != "cpu" for p in wanted)
-    return kind(wanted, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, **more)
+    return kind(
+        wanted, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, **more
+    )
 
 
 def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
@@ -41,7 +47,10 @@ def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
 def accuracy_and_loss(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Metrics:
     """Return accuracy (0..1) and mean cross entropy of ``count`` answers: logits (B, classes) and labels (B,)."""
     right, loss = sums(
-        ((logits.argmax(1) == labels).sum(), nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        (
+            (logits.argmax(1) == labels).sum(),
+            nn.functional.cross_entropy(logits, labels, reduction="sum"),
+        )
         for logits, labels in batches
     )
     return {"accuracy": right / count, "loss": loss / count}
@@ -57,7 +66,9 @@ class Task(Protocol):
     # epoch may be smaller
     fixed_shape: bool
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
         """Load the data; with ``stand_in`` make random data of the same shapes, so that nothing need be there."""
 
     def model(self) -> nn.Module:
@@ -66,7 +77,9 @@ class Task(Protocol):
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the training batches from optimizer step ``start`` on: a pure function of (seed, step)."""
 
-    def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
+    def shared_batches(
+        self, start: int, share: Callable[[Any], Any]
+    ) -> Iterator[Batch]:
         """Yield a process's part of the same batches; only of tasks whose batches several processes can share."""
 
     def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
@@ -133,7 +146,9 @@ def cosine(lr: float, final: float, steps: int) -> LearningRate:
     >>> [round(cosine(0.1, final=0.5, steps=100)(step, []), 3) for step in (0, 50, 100)]
     [0.1, 0.075, 0.05]
     """
-    return lambda step, evaluations: lr * (final + (1 - final) * (1 + math.cos(math.pi * step / steps)) / 2)
+    return lambda step, evaluations: (
+        lr * (final + (1 - final) * (1 + math.cos(math.pi * step / steps)) / 2)
+    )
 
 
 def plateau(lr: float, division: float) -> LearningRate:

@@ -11,8 +11,18 @@ from torch import Tensor, nn
 
 from cpt_extras.optional_libraries import library
 from cpt_lab.data.common import load_once, readers
-from cpt_lab.data.detection import Annotated, backbone_weights, load_detection, random_detection
-from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
+from cpt_lab.data.detection import (
+    Annotated,
+    backbone_weights,
+    load_detection,
+    random_detection,
+)
+from cpt_lab.data.detection_batches import (
+    Batch,
+    batches,
+    bytes_read,
+    evaluation_batches,
+)
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks import detection_boxes
@@ -38,14 +48,28 @@ class DetectionTask:
 
     fixed_shape = False  # how many anchors count is decided by the data
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        self.recipe, self.seed, self.device = cast(DetectionRecipe, spec.recipe), spec.seed, device
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
+        self.recipe, self.seed, self.device = (
+            cast(DetectionRecipe, spec.recipe),
+            spec.seed,
+            device,
+        )
         limits = ("size", "train_images", "valid_images", "test_images")
-        self.data = random_detection(self.recipe) if stand_in else load_once(load_detection, self.recipe, *limits)
-        self.weights = backbone_weights() if self.recipe.pretrained and not stand_in else None
+        self.data = (
+            random_detection(self.recipe)
+            if stand_in
+            else load_once(load_detection, self.recipe, *limits)
+        )
+        self.weights = (
+            backbone_weights() if self.recipe.pretrained and not stand_in else None
+        )
         in_memory = isinstance(self.data.train[0].picture, Tensor)
         self.workers = 0 if in_memory else readers(bytes_read(self.recipe))
-        start = "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
+        start = (
+            "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
+        )
         self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
         # pictures differ in shape from one batch to the next
         self.cost_batches = 1 if len({a.size for a in self.data.train}) == 1 else 8
@@ -53,14 +77,18 @@ class DetectionTask:
     def model(self) -> RetinaNet:
         """Return the recipe's RetinaNet."""
         r = self.recipe
-        model = retinanet(r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained)
+        model = retinanet(
+            r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained
+        )
         if self.weights is not None:
             detection_boxes.load_backbone(model, self.weights)
         return model.to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on."""
-        return batches(self.data.train, self.recipe, self.seed, start, self.workers, self.device)
+        return batches(
+            self.data.train, self.recipe, self.seed, start, self.workers, self.device
+        )
 
     def inputs(self, batch: Batch) -> tuple[Tensor]:
         """Return the pictures."""
@@ -86,7 +114,9 @@ class DetectionTask:
         return measured
 
     @torch.no_grad()
-    def detect(self, model: nn.Module, pictures: Sequence[Annotated]) -> tuple[list[tuple[Target, Annotated]], float]:
+    def detect(
+        self, model: nn.Module, pictures: Sequence[Annotated]
+    ) -> tuple[list[tuple[Target, Annotated]], float]:
         """Return what a model in evaluation mode finds on every picture, in that picture's pixels, and the mean loss.
 
         Pictures come back in groups of like shape, each with its detections: boxes, scores, labels.
@@ -94,21 +124,33 @@ class DetectionTask:
         pairs = []
 
         def measured() -> Iterator[tuple[Tensor]]:
-            for batch in evaluation_batches(pictures, self.recipe, self.workers, self.device):
+            for batch in evaluation_batches(
+                pictures, self.recipe, self.workers, self.device
+            ):
                 outputs = model(batch.images)
                 yield (self._loss(model, outputs, batch).double() * len(batch.images),)
-                found = detection_boxes.detections(cast(RetinaNet, model), batch.images, outputs, batch.sizes)
-                for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
-                    scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
+                found = detection_boxes.detections(
+                    cast(RetinaNet, model), batch.images, outputs, batch.sizes
+                )
+                for target, (height, width), original in zip(
+                    found, batch.sizes, batch.originals, strict=True
+                ):
+                    scale = torch.tensor(
+                        [original.size[1] / width, original.size[0] / height] * 2
+                    )
                     on_cpu = {name: t.cpu() for name, t in target.items()}
-                    pairs.append(({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original))
+                    pairs.append(
+                        ({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original)
+                    )
 
         (loss,) = sums(measured())
         return pairs, loss / len(pictures)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
-        return optimizer_of(torch.optim.Adam, model.parameters(), self.recipe), constant(self.recipe.lr)
+        return optimizer_of(
+            torch.optim.Adam, model.parameters(), self.recipe
+        ), constant(self.recipe.lr)
 
 
 def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:
@@ -129,7 +171,9 @@ def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics
     Differs: VOC's own program gives a detection to the object it overlaps most, even if that is taken; COCO's gives it
         to the best that is free. A detection inside a ``difficult`` object is ignored also when it is much smaller.
     """
-    counts = Counter(label for _, there in pairs for label in there.labels[~there.difficult].tolist())
+    counts = Counter(
+        label for _, there in pairs for label in there.labels[~there.difficult].tolist()
+    )
     if not counts:
         raise ValueError(f"there is no object to be found on {len(pairs)} pictures")
     if not any(len(found["boxes"]) for found, _ in pairs):
@@ -143,12 +187,16 @@ def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics
     coco, _ = _precision(pairs, list(COCO_IOUS), hundred)
 
     def at(points: np.ndarray, label: int) -> float:
-        return float(voc[0, np.searchsorted(recalls, points), classes.index(label)].mean())
+        return float(
+            voc[0, np.searchsorted(recalls, points), classes.index(label)].mean()
+        )
 
     return {
         "map50": float(np.mean([at(steps[n], label) for label, n in counts.items()])),
         "map50_11point": float(np.mean([at(eleven, label) for label in counts])),
-        "map": float(np.mean([coco[:, :, classes.index(label)].mean() for label in counts])),
+        "map": float(
+            np.mean([coco[:, :, classes.index(label)].mean() for label in counts])
+        ),
     }
 
 
@@ -156,13 +204,25 @@ def _precision(
     pairs: Sequence[tuple[Target, Annotated]], ious: list[float], recalls: np.ndarray
 ) -> tuple[np.ndarray, list[int]]:
     """Return precision (overlap, recall, class) and the classes in its order."""
-    logging.getLogger("faster_coco_eval").setLevel(logging.WARNING)  # it would log a table of its own
+    logging.getLogger("faster_coco_eval").setLevel(
+        logging.WARNING
+    )  # it would log a table of its own
     metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
-        iou_thresholds=ious, rec_thresholds=recalls.tolist(), extended_summary=True, backend="faster_coco_eval"
+        iou_thresholds=ious,
+        rec_thresholds=recalls.tolist(),
+        extended_summary=True,
+        backend="faster_coco_eval",
     )
-    there = ({"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.astype(np.int64)} for _, a in pairs)
-    wanted = [{name: torch.from_numpy(values) for name, values in of.items()} for of in there]
+    there = (
+        {"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.astype(np.int64)}
+        for _, a in pairs
+    )
+    wanted = [
+        {name: torch.from_numpy(values) for name, values in of.items()} for of in there
+    ]
     metric.update([found for found, _ in pairs], wanted)
     result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
-    return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()
+    return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(
+        result["classes"]
+    ).tolist()

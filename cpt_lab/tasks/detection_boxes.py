@@ -13,7 +13,9 @@ from torchvision.ops import box_iou
 
 from cpt_lab.tasks.retinanet import Outputs, RetinaNet
 
-Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
+Target = dict[
+    str, Tensor
+]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
 SMOOTH_L1_BETA = 1 / 9
 
 
@@ -23,7 +25,9 @@ def load_backbone(model: RetinaNet, path: Path) -> None:
     body = model.backbone.body
     wanted = {name for name in body.state_dict() if not name.startswith("fc.")}
     if missing := sorted(wanted - set(stored)):
-        raise ValueError(f"{path} holds no weights of this backbone: there is no {missing[0]}")
+        raise ValueError(
+            f"{path} holds no weights of this backbone: there is no {missing[0]}"
+        )
     body.load_state_dict({name: stored[name] for name in wanted}, strict=False)
 
 
@@ -43,15 +47,26 @@ def detection_losses(
     Differs: the focal loss is computed from logits, where the authors clamp probabilities to [1e-4, 1 - 1e-4].
     """
     anchors = anchors_of(model, images, outputs)
-    matched = [_matched_boxes(model, target["boxes"], a) for target, a in zip(targets, anchors, strict=True)]
+    matched = [
+        _matched_boxes(model, target["boxes"], a)
+        for target, a in zip(targets, anchors, strict=True)
+    ]
     named = {"cls_logits": outputs.logits, "bbox_regression": outputs.offsets}
     focal = model.head.classification_head.compute_loss(targets, named, matched)
 
     box_losses = []
-    for target, offsets, anchor, index in zip(targets, outputs.offsets, anchors, matched, strict=True):
-        (positive,) = torch.where(index >= 0)  # as numbers: a mask is counted at every use, and a GPU waited for
-        wanted = model.box_coder.encode_single(target["boxes"][index[positive]], anchor[positive])
-        loss = nn.functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum", beta=SMOOTH_L1_BETA)
+    for target, offsets, anchor, index in zip(
+        targets, outputs.offsets, anchors, matched, strict=True
+    ):
+        (positive,) = torch.where(
+            index >= 0
+        )  # as numbers: a mask is counted at every use, and a GPU waited for
+        wanted = model.box_coder.encode_single(
+            target["boxes"][index[positive]], anchor[positive]
+        )
+        loss = nn.functional.smooth_l1_loss(
+            offsets[positive], wanted, reduction="sum", beta=SMOOTH_L1_BETA
+        )
         box_losses.append(loss / max(1, wanted.numel()))
     return focal, torch.stack(box_losses).mean()
 
@@ -63,7 +78,9 @@ def _matched_boxes(model: RetinaNet, boxes: Tensor, anchors: Tensor) -> Tensor:
     return model.proposal_matcher(box_iou(boxes, anchors))
 
 
-def detections(model: RetinaNet, images: Tensor, outputs: Outputs, sizes: Sequence[tuple[int, int]]) -> list[Target]:
+def detections(
+    model: RetinaNet, images: Tensor, outputs: Outputs, sizes: Sequence[tuple[int, int]]
+) -> list[Target]:
     """Return boxes, labels and scores of every image, the best score first.
 
     Args:
@@ -72,7 +89,10 @@ def detections(model: RetinaNet, images: Tensor, outputs: Outputs, sizes: Sequen
         outputs: what ``forward`` made of them.
         sizes: height and width of every image without its padding; boxes are clipped to it.
     """
-    levels = [f.shape[-2] * f.shape[-1] * model.head.classification_head.num_anchors for f in outputs.features]
+    levels = [
+        f.shape[-2] * f.shape[-1] * model.head.classification_head.num_anchors
+        for f in outputs.features
+    ]
     named = {
         "cls_logits": list(outputs.logits.split(levels, 1)),
         "bbox_regression": list(outputs.offsets.split(levels, 1)),

@@ -19,7 +19,13 @@ from cpt_lab.data.report import DataReport, count_of, empty_report
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
-from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, linear, optimizer_of
+from cpt_lab.tasks.base import (
+    LearningRate,
+    Metrics,
+    accuracy_and_loss,
+    linear,
+    optimizer_of,
+)
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 250
@@ -43,7 +49,9 @@ class _Data:
     vocabulary: int
     title: str
     checksum: str
-    report: DataReport = field(default_factory=empty_report)  # what was read, left out and changed
+    report: DataReport = field(
+        default_factory=empty_report
+    )  # what was read, left out and changed
 
 
 class EntailmentTask:
@@ -57,49 +65,96 @@ class EntailmentTask:
     Differs: validation and test accuracy are both reported; the authors' script reports the validation split.
     """
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        self.recipe, self.seed, self.device = cast(EntailmentRecipe, spec.recipe), spec.seed, device
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
+        self.recipe, self.seed, self.device = (
+            cast(EntailmentRecipe, spec.recipe),
+            spec.seed,
+            device,
+        )
         limits = ("train_pairs", "valid_pairs", "test_pairs")
-        made_from = ("language", "test_languages", "length", "checkpoint", "vocabulary", *limits)
-        self.data = _random(self.recipe) if stand_in else load_once(load_encoded, self.recipe, *made_from)
+        made_from = (
+            "language",
+            "test_languages",
+            "length",
+            "checkpoint",
+            "vocabulary",
+            *limits,
+        )
+        self.data = (
+            _random(self.recipe)
+            if stand_in
+            else load_once(load_encoded, self.recipe, *made_from)
+        )
         self.pretrained = bool(self.recipe.checkpoint) and not stand_in
-        kind = self.recipe.checkpoint or "small BERT from scratch, WordPiece of its own,"
+        kind = (
+            self.recipe.checkpoint or "small BERT from scratch, WordPiece of its own,"
+        )
         self.title = f"{kind} on {self.data.title}"
-        self.cost_batches = 8 if self.recipe.padding == "longest" else 1  # batches differ in length
+        self.cost_batches = (
+            8 if self.recipe.padding == "longest" else 1
+        )  # batches differ in length
         self.fixed_shape = self.recipe.padding == "max"
 
     def model(self) -> nn.Module:
         """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""
         r, transformers = self.recipe, library("transformers", "text")
         build = transformers.BertForSequenceClassification
-        given: dict[str, Any] = {"num_labels": len(LABELS), "attn_implementation": "eager"}
+        given: dict[str, Any] = {
+            "num_labels": len(LABELS),
+            "attn_implementation": "eager",
+        }
         if self.pretrained:
             with _quiet():  # it would list the classifier as new
                 given |= dict(ignore_mismatched_sizes=True, local_files_only=True)
-                return build.from_pretrained(checkpoint_folder(r.checkpoint), **given).to(self.device)
-        small = {} if r.checkpoint else dict(
-            hidden_size=r.hidden, num_hidden_layers=r.layers, num_attention_heads=r.heads,
-            intermediate_size=4 * r.hidden, max_position_embeddings=r.length,
-            initializer_range=r.hidden**-0.5,  # BERT's 0.02 is too small at this width: slow to learn
-            hidden_dropout_prob=r.dropout, attention_probs_dropout_prob=r.dropout,
-        )  # fmt: skip
-        return build(transformers.BertConfig(vocab_size=self.data.vocabulary, **given, **small)).to(self.device)
+                return build.from_pretrained(
+                    checkpoint_folder(r.checkpoint), **given
+                ).to(self.device)
+        small = (
+            {}
+            if r.checkpoint
+            else dict(
+                hidden_size=r.hidden,
+                num_hidden_layers=r.layers,
+                num_attention_heads=r.heads,
+                intermediate_size=4 * r.hidden,
+                max_position_embeddings=r.length,
+                initializer_range=r.hidden
+                ** -0.5,  # BERT's 0.02 is too small at this width: slow to learn
+                hidden_dropout_prob=r.dropout,
+                attention_probs_dropout_prob=r.dropout,
+            )
+        )
+        return build(
+            transformers.BertConfig(vocab_size=self.data.vocabulary, **given, **small)
+        ).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on, without end; the last one of an epoch may be smaller."""
-        for keys in batch_keys(len(self.data.train), self.recipe.batch, self.seed, start):
-            yield self._batch(self.data.train, torch.tensor([number for _, number in keys]))
+        for keys in batch_keys(
+            len(self.data.train), self.recipe.batch, self.seed, start
+        ):
+            yield self._batch(
+                self.data.train, torch.tensor([number for _, number in keys])
+            )
 
-    def shared_batches(self, start: int, share: Callable[[Tensor], Tensor]) -> Iterator[Batch]:
+    def shared_batches(
+        self, start: int, share: Callable[[Tensor], Tensor]
+    ) -> Iterator[Batch]:
         """Yield a process's part of every batch, as wide as the whole one."""
         return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
 
     def _batch(self, part: TensorDataset, rows: Tensor) -> Batch:
         pieces, sentence, lengths, labels = part[rows]
-        width = self.recipe.length if self.recipe.padding == "max" else int(lengths.max())
+        width = (
+            self.recipe.length if self.recipe.padding == "max" else int(lengths.max())
+        )
         # the form that BERT gives the mask itself: counting operations works on shapes alone, and cannot convert it
         hidden = torch.arange(width) >= lengths[:, None]
-        mask = torch.zeros(len(rows), 1, 1, width).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
+        mask = torch.zeros(len(rows), 1, 1, width).masked_fill_(
+            hidden[:, None, None], torch.finfo(torch.float32).min
+        )
         parts = pieces[:, :width].long(), mask, sentence[:, :width].long(), labels
         return cast(Batch, tuple(send(t, self.device) for t in parts))
 
@@ -109,7 +164,9 @@ class EntailmentTask:
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(model(*self.inputs(batch)).logits, batch[-1]), None
+        return nn.functional.cross_entropy(
+            model(*self.inputs(batch)).logits, batch[-1]
+        ), None
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of pairs, 0..1) and mean cross entropy of both splits.
@@ -117,18 +174,29 @@ class EntailmentTask:
         "test" is the first test language; the others add their accuracy as "accuracy_es".
         """
         (_, first), *others = self.data.test.items()
-        further = {f"accuracy_{language}": self._measure(model, part)["accuracy"] for language, part in others}
-        return {"valid": self._measure(model, self.data.valid), "test": {**self._measure(model, first), **further}}
+        further = {
+            f"accuracy_{language}": self._measure(model, part)["accuracy"]
+            for language, part in others
+        }
+        return {
+            "valid": self._measure(model, self.data.valid),
+            "test": {**self._measure(model, first), **further},
+        }
 
     def _measure(self, model: nn.Module, part: TensorDataset) -> Metrics:
-        batches = (self._batch(part, rows) for rows in torch.arange(len(part)).split(EVALUATION_BATCH))
+        batches = (
+            self._batch(part, rows)
+            for rows in torch.arange(len(part)).split(EVALUATION_BATCH)
+        )
         answers = ((model(*self.inputs(batch)).logits, batch[-1]) for batch in batches)
         return accuracy_and_loss(answers, len(part))
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-        return optimizer_of(torch.optim.AdamW, model.parameters(), r), linear(r.lr, r.final_lr, r.steps)
+        return optimizer_of(torch.optim.AdamW, model.parameters(), r), linear(
+            r.lr, r.final_lr, r.steps
+        )
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -140,13 +208,21 @@ def checkpoint_folder(name: str) -> Path:
     """
     folder = own_path(name)
     if not folder.is_dir():
-        hint = f"; get it with: {command(f'download {name}')}" if name in CHECKPOINTS else ""
+        hint = (
+            f"; get it with: {command(f'download {name}')}"
+            if name in CHECKPOINTS
+            else ""
+        )
         raise DataNotFoundError(f"there is no pretrained model in {folder}{hint}")
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no pretrained model: it has no config.json")
-    kind = library("transformers", "text").PretrainedConfig.get_config_dict(folder, local_files_only=True)[0]
+    kind = library("transformers", "text").PretrainedConfig.get_config_dict(
+        folder, local_files_only=True
+    )[0]
     if kind.get("model_type") != "bert":
-        raise ValueError(f"{folder} holds a model of type {kind.get('model_type')!r}; only 'bert' can be used")
+        raise ValueError(
+            f"{folder} holds a model of type {kind.get('model_type')!r}; only 'bert' can be used"
+        )
     return folder
 
 
@@ -155,7 +231,10 @@ class _quiet:
 
     def __enter__(self) -> None:
         self.logging = library("transformers", "text").utils.logging
-        self.level, self.bars = self.logging.get_verbosity(), self.logging.is_progress_bar_enabled()
+        self.level, self.bars = (
+            self.logging.get_verbosity(),
+            self.logging.is_progress_bar_enabled(),
+        )
         self.logging.set_verbosity_error()
         self.logging.disable_progress_bar()
 
@@ -173,37 +252,54 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
         auto = library("transformers", "text").AutoTokenizer
         return auto.from_pretrained(folder, local_files_only=True).backend_tokenizer
     text = [*data.train["premise"], *data.train["hypothesis"]]
-    normalizer, words = tokenizers.normalizers.BertNormalizer(), tokenizers.pre_tokenizers.BertPreTokenizer()
+    normalizer, words = (
+        tokenizers.normalizers.BertNormalizer(),
+        tokenizers.pre_tokenizers.BertPreTokenizer(),
+    )
 
     def tokenizer(vocabulary: dict[str, int]) -> Any:
-        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        made = tokenizers.Tokenizer(
+            tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]")
+        )
         made.normalizer, made.pre_tokenizer = normalizer, words
         made.add_special_tokens(list(SPECIAL))
         return made
 
     # The trainer numbers the letters inside words in the order of a table that every process orders anew, and breaks
     # ties by these numbers. Named beforehand they have their numbers, and one text gives the same pieces everywhere.
-    starts = (words.pre_tokenize_str(normalizer.normalize_str("a" + letter)) for letter in set().union(*text))
+    starts = (
+        words.pre_tokenize_str(normalizer.normalize_str("a" + letter))
+        for letter in set().union(*text)
+    )
     inside = sorted({letter for found in starts for letter in found[0][0][1:]})
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=recipe.vocabulary, special_tokens=[*SPECIAL, *(f"##{x}" for x in inside)], show_progress=False
+        vocab_size=recipe.vocabulary,
+        special_tokens=[*SPECIAL, *(f"##{x}" for x in inside)],
+        show_progress=False,
     )
     learning = tokenizer({})
     learning.train_from_iterator(text, trainer)
-    made = tokenizer(learning.get_vocab())  # anew: to this one "##a" in a text is no special token
+    made = tokenizer(
+        learning.get_vocab()
+    )  # anew: to this one "##a" in a text is no special token
     made.post_processor = tokenizers.processors.BertProcessing(
         *((token, made.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
     )
     return made
 
 
-def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str, report: DataReport) -> TensorDataset:
+def _encode(
+    tokenizer: Any, pairs: pd.DataFrame, length: int, name: str, report: DataReport
+) -> TensorDataset:
     """Encode a split once; pairs longer than ``length`` are cut and counted in the report, as unknown pieces are."""
     tokenizer.enable_truncation(length, strategy="longest_first")
     tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]") or 0)
     both = list(zip(pairs["premise"], pairs["hypothesis"], strict=True))
     pieces = torch.empty(len(both), length, dtype=torch.int32)
-    sentence, lengths = torch.empty(len(both), length, dtype=torch.uint8), torch.empty(len(both), dtype=torch.int64)
+    sentence, lengths = (
+        torch.empty(len(both), length, dtype=torch.uint8),
+        torch.empty(len(both), dtype=torch.int64),
+    )
     cut = 0
     for start in range(0, len(both), ENCODED_AT_ONCE):
         here = slice(start, start + ENCODED_AT_ONCE)
@@ -213,31 +309,72 @@ def _encode(tokenizer: Any, pairs: pd.DataFrame, length: int, name: str, report:
         lengths[here] = torch.tensor([e.attention_mask for e in found]).sum(1)
         cut += sum(bool(e.overflowing) for e in found)
     if cut:
-        log.info("%s: %d of %d pairs are longer than %d word pieces and were cut", name, cut, len(both), length)
-        report.add("left out", f"{name}: word pieces of {cut:,} of {len(both):,} pairs behind the first {length}")
+        log.info(
+            "%s: %d of %d pairs are longer than %d word pieces and were cut",
+            name,
+            cut,
+            len(both),
+            length,
+        )
+        report.add(
+            "left out",
+            f"{name}: word pieces of {cut:,} of {len(both):,} pairs behind the first {length}",
+        )
     if unknown := int((pieces == tokenizer.token_to_id("[UNK]")).sum()):
-        report.add("changed", f"{name}: {count_of(unknown, 'word')} without word pieces became [UNK]")
-    return TensorDataset(pieces, sentence, lengths, torch.tensor(pairs["label"].tolist()))
+        report.add(
+            "changed",
+            f"{name}: {count_of(unknown, 'word')} without word pieces became [UNK]",
+        )
+    return TensorDataset(
+        pieces, sentence, lengths, torch.tensor(pairs["label"].tolist())
+    )
 
 
 def load_encoded(recipe: EntailmentRecipe) -> _Data:
     """Load the data of a recipe and encode it."""
     data = load_entailment(recipe)
     tokenizer = _tokenizer(recipe, data)
-    parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
-    train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name, data.report) for name, pairs in parts.items())
+    parts = {
+        "train": data.train,
+        "valid": data.valid,
+        **{f"test {k}": pairs for k, pairs in data.test.items()},
+    }
+    train, valid, *test = (
+        _encode(tokenizer, pairs, recipe.length, name, data.report)
+        for name, pairs in parts.items()
+    )
     tests = dict(zip(data.test, test, strict=True))
-    return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum, data.report)
+    return _Data(
+        train,
+        valid,
+        tests,
+        tokenizer.get_vocab_size(),
+        data.title,
+        data.checksum,
+        data.report,
+    )
 
 
 def _random(recipe: EntailmentRecipe) -> _Data:
     """Return random word pieces in the shapes of a recipe, to measure times and count operations without data."""
-    vocabulary = 119_547 if recipe.checkpoint else recipe.vocabulary  # that of multilingual BERT
+    vocabulary = (
+        119_547 if recipe.checkpoint else recipe.vocabulary
+    )  # that of multilingual BERT
     n, random = 2 * recipe.batch, generator_of(0)
-    pieces = torch.randint(len(SPECIAL), vocabulary, (n, recipe.length), generator=random).int()
-    sentence = (torch.arange(recipe.length) >= recipe.length // 2).expand(n, -1).to(torch.uint8)
-    lengths = torch.randint(recipe.length // 2, recipe.length + 1, (n,), generator=random)
+    pieces = torch.randint(
+        len(SPECIAL), vocabulary, (n, recipe.length), generator=random
+    ).int()
+    sentence = (
+        (torch.arange(recipe.length) >= recipe.length // 2)
+        .expand(n, -1)
+        .to(torch.uint8)
+    )
+    lengths = torch.randint(
+        recipe.length // 2, recipe.length + 1, (n,), generator=random
+    )
     labels = torch.randint(0, len(LABELS), (n,), generator=random)
     part = TensorDataset(pieces, sentence, lengths, labels)
     test = dict.fromkeys(recipe.test_languages, part)
-    return _Data(part, part, test, vocabulary, f"random word pieces for {recipe.dataset}", "")
+    return _Data(
+        part, part, test, vocabulary, f"random word pieces for {recipe.dataset}", ""
+    )

@@ -14,14 +14,29 @@ from torch.utils.data import Dataset
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.models.gnn import GraphNet
-from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, loader, send
+from cpt_lab.data.common import (
+    Stream,
+    batch_keys,
+    generator_of,
+    load_once,
+    loader,
+    send,
+)
 from cpt_lab.data.graph_batches import sample_blocks
 from cpt_lab.data.graph_readers import evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
-from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, optimizer_of, sums
+from cpt_lab.tasks.base import (
+    LearningRate,
+    Metrics,
+    constant,
+    cosine,
+    milestones,
+    optimizer_of,
+    sums,
+)
 
 WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -44,13 +59,29 @@ class GraphTask:
     Differs: edges of OGBN-Products are not doubled; the authors add reverse edges to a graph that has them.
     """
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        self.recipe, self.seed, self.device = cast(GraphRecipe, spec.recipe), spec.seed, device
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
+        self.recipe, self.seed, self.device = (
+            cast(GraphRecipe, spec.recipe),
+            spec.seed,
+            device,
+        )
         made_from = ("self_loops", "standardize")
-        self.data = random_graph(self.recipe) if stand_in else load_once(load_graph, self.recipe, *made_from)
+        self.data = (
+            random_graph(self.recipe)
+            if stand_in
+            else load_once(load_graph, self.recipe, *made_from)
+        )
         self.graph = self.data.graph.to(device)
-        self.features, self.labels = self.data.features.to(device), self.data.labels.to(device)
-        self.rows = {name: getattr(self.data, name).to(device) for name in ("train", "valid", "test")}
+        self.features, self.labels = (
+            self.data.features.to(device),
+            self.data.labels.to(device),
+        )
+        self.rows = {
+            name: getattr(self.data, name).to(device)
+            for name in ("train", "valid", "test")
+        }
         if not self.recipe.batch:
             self.graph.set_constant(self.features)
         kind = {"gcn": "GCN", "sage": "GraphSAGE"}[self.recipe.model]
@@ -65,18 +96,26 @@ class GraphTask:
         """Return the recipe's model."""
         r = self.recipe
         inputs = self.features.shape[1]
-        return GraphNet(r.model, inputs, self.data.classes, r.hidden, r.layers, r.dropout, r.norm).to(self.device)
+        return GraphNet(
+            r.model, inputs, self.data.classes, r.hidden, r.layers, r.dropout, r.norm
+        ).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
         train = self.rows["train"]
         if not self.recipe.batch:
-            yield from itertools.repeat((self.graph, self.features, self.labels[train], train))
+            yield from itertools.repeat(
+                (self.graph, self.features, self.labels[train], train)
+            )
         samples = _Samples(self.graph, train, self.fanouts, self.seed)
-        keys = enumerate(batch_keys(len(train), self.recipe.batch, self.seed, start), start)
+        keys = enumerate(
+            batch_keys(len(train), self.recipe.batch, self.seed, start), start
+        )
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:
             workers = min(WORKERS, usable_cores())
-            parts: Any = loader(samples, self.device, workers, sampler=keys, batch_size=None)
+            parts: Any = loader(
+                samples, self.device, workers, sampler=keys, batch_size=None
+            )
         else:
             parts = map(samples.__getitem__, keys)
         for seeds, nodes, blocks in parts:
@@ -90,29 +129,48 @@ class GraphTask:
         """Return the mean loss over the labelled nodes of the batch."""
         graphs, x, labels, rows = batch
         logits = model(graphs, x)
-        return _loss(self.recipe.loss, logits if rows is None else logits[rows], labels), None
+        return _loss(
+            self.recipe.loss, logits if rows is None else logits[rows], labels
+        ), None
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of nodes, 0..1) and mean loss of every split that is not empty."""
-        splits = {name: part for name in ("valid", "test") if len(part := self.rows[name])}
+        splits = {
+            name: part for name in ("valid", "test") if len(part := self.rows[name])
+        }
         net = cast(GraphNet, model)
         if not self.recipe.batch or self.recipe.inference == "exact":
-            whole = net(self.graph, self.features) if not self.recipe.batch else self._exact(net)
+            whole = (
+                net(self.graph, self.features)
+                if not self.recipe.batch
+                else self._exact(net)
+            )
             logits = {name: whole[part] for name, part in splits.items()}
         else:
-            logits = {name: self._sampled_logits(net, part) for name, part in splits.items()}
-        return {name: self._measure(logits[name], part) for name, part in splits.items()}
+            logits = {
+                name: self._sampled_logits(net, part) for name, part in splits.items()
+            }
+        return {
+            name: self._measure(logits[name], part) for name, part in splits.items()
+        }
 
     def _measure(self, logits: Tensor, nodes: Tensor) -> Metrics:
         labels = self.labels[nodes]
         predicted = logits.argmax(1)
-        right, loss = sums([((predicted == labels).sum(), _loss(self.recipe.loss, logits, labels))])
+        right, loss = sums(
+            [((predicted == labels).sum(), _loss(self.recipe.loss, logits, labels))]
+        )
         accuracy = right / len(labels)
         if self.data.ogb:
-            pair = {"y_true": labels.cpu().numpy()[:, None], "y_pred": predicted.cpu().numpy()[:, None]}
+            pair = {
+                "y_true": labels.cpu().numpy()[:, None],
+                "y_pred": predicted.cpu().numpy()[:, None],
+            }
             accuracy = float(evaluator(self.data.ogb).eval(pair)["acc"])
-        return {"accuracy": accuracy, "loss": loss} | self._by_degree(predicted == labels, nodes)
+        return {"accuracy": accuracy, "loss": loss} | self._by_degree(
+            predicted == labels, nodes
+        )
 
     def _by_degree(self, right: Tensor, nodes: Tensor) -> Metrics:
         """Accuracy of the strata of in-degree that have nodes."""
@@ -140,15 +198,24 @@ class GraphTask:
         """
         h = self.features
         for i in range(self.recipe.layers):
-            width = self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden
+            width = (
+                self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden
+            )
             whole = h.shape[1] > width
-            h = model.between(i, model.layer(i, self.graph, h) if whole else self._in_chunks(model, i, h, width))
+            h = model.between(
+                i,
+                model.layer(i, self.graph, h)
+                if whole
+                else self._in_chunks(model, i, h, width),
+            )
         return h
 
     def _in_chunks(self, model: GraphNet, i: int, h: Tensor, width: int) -> Tensor:
         """Layer i for all nodes, a chunk of them at a time, (N, width)."""
         out, random = h.new_empty(self.graph.num_dst, width), generator_of(0)
-        for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EXACT_CHUNK):
+        for chunk in torch.arange(self.graph.num_dst, device=self.device).split(
+            EXACT_CHUNK
+        ):
             sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
             out[chunk] = model.layer(i, block, h[sources])
         return out
@@ -159,23 +226,33 @@ class GraphTask:
         adam = optimizer_of(torch.optim.Adam, model.parameters(), r)
         if r.lr_rule == "step":
             return adam, milestones(r.lr, (0.5, 0.75), r.steps)
-        return adam, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else constant(r.lr)
+        return adam, cosine(
+            r.lr, r.final_lr, r.steps
+        ) if r.lr_rule == "cosine" else constant(r.lr)
 
 
 def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     if kind == "nll_raw":
-        return nn.functional.nll_loss(logits, labels)  # what the authors' Arxiv script computes: no log-softmax
+        return nn.functional.nll_loss(
+            logits, labels
+        )  # what the authors' Arxiv script computes: no log-softmax
     return nn.functional.cross_entropy(logits, labels)
 
 
 class _Samples(Dataset):
     """Sampled neighbourhoods of a step's nodes: a pure function of (seed, step), whoever computes it."""
 
-    def __init__(self, graph: Graph, train: Tensor, fanouts: list[int], seed: int) -> None:
+    def __init__(
+        self, graph: Graph, train: Tensor, fanouts: list[int], seed: int
+    ) -> None:
         self.graph, self.train, self.fanouts, self.seed = graph, train, fanouts, seed
 
-    def __getitem__(self, key: tuple[int, list[tuple[int, int]]]) -> tuple[Tensor, Tensor, list[Graph]]:
+    def __getitem__(
+        self, key: tuple[int, list[tuple[int, int]]]
+    ) -> tuple[Tensor, Tensor, list[Graph]]:
         step, numbers = key
-        seeds = self.train[send(torch.tensor([number for _, number in numbers]), self.train.device)]
+        seeds = self.train[
+            send(torch.tensor([number for _, number in numbers]), self.train.device)
+        ]
         random = generator_of(self.seed, step, Stream.SAMPLE, device=seeds.device)
         return seeds, *sample_blocks(self.graph, seeds, self.fanouts, random)

@@ -10,12 +10,25 @@ from torch import Tensor, nn
 from cpt_core.models import MODELS
 from cpt_extras.optional_libraries import extra_named
 from cpt_lab.data.common import load_once, readers
-from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
+from cpt_lab.data.image_batches import (
+    array_batches,
+    bytes_read,
+    evaluation_batches,
+    file_batches,
+)
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, accuracy_and_loss, constant, cosine, milestones, optimizer_of
+from cpt_lab.tasks.base import (
+    LearningRate,
+    Metrics,
+    accuracy_and_loss,
+    constant,
+    cosine,
+    milestones,
+    optimizer_of,
+)
 
 
 class ImageTask:
@@ -27,13 +40,29 @@ class ImageTask:
     cost_batches = 1
     fixed_shape = True
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
-        self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
+        self.recipe, self.seed, self.device = (
+            cast(ImageRecipe, spec.recipe),
+            spec.seed,
+            device,
+        )
         limits = ("size", "train_images", "valid_images", "test_images")
-        self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
-        if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
+        self.data = (
+            random_images(self.recipe)
+            if stand_in
+            else load_once(load_images, self.recipe, *limits)
+        )
+        if (
+            stand_in and self.recipe.crop == "resized"
+        ):  # that crop is done while images are read from disk
             self.recipe = replace(self.recipe, crop=0)
-        self.workers = 0 if isinstance(self.data.train, ArrayImages) else readers(bytes_read(self.recipe))
+        self.workers = (
+            0
+            if isinstance(self.data.train, ArrayImages)
+            else readers(bytes_read(self.recipe))
+        )
         self.title = f"{self.recipe.model} on {self.data.title}"
 
     def model(self) -> nn.Module:
@@ -47,12 +76,24 @@ class ImageTask:
         """Yield augmented training batches from step ``start`` on."""
         return self.shared_batches(start, lambda whole: whole)
 
-    def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
+    def shared_batches(
+        self, start: int, share: Callable[[Any], Any]
+    ) -> Iterator[Batch]:
         """Yield a process's part of every batch; of images on disk it reads no others."""
         if isinstance(self.data.train, ArrayImages):
-            whole = array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
+            whole = array_batches(
+                self.data.train, self.data, self.recipe, self.seed, self.device, start
+            )
             return (cast(Batch, tuple(map(share, batch))) for batch in whole)
-        return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start, share)
+        return file_batches(
+            self.data.train,
+            self.recipe,
+            self.seed,
+            self.device,
+            self.workers,
+            start,
+            share,
+        )
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean cross entropy."""
@@ -68,8 +109,12 @@ class ImageTask:
         measured = {}
         for name, part in (("valid", self.data.valid), ("test", self.data.test)):
             if count := len(part):  # type: ignore[arg-type]
-                batches = evaluation_batches(part, self.data, self.recipe.size, self.device, self.workers)
-                measured[name] = accuracy_and_loss(((model(images), labels) for images, labels in batches), count)
+                batches = evaluation_batches(
+                    part, self.data, self.recipe.size, self.device, self.workers
+                )
+                measured[name] = accuracy_and_loss(
+                    ((model(images), labels) for images, labels in batches), count
+                )
         return measured
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:

@@ -12,9 +12,20 @@ from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import LearningRate, Metrics, constant, cosine, milestones, optimizer_of, plateau, sums
+from cpt_lab.tasks.base import (
+    LearningRate,
+    Metrics,
+    constant,
+    cosine,
+    milestones,
+    optimizer_of,
+    plateau,
+    sums,
+)
 
-Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
+Batch = tuple[
+    Tensor, Tensor, bool
+]  # words (T, B), the words after them (T, B), whether an epoch begins
 
 
 class LanguageModelTask:
@@ -34,10 +45,23 @@ class LanguageModelTask:
     cost_batches = 1
     fixed_shape = True
 
-    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+    def __init__(
+        self, spec: RunSpec, device: torch.device, stand_in: bool = False
+    ) -> None:
         self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
-        limits = ("unit", "vocabulary", "train_tokens", "valid_tokens", "test_tokens", "batch")
-        self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)
+        limits = (
+            "unit",
+            "vocabulary",
+            "train_tokens",
+            "valid_tokens",
+            "test_tokens",
+            "batch",
+        )
+        self.data = (
+            random_text(self.recipe)
+            if stand_in
+            else load_once(load_text, self.recipe, *limits)
+        )
         self.columns = columns(self.data.train, self.recipe.batch).to(device)
         self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
 
@@ -45,7 +69,9 @@ class LanguageModelTask:
         """Return the recipe's model."""
         r = self.recipe
         words = len(self.data.vocabulary)
-        return LanguageModel(words, r.embedding, r.hidden, r.layers, r.dropout, r.drop_embedding).to(self.device)
+        return LanguageModel(
+            words, r.embedding, r.hidden, r.layers, r.dropout, r.drop_embedding
+        ).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end; the last one of an epoch may be shorter."""
@@ -57,11 +83,16 @@ class LanguageModelTask:
             yield self.columns[begin:end], self.columns[begin + 1 : end + 1], begin == 0
             start += 1
 
-    def loss(self, model: nn.Module, batch: Batch, carry: State | None) -> tuple[Tensor, State]:
+    def loss(
+        self, model: nn.Module, batch: Batch, carry: State | None
+    ) -> tuple[Tensor, State]:
         """Return the mean cross entropy (nats per word) and the state for the next batch."""
         words, targets, first = batch
         logits, (h, c) = model(words, None if first else carry)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), (h.detach(), c.detach())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), (
+            h.detach(),
+            c.detach(),
+        )
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return words and no state."""
@@ -69,18 +100,30 @@ class LanguageModelTask:
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return perplexity and loss (nats per word) of both splits."""
-        return {name: self._measure(model, getattr(self.data, name)) for name in ("valid", "test")}
+        return {
+            name: self._measure(model, getattr(self.data, name))
+            for name in ("valid", "test")
+        }
 
     @torch.no_grad()
     def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
         r = self.recipe
-        words, targets = (send(x, self.device) for x in questions(tokens, self.data.start, r.evaluation_batch))
+        words, targets = (
+            send(x, self.device)
+            for x in questions(tokens, self.data.start, r.evaluation_batch)
+        )
 
         def measured() -> Iterator[tuple[Tensor]]:
             state = None
-            for x, y in zip(words.split(r.length), targets.split(r.length), strict=True):
+            for x, y in zip(
+                words.split(r.length), targets.split(r.length), strict=True
+            ):
                 logits, state = model(x, state)
-                yield (nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"),)
+                yield (
+                    nn.functional.cross_entropy(
+                        logits.flatten(0, 1), y.flatten(), reduction="sum"
+                    ),
+                )
 
         (total,) = sums(measured())
         loss = total / len(tokens)
@@ -89,9 +132,13 @@ class LanguageModelTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate by the recipe's rule."""
         r = self.recipe
-        sgd = optimizer_of(torch.optim.SGD, (p for p in model.parameters() if p.requires_grad), r)
+        sgd = optimizer_of(
+            torch.optim.SGD, (p for p in model.parameters() if p.requires_grad), r
+        )
         if r.lr_rule == "constant":
             return sgd, constant(r.lr)
         if r.lr_rule == "step":
             return sgd, milestones(r.lr, (0.8, 0.9), r.steps)
-        return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)
+        return sgd, cosine(
+            r.lr, r.final_lr, r.steps
+        ) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

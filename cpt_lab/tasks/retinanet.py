@@ -18,7 +18,10 @@ from torchvision.models.detection import RetinaNet as TorchvisionRetinaNet
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
-from torchvision.models.detection.retinanet import RetinaNetHead, RetinaNetRegressionHead
+from torchvision.models.detection.retinanet import (
+    RetinaNetHead,
+    RetinaNetRegressionHead,
+)
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from cpt_core.models.resnet import BasicBlock, initialize
@@ -64,7 +67,9 @@ class RetinaNet(TorchvisionRetinaNet):
         return Outputs(outputs["cls_logits"], outputs["bbox_regression"], features)
 
 
-def retinanet(name: str, classes: int, *, anchor: int = 4, frozen: bool = True) -> RetinaNet:
+def retinanet(
+    name: str, classes: int, *, anchor: int = 4, frozen: bool = True
+) -> RetinaNet:
     """Return a RetinaNet: a backbone, a pyramid P3 to P7, nine anchors per place, two heads for all levels.
 
     Args:
@@ -84,11 +89,16 @@ def retinanet(name: str, classes: int, *, anchor: int = 4, frozen: bool = True) 
         width,
         extra_blocks=LastLevelP6P7(channels[-1], width),
     )
-    sides = tuple(tuple(round(anchor * stride * 2**level * scale) for scale in SCALES) for level in range(LEVELS))
+    sides = tuple(
+        tuple(round(anchor * stride * 2**level * scale) for scale in SCALES)
+        for level in range(LEVELS)
+    )
     generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
     count = len(ASPECT_RATIOS) * len(SCALES)
     head = RetinaNetHead(width, count, classes)
-    head.regression_head = RetinaNetRegressionHead(width, count)  # drawn again: seeds give the weights of stored runs
+    head.regression_head = RetinaNetRegressionHead(
+        width, count
+    )  # drawn again: seeds give the weights of stored runs
     model = RetinaNet(
         backbone,
         classes,
@@ -104,20 +114,36 @@ def retinanet(name: str, classes: int, *, anchor: int = 4, frozen: bool = True) 
     initialize(model)
     for output in (head.classification_head.cls_logits, head.regression_head.bbox_reg):
         nn.init.zeros_(output.weight)
-    nn.init.constant_(head.classification_head.cls_logits.bias, -math.log((1 - PRIOR) / PRIOR))
+    nn.init.constant_(
+        head.classification_head.cls_logits.bias, -math.log((1 - PRIOR) / PRIOR)
+    )
     return model
 
 
 def _small(norm: Callable[..., nn.Module]) -> nn.Module:
     """Return a backbone for small pictures: 16 to 128 channels, one block per stage."""
-    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True))
-    stages = {f"layer{i + 1}": BasicBlock(c, 2 * c, 2, norm) for i, c in enumerate((16, 32, 64), start=1)}
-    return nn.Sequential(OrderedDict(stem=stem, layer1=BasicBlock(16, 16, 1, norm), **stages))
+    stem = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True)
+    )
+    stages = {
+        f"layer{i + 1}": BasicBlock(c, 2 * c, 2, norm)
+        for i, c in enumerate((16, 32, 64), start=1)
+    }
+    return nn.Sequential(
+        OrderedDict(stem=stem, layer1=BasicBlock(16, 16, 1, norm), **stages)
+    )
 
 
 # name -> backbone by its normalisation layer, channels of its last three stages, stride of the first of them (pixels
 # between the anchors of P3), channels of the pyramid
-BACKBONES: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int, int]] = {
-    "retinanet": (lambda norm: torchvision.models.resnet18(norm_layer=norm), (128, 256, 512), 8, 256),
+BACKBONES: dict[
+    str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int, int]
+] = {
+    "retinanet": (
+        lambda norm: torchvision.models.resnet18(norm_layer=norm),
+        (128, 256, 512),
+        8,
+        256,
+    ),
     "retinanet_small": (_small, (32, 64, 128), 4, 32),
 }

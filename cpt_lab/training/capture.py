@@ -24,7 +24,9 @@ WARM_UP = 3  # steps of one kind, one after the other, before it is recorded: li
 VARIABLE = "CPT_CAPTURE"
 log = logging.getLogger(__name__)
 
-Work = Callable[[Any, Any], tuple[Tensor, Any]]  # (batch, carry) -> (loss, carry), without a word to the host
+Work = Callable[
+    [Any, Any], tuple[Tensor, Any]
+]  # (batch, carry) -> (loss, carry), without a word to the host
 
 
 class CudaRecorder:
@@ -78,17 +80,34 @@ class Capture:
     """
 
     def __init__(
-        self, work: Work, recorder: CudaRecorder, state: Callable[[], Hashable], written: Iterable[Tensor] = ()
+        self,
+        work: Work,
+        recorder: CudaRecorder,
+        state: Callable[[], Hashable],
+        written: Iterable[Tensor] = (),
     ) -> None:
-        self.work, self.recorder, self.state, self.written = work, recorder, state, list(written)
-        self.replayed, self.why_not = 0, ""  # how many steps, and why no more is recorded where something went wrong
+        self.work, self.recorder, self.state, self.written = (
+            work,
+            recorder,
+            state,
+            list(written),
+        )
+        self.replayed, self.why_not = (
+            0,
+            "",
+        )  # how many steps, and why no more is recorded where something went wrong
         self.reset()
 
     def reset(self) -> None:
         """Forget what was recorded: tensors that it reads or writes were exchanged."""
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._former: tuple[Hashable, list[Any]] = ("", [])  # kind and tensors of the step before
-        self._constant: list[bool] = []  # which tensors were the same objects in all steps of that kind in a row
+        self._former: tuple[Hashable, list[Any]] = (
+            "",
+            [],
+        )  # kind and tensors of the step before
+        self._constant: list[
+            bool
+        ] = []  # which tensors were the same objects in all steps of that kind in a row
         self._count = 0  # of those steps
 
     def __call__(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
@@ -104,7 +123,10 @@ class Capture:
             del self._recorded[kind]
             return self(batch, carry)
         self.replayed += 1
-        self._former = ("", [])  # the row of equal steps ends: the last batch of an epoch is not recorded
+        self._former = (
+            "",
+            [],
+        )  # the row of equal steps ends: the last batch of an epoch is not recorded
         result = found(leaves)
         increment_version(self.written)
         return result
@@ -113,22 +135,31 @@ class Capture:
         former, before = self._former
         if kind == former:
             same = [a is b for a, b in zip(leaves, before, strict=True)]
-            self._constant = [a and b for a, b in zip(self._constant, same, strict=True)]
+            self._constant = [
+                a and b for a, b in zip(self._constant, same, strict=True)
+            ]
             self._count += 1
         else:
             self._constant, self._count = [True] * len(leaves), 0
         self._former = (kind, leaves)
         return self._count >= WARM_UP
 
-    def _record(self, kind: Hashable, leaves: list[Any], structure: Any) -> "_Recorded | None":
-        fixed = [a.clone() if isinstance(a, Tensor) and not same else a
-                 for a, same in zip(leaves, self._constant, strict=True)]  # fmt: skip
+    def _record(
+        self, kind: Hashable, leaves: list[Any], structure: Any
+    ) -> "_Recorded | None":
+        fixed = [
+            a.clone() if isinstance(a, Tensor) and not same else a
+            for a, same in zip(leaves, self._constant, strict=True)
+        ]
         batch, carry = tree_unflatten(fixed, structure)
         try:
             replay, result = self.recorder.record(partial(self.work, batch, carry))
         except Exception as error:
             self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("the steps of this run cannot be captured and go on one launch at a time: %s", self.why_not)
+            log.warning(
+                "the steps of this run cannot be captured and go on one launch at a time: %s",
+                self.why_not,
+            )
             return None
         self._recorded[kind] = _Recorded(replay, result, fixed, self._constant)
         return self._recorded[kind]
@@ -137,12 +168,27 @@ class Capture:
 class _Recorded:
     """A recorded step: the tensors it reads, what replays it, and where its results are."""
 
-    def __init__(self, replay: Callable[[], Any], result: Any, leaves: list[Any], constant: list[bool]) -> None:
-        self.replay, self.result, self.leaves, self.constant = replay, result, leaves, constant
+    def __init__(
+        self,
+        replay: Callable[[], Any],
+        result: Any,
+        leaves: list[Any],
+        constant: list[bool],
+    ) -> None:
+        self.replay, self.result, self.leaves, self.constant = (
+            replay,
+            result,
+            leaves,
+            constant,
+        )
 
     def fits(self, leaves: list[Any]) -> bool:
         """Whether what was constant still is."""
-        return all(a is b for a, b, same in zip(leaves, self.leaves, self.constant, strict=True) if same)
+        return all(
+            a is b
+            for a, b, same in zip(leaves, self.leaves, self.constant, strict=True)
+            if same
+        )
 
     def __call__(self, leaves: list[Any]) -> tuple[Tensor, Any]:
         for mine, given, same in zip(self.leaves, leaves, self.constant, strict=True):

@@ -40,21 +40,34 @@ class State:
     """How far a run is and what happened so far; with what changes in its session, this is what a checkpoint holds."""
 
     step: int = 0  # optimizer steps that are done
-    seconds: float = 0.0  # time spent training and evaluating, over all sessions of a resumed run
+    seconds: float = (
+        0.0  # time spent training and evaluating, over all sessions of a resumed run
+    )
     # "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a weight (training
     # stops there)
     status: str = "ok"
     error: str = ""  # of a run that diverged, after how many updates and in what
-    captured: int = 0  # optimizer steps that were replayed from a recording, see ``capture``
+    captured: int = (
+        0  # optimizer steps that were replayed from a recording, see ``capture``
+    )
     # columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and ``evaluations``, a list
     # of dicts
     history: dict[str, list[Any]] = field(
-        default_factory=lambda: {"step": [], "loss": [], "bits": [], "lr": [], "evaluations": []}
+        default_factory=lambda: {
+            "step": [],
+            "loss": [],
+            "bits": [],
+            "lr": [],
+            "evaluations": [],
+        }
     )
 
     def diverge(self, where: str) -> None:
         """End the run: after ``step`` updates, something there was not finite."""
-        self.status, self.error = "diverged", f"diverged at step {self.step}, in {where}"
+        self.status, self.error = (
+            "diverged",
+            f"diverged at step {self.step}, in {where}",
+        )
 
 
 def previous(path: Path) -> Path:
@@ -67,7 +80,9 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
 
     Several processes call it together, and the first one writes.
     """
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # on this run's
+    on_gpu = (
+        torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    )  # on this run's
     random = processes.gathered((torch.get_rng_state(), on_gpu))
     if processes.rank():
         return
@@ -115,7 +130,11 @@ def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:
             aside = file.with_suffix(f".{error.label}{file.suffix}")
             if not processes.rank():
                 os.replace(file, aside)
-            log.warning("%s: kept as %s; the run goes back to the checkpoint before, or to step 0", error, aside.name)
+            log.warning(
+                "%s: kept as %s; the run goes back to the checkpoint before, or to step 0",
+                error,
+                aside.name,
+            )
     return session, state
 
 
@@ -130,22 +149,42 @@ def load_checkpoint(path: Path, session: Session) -> State:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
+        raise ValueError(
+            f"{path} cannot be read; remove it to start the run again"
+        ) from error
     if content["key"] != session.spec.key:
-        raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
-    if content.get("data_checksum", session.task.data.checksum) != session.task.data.checksum:
+        raise ValueError(
+            f"{path} belongs to run {content['key']}, not to {session.spec.key}"
+        )
+    if (
+        content.get("data_checksum", session.task.data.checksum)
+        != session.task.data.checksum
+    ):
         raise DamagedError(f"{path} was trained on other data than is there now")
     if (numerics := content.get("numerics", NUMERICS_WITHOUT_VERSION)) != NUMERICS:
-        raise OtherNumericsError(f"{path} was written with numerics {numerics}, and today's is {NUMERICS}")
-    written = [(content["random"], content["random_cuda"]), *content.get("random_of_others", [])]
+        raise OtherNumericsError(
+            f"{path} was written with numerics {numerics}, and today's is {NUMERICS}"
+        )
+    written = [
+        (content["random"], content["random_cuda"]),
+        *content.get("random_of_others", []),
+    ]
     if len(written) != processes.count():
-        raise ValueError(f"{path} was written by {len(written)} processes, and {processes.count()} would go on from it")
-    for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
+        raise ValueError(
+            f"{path} was written by {len(written)} processes, and {processes.count()} would go on from it"
+        )
+    for saved, own in zip(
+        content["optimizer"]["param_groups"],
+        session.optimizer.param_groups,
+        strict=False,
+    ):
         saved["fused"] = own.get("fused")  # of this device, which may be another one
     session.model.load_state_dict(content["model"])
     session.optimizer.load_state_dict(content["optimizer"])
     session.scheduler.load_state_dict(content["precision"])
-    session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
+    session.carry = tree_map_only(
+        torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry")
+    )
     random, random_cuda = written[processes.rank()]
     torch.set_rng_state(random)
     if random_cuda is not None and torch.cuda.is_available():
@@ -164,6 +203,8 @@ def _verify(path: Path) -> None:
                 left -= len(block)
             whole = file.read() == digest.digest()
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror or error})") from error
+        raise DamagedError(
+            f"{path} cannot be read ({error.strerror or error})"
+        ) from error
     if not whole:
         raise DamagedError(f"{path} is damaged")

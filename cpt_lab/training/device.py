@@ -26,7 +26,11 @@ TF32_SINCE = (8, 0)
 
 def device_name(device: str) -> str:
     """Return the name of the GPU, or the word itself."""
-    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+    return (
+        torch.cuda.get_device_name()
+        if device == "cuda" and torch.cuda.is_available()
+        else device
+    )
 
 
 def peak_memory(device: str) -> int:
@@ -80,7 +84,9 @@ def usual_device(device: str, spec: RunSpec) -> str:
     choose("device", device, DEVICES)
     check_device(device)
     small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
-    chosen = "cuda" if torch.cuda.is_available() and device != "cpu" and not small else "cpu"
+    chosen = (
+        "cuda" if torch.cuda.is_available() and device != "cpu" and not small else "cpu"
+    )
     check_arithmetic(spec.recipe, torch.device(chosen))
     return chosen
 
@@ -105,8 +111,13 @@ def check_arithmetic(recipe: Recipe, device: torch.device) -> None:
     if not recipe.tf32:
         return
     if device.type != "cuda":
-        raise ValueError(f"tf32 is for CUDA; this run of {recipe.model} on {recipe.dataset} is on device {device}")
-    if torch.cuda.is_available() and (there := torch.cuda.get_device_capability(device)) < TF32_SINCE:
+        raise ValueError(
+            f"tf32 is for CUDA; this run of {recipe.model} on {recipe.dataset} is on device {device}"
+        )
+    if (
+        torch.cuda.is_available()
+        and (there := torch.cuda.get_device_capability(device)) < TF32_SINCE
+    ):
         wanted, found = (".".join(map(str, version)) for version in (TF32_SINCE, there))
         raise ValueError(
             f"tf32 needs a GPU of compute capability {wanted}; {torch.cuda.get_device_name(device)} has {found}"
@@ -118,20 +129,26 @@ def lay_out(model: nn.Module, recipe: Recipe) -> None:
     if not recipe.channels_last:
         return
     if not any(p.dim() == 4 for p in model.parameters()):
-        raise ValueError(f"channels_last is for convolutions in two dimensions; {recipe.model} has none")
+        raise ValueError(
+            f"channels_last is for convolutions in two dimensions; {recipe.model} has none"
+        )
     model.to(memory_format=torch.channels_last)
 
 
 def fix_order_of_sums() -> None:
     """Let torch refuse, in this process, what sums in another order each time, where ``CPT_DETERMINISTIC=1`` asks."""
     if os.environ.get("CPT_DETERMINISTIC") == "1":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of cuBLAS then
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # what torch asks of cuBLAS then
         torch.use_deterministic_algorithms(True)
 
 
 def set_tf32(recipe: Recipe) -> None:
     """Let cuBLAS and cuDNN take TF32, or not, for the whole process, as torch has it."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+        recipe.tf32
+    )
 
 
 @contextmanager
@@ -150,6 +167,11 @@ def cuda_provenance(recipe: Recipe) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # as nvidia-smi has it; None without that
-        "tf32": {"cublas": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
+        "driver": collect_env.get_nvidia_driver_version(
+            collect_env.run
+        ),  # as nvidia-smi has it; None without that
+        "tf32": {
+            "cublas": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn": torch.backends.cudnn.allow_tf32,
+        },
     }

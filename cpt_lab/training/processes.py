@@ -21,7 +21,11 @@ from cpt_lab.signals import PASSED_ON
 
 def count() -> int:
     """Return how many processes train a run."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return (
+        distributed.get_world_size()
+        if distributed.is_available() and distributed.is_initialized()
+        else 1
+    )
 
 
 def rank() -> int:
@@ -37,7 +41,9 @@ def joined() -> Iterator[bool]:
         return
     if gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")  # objects go through CPUs
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    )  # objects go through CPUs
     if rank():  # they stop when the first one does, at the same step
         for number in (signal.SIGINT, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN)

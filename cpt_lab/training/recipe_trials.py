@@ -26,7 +26,9 @@ from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
 
 
-def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **options: Any) -> PrecisionRange:
+def recipe_range_test(
+    recipe: Recipe, *, device: str | torch.device = "cpu", **options: Any
+) -> PrecisionRange:
     """Find the lowest precision at which a recipe still trains.
 
     Args:
@@ -38,9 +40,13 @@ def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **o
 
 
 def recipe_sensitivity(
-    recipe: Recipe, *, metric: str | None = None, steps: int | None = None, device: str | torch.device = "cpu",
+    recipe: Recipe,
+    *,
+    metric: str | None = None,
+    steps: int | None = None,
+    device: str | torch.device = "cpu",
     **options: Any,
-) -> Sensitivity:  # fmt: skip
+) -> Sensitivity:
     """Measure where a bit less costs the quality of a recipe.
 
     Args:
@@ -54,16 +60,24 @@ def recipe_sensitivity(
     """
     declared(recipe_sensitivity, {"recipe": recipe, "device": device})
     if getattr(recipe, "lr_rule", "") == "plateau":
-        raise ValueError("the learning rate of this recipe waits for evaluations; give one with lr_rule='cosine'")
+        raise ValueError(
+            "the learning rate of this recipe waits for evaluations; give one with lr_rule='cosine'"
+        )
     recipe = recipe if steps is None else replace(recipe, steps=steps)
     start = partial(of_recipe, recipe, device, falling=True, metric=metric, judged=True)
     return measured(start, False, steps=recipe.steps, **options)
 
 
 def of_recipe(
-    recipe: Recipe, device: str | torch.device, q_max: int, seeds: Sequence[int], batches: int,
-    falling: bool = False, metric: str | None = None, judged: bool = False,
-) -> Generator[tuple[Trial, int]]:  # fmt: skip
+    recipe: Recipe,
+    device: str | torch.device,
+    q_max: int,
+    seeds: Sequence[int],
+    batches: int,
+    falling: bool = False,
+    metric: str | None = None,
+    judged: bool = False,
+) -> Generator[tuple[Trial, int]]:
     """Yield for every seed what to train, and 0: each has batches of its own.
 
     The learning rate is that of the start throughout, or with ``falling`` that of the recipe's training.
@@ -73,7 +87,12 @@ def of_recipe(
         session = Session(task_of(spec), spec, device)
         step = _stepper(session, falling)
         judge = _judge(session, q_max, metric) if judged else None
-        yield Trial(session.model, step, session.optimizer, q_max, session.task.title, judge), 0
+        yield (
+            Trial(
+                session.model, step, session.optimizer, q_max, session.task.title, judge
+            ),
+            0,
+        )
 
 
 def _stepper(session: Session, falling: bool) -> Any:
@@ -91,14 +110,18 @@ def _stepper(session: Session, falling: bool) -> Any:
 
 def _judge(session: Session, q_max: int, metric: str | None) -> Judge:
     main = session.metric
-    name = main.name if metric is None else choose("metric", metric, (main.name, "loss"))
+    name = (
+        main.name if metric is None else choose("metric", metric, (main.name, "loss"))
+    )
 
     def held_out() -> float:
         session.model.eval()
         with precision(session.model, bits=q_max), session.arithmetic():
             found = session.task.evaluate(session.model)
         if "valid" not in found:
-            raise ValueError("a sensitivity needs held-out data; give the recipe some, such as valid_images=200")
+            raise ValueError(
+                "a sensitivity needs held-out data; give the recipe some, such as valid_images=200"
+            )
         return float(found["valid"][name])
 
     return Judge(name, -1 if metric == "loss" else main.better, held_out)

@@ -23,7 +23,16 @@ from cpt_core.quantization.scheduler import precision
 from cpt_lab.training.session import Session
 
 # operations that ask of their first operand the shape alone
-SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
+SHAPED = (
+    "empty_like",
+    "full_like",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "zeros_like",
+)
 # what does nothing without autograd, and what Python calls in less time
 QUICK: dict[str, Any] = {
     "aten.alias.default": None,
@@ -56,12 +65,18 @@ def tensors_of(session: Session) -> dict[str, Tensor]:
     holders = dict(session.model.named_modules())
     for name, module in list(holders.items()):
         layer_precision = precision_of(module)
-        if layer_precision is not None:  # that of a layer without weights is no child of it
+        if (
+            layer_precision is not None
+        ):  # that of a layer without weights is no child of it
             holders.setdefault(f"{name}.precision".lstrip("."), layer_precision)
     found: dict[str, Tensor] = {}
     for name, holder in holders.items():
         for held in (vars(holder), holder._parameters, holder._buffers):
-            found |= {f"{name}.{key}": value for key, value in held.items() if isinstance(value, Tensor)}
+            found |= {
+                f"{name}.{key}": value
+                for key, value in held.items()
+                if isinstance(value, Tensor)
+            }
     return found
 
 
@@ -78,24 +93,36 @@ class Replay:
 
     def __init__(self, session: Session, batch: Any) -> None:
         leaves, structure = tree_flatten((batch, session.carry))
-        places: list[int] = []  # of gradients that autograd keeps as their parameters lie in memory
+        places: list[
+            int
+        ] = []  # of gradients that autograd keeps as their parameters lie in memory
 
         def step(*tensors: Tensor) -> list[Any]:
             given = iter(tensors)
-            rebuilt = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            rebuilt = [
+                next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
             with session.arithmetic():
-                loss, carry = session.task.loss(session.model, *tree_unflatten(rebuilt, structure))
+                loss, carry = session.task.loss(
+                    session.model, *tree_unflatten(rebuilt, structure)
+                )
             gradients = torch.autograd.grad(loss, session.trained, allow_unused=True)
             pairs = enumerate(zip(gradients, session.trained, strict=True))
-            places.extend(i for i, (g, p) in pairs if g is not None and g.stride() != p.stride())
+            places.extend(
+                i for i, (g, p) in pairs if g is not None and g.stride() != p.stride()
+            )
             carried, self._carry = tree_flatten(carry)
             return [loss.detach(), *carried, *gradients]
 
-        shapes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))  # else torch makes one for every tensor
+        shapes = TracingContext(
+            FakeTensorMode(allow_fallback_kernels=True)
+        )  # else torch makes one for every tensor
         with _unchanged(session), tracing(shapes):
             recorded = make_fx(step)(*tensors_in(leaves))
         self._copied = places
-        self._shared, self._own, self._reads = _functions(recorded, tensors_of(session), len(tensors_in(batch)))
+        self._shared, self._own, self._reads = _functions(
+            recorded, tensors_of(session), len(tensors_in(batch))
+        )
         self._check(session, batch)
 
     def shared(self, batch: list[Tensor]) -> Sequence[Any]:
@@ -110,11 +137,16 @@ class Replay:
 
         def replayed(batch: list[Tensor], shared: Sequence[Any]) -> Done:
             with torch.inference_mode():
-                loss, *rest = self._own(*batch, *tensors_in(session.carry), *reads, *shared)
+                loss, *rest = self._own(
+                    *batch, *tensors_in(session.carry), *reads, *shared
+                )
             gradients = rest[count:]
             for i in self._copied:
                 gradients[i] = torch.empty_like(session.trained[i]).copy_(gradients[i])
-            carry = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest[:count]]
+            carry = [
+                leaf.clone() if isinstance(leaf, Tensor) else leaf
+                for leaf in rest[:count]
+            ]
             return Done(loss, tree_unflatten(carry, self._carry), gradients)
 
         return replayed
@@ -124,7 +156,10 @@ class Replay:
 
         Some libraries compute unseen by torch, and what Python has read of a tensor is a constant of the recording.
         """
-        kind, level = session.kind(), 5 if session.scheduler.get_last_bits()[0] != 5 else 6
+        kind, level = (
+            session.kind(),
+            5 if session.scheduler.get_last_bits()[0] != 5 else 6,
+        )
 
         def left(work: Callable[[], Iterable[Any]]) -> list[Any]:
             with _unchanged(session), torch.no_grad():
@@ -133,12 +168,22 @@ class Replay:
                 with precision(session.model, level, level):
                     with torch.enable_grad():
                         done = None if session.kind() != kind else work()
-                if done is None:  # other levels are another recording's: at those in force, then
+                if (
+                    done is None
+                ):  # other levels are another recording's: at those in force, then
                     with torch.enable_grad():
                         done = work()
                 loss, carry, gradients = done
-                found = [loss, *tree_flatten(carry)[0], *gradients, *tensors_of(session).values()]
-                return [x.clone() if isinstance(x, Tensor) else x for x in (*found, torch.get_rng_state())]
+                found = [
+                    loss,
+                    *tree_flatten(carry)[0],
+                    *gradients,
+                    *tensors_of(session).values(),
+                ]
+                return [
+                    x.clone() if isinstance(x, Tensor) else x
+                    for x in (*found, torch.get_rng_state())
+                ]
 
         def passed() -> Done:
             with session.arithmetic():
@@ -147,9 +192,17 @@ class Replay:
             return Done(loss, carry, [p.grad for p in session.trained])
 
         given = tensors_in(batch)
-        pairs = zip(left(passed), left(lambda: self.of(session)(given, self.shared(given))), strict=True)
-        if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
-            raise CannotReplay("what torch has recorded of a step is not all that the step does")
+        pairs = zip(
+            left(passed),
+            left(lambda: self.of(session)(given, self.shared(given))),
+            strict=True,
+        )
+        if not all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+        ):
+            raise CannotReplay(
+                "what torch has recorded of a step is not all that the step does"
+            )
 
 
 @contextmanager
@@ -174,13 +227,23 @@ def _functions(
     _ask_for_shapes_alone(recorded)
     nodes = list(recorded.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
-    constants = {node: getattr(recorded, node.target) for node in nodes if node.op == "get_attr"}
+    constants = {
+        node: getattr(recorded, node.target) for node in nodes if node.op == "get_attr"
+    }
     reads = _names(constants, mine)
     own = _own(nodes, {*given[of_batch:], *reads})
     for node in nodes:
-        if written := [n for n in _written(node) if n in given[:of_batch] or (n in constants and n not in reads)]:
-            raise CannotReplay(f"{node.target} writes to {written[0]}, which all runs read")
-        if node in own and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if written := [
+            n
+            for n in _written(node)
+            if n in given[:of_batch] or (n in constants and n not in reads)
+        ]:
+            raise CannotReplay(
+                f"{node.target} writes to {written[0]}, which all runs read"
+            )
+        if node in own and torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
             raise CannotReplay(f"{node.target} draws random numbers for every run")
     calls = [node for node in nodes if node.op == "call_function"]
     each, returned = [node for node in calls if node in own], nodes[-1].args[0]
@@ -189,30 +252,55 @@ def _functions(
     shared = [node for node in common if node in read]
     plain = {node: value for node, value in constants.items() if node not in reads}
     first = _function(given[:of_batch], common, shared, plain)
-    return first, _function([*given, *reads, *shared], each, returned, plain), list(reads.values())
+    return (
+        first,
+        _function([*given, *reads, *shared], each, returned, plain),
+        list(reads.values()),
+    )
 
 
 def _ask_for_shapes_alone(recorded: fx.GraphModule) -> None:
     """Let operations that ask for a shape read no operand, so that they depend on no run."""
     for node in list(recorded.graph.nodes):
-        if isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in SHAPED:
+        if (
+            isinstance(node.target, OpOverload)
+            and node.target._schema.name.partition("::")[2] in SHAPED
+        ):
             of, name = node.args[0].meta["val"], f"shape_of_{node.name}"
-            recorded.register_buffer(name, torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta"))
+            recorded.register_buffer(
+                name,
+                torch.empty_strided(
+                    of.shape, of.stride(), dtype=of.dtype, device="meta"
+                ),
+            )
             with recorded.graph.inserting_before(node):
                 node.args = (recorded.graph.get_attr(name), *node.args[1:])
             node.kwargs = {**node.kwargs, "device": of.device}
 
 
-def _names(constants: Mapping[fx.Node, Tensor], mine: Mapping[str, Tensor]) -> dict[fx.Node, str]:
+def _names(
+    constants: Mapping[fx.Node, Tensor], mine: Mapping[str, Tensor]
+) -> dict[fx.Node, str]:
     """Return the constants that are a run's own, by name."""
     names = {value.data_ptr(): name for name, value in mine.items() if value.numel()}
-    storages = {value.untyped_storage().data_ptr() for value in mine.values() if value.numel()}
+    storages = {
+        value.untyped_storage().data_ptr() for value in mine.values() if value.numel()
+    }
     found = {}
     for node, value in constants.items():
-        if not value.is_meta and value.numel() and value.untyped_storage().data_ptr() in storages:
+        if (
+            not value.is_meta
+            and value.numel()
+            and value.untyped_storage().data_ptr() in storages
+        ):
             name = names.get(value.data_ptr(), "")
-            if not name or (mine[name].shape, mine[name].stride()) != (value.shape, value.stride()):
-                raise CannotReplay(f"a layer keeps a part of {name or 'a tensor'}, of shape {tuple(value.shape)}")
+            if not name or (mine[name].shape, mine[name].stride()) != (
+                value.shape,
+                value.stride(),
+            ):
+                raise CannotReplay(
+                    f"a layer keeps a part of {name or 'a tensor'}, of shape {tuple(value.shape)}"
+                )
             found[node] = name
     return found
 
@@ -223,7 +311,9 @@ def _own(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
     while len(own) > before:
         before = len(own)
         for node in nodes:
-            if node.op == "call_function" and (node in own or own & set(node.all_input_nodes)):
+            if node.op == "call_function" and (
+                node in own or own & set(node.all_input_nodes)
+            ):
                 own |= {node, *_written(node)}
     return own
 
@@ -235,7 +325,11 @@ def _aliases(node: fx.Node) -> list[tuple[fx.Node, bool]]:
     arguments = node.target._schema.arguments
     values = [*zip(arguments, node.args, strict=False)]
     values += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
-    return [(x, a.alias_info.is_write) for a, x in values if a.alias_info is not None and isinstance(x, fx.Node)]
+    return [
+        (x, a.alias_info.is_write)
+        for a, x in values
+        if a.alias_info is not None and isinstance(x, fx.Node)
+    ]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -250,10 +344,15 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _function(
-    given: Sequence[fx.Node], calls: list[fx.Node], returned: Sequence[Any], constants: Mapping[fx.Node, Tensor]
+    given: Sequence[fx.Node],
+    calls: list[fx.Node],
+    returned: Sequence[Any],
+    constants: Mapping[fx.Node, Tensor],
 ) -> Callable[..., Any]:
     """Write a Python function of nodes: calls, one after the other; values go when nothing reads them any more."""
-    held: dict[str, Any] = {f"c{i}": value for i, value in enumerate(constants.values())}
+    held: dict[str, Any] = {
+        f"c{i}": value for i, value in enumerate(constants.values())
+    }
     words = {node: f"c{i}" for i, node in enumerate(constants)}
     words |= {node: f"v{i}" for i, node in enumerate([*given, *calls])}
 
@@ -266,14 +365,29 @@ def _function(
         return name
 
     kept = {value for value in returned if isinstance(value, fx.Node)}
-    last = {read: node for node in calls for read in node.all_input_nodes if read not in kept}
+    last = {
+        read: node
+        for node in calls
+        for read in node.all_input_nodes
+        if read not in kept
+    }
     lines = [f"def function({', '.join(words[node] for node in given)}):"]
     for node in calls:
         quick = QUICK.get(str(node.target), node.target)
-        arguments = [word(x) for x in node.args] + [f"{name}={word(x)}" for name, x in node.kwargs.items()]
-        done = arguments[0] if quick is None else f"{word(getattr(quick, '_op', quick))}({', '.join(arguments)})"
+        arguments = [word(x) for x in node.args] + [
+            f"{name}={word(x)}" for name, x in node.kwargs.items()
+        ]
+        done = (
+            arguments[0]
+            if quick is None
+            else f"{word(getattr(quick, '_op', quick))}({', '.join(arguments)})"
+        )
         lines.append(f"{words[node]} = {done}")
-        if gone := [words[n] for n in node.all_input_nodes if last.get(n) is node and n not in constants]:
+        if gone := [
+            words[n]
+            for n in node.all_input_nodes
+            if last.get(n) is node and n not in constants
+        ]:
             lines.append(f"del {', '.join(gone)}")
     exec("\n    ".join([*lines, f"return {word(returned)}"]), held)
     return held["function"]

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.quantization.convert import PRESETS, QuantConfig, all_precisions, quantize_
+from cpt_core.quantization.convert import (
+    PRESETS,
+    QuantConfig,
+    all_precisions,
+    quantize_,
+)
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_extras.formats.ladder import LADDERS
@@ -25,10 +30,23 @@ if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does
 
 def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
-    base, start, ladder = PRESETS[recipe.quantized], recipe.running_start, LADDERS[recipe.ladder]
+    base, start, ladder = (
+        PRESETS[recipe.quantized],
+        recipe.running_start,
+        LADDERS[recipe.ladder],
+    )
     sums = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
     attention = "paper" if recipe.task == "entailment" else base.attention
-    config = QuantConfig(base.float32, base.quantizers, start, seed, sums, recipe.execution, ladder, attention)
+    config = QuantConfig(
+        base.float32,
+        base.quantizers,
+        start,
+        seed,
+        sums,
+        recipe.execution,
+        ladder,
+        attention,
+    )
     return config.with_shared_steps() if recipe.shared_steps else config
 
 
@@ -41,7 +59,10 @@ def constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
         "aggregation" in precision.quantizers or precision.execution != "simulated"
     )
     by_bits = caches_by_bits and precision.now.formats.activation
-    executes = precision.execution != "simulated" and (precision.int8_operands, precision.int8_gradient)
+    executes = precision.execution != "simulated" and (
+        precision.int8_operands,
+        precision.int8_gradient,
+    )
     are_quantized = tuple(f is not None for f in active.formats)
     return are_quantized, active.splits_gradient, formats, by_bits, executes
 
@@ -58,17 +79,26 @@ class Session:
     """
 
     def __init__(
-        self, task_class: "type[Task]", spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
+        self,
+        task_class: "type[Task]",
+        spec: RunSpec,
+        device: str | torch.device = "cpu",
+        *,
+        stand_in: bool = False,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         check_arithmetic(spec.recipe, self.device)
-        self.arithmetic = partial(arithmetic, spec.recipe, self.device)  # a forward pass, in training and evaluation
+        self.arithmetic = partial(
+            arithmetic, spec.recipe, self.device
+        )  # a forward pass, in training and evaluation
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
         self.metric = EXPERIMENTS[spec.recipe.task].metric  # the main one
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
         lay_out(self.model, spec.recipe)
-        self.parallel: nn.Module = self.model  # or what steps call where several processes train
+        self.parallel: nn.Module = (
+            self.model
+        )  # or what steps call where several processes train
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         # at the bits of step 0; whoever trains through the schedule steps it
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
@@ -79,16 +109,38 @@ class Session:
         self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
         self.capture: Capture | None = None  # records the step and replays it
         self._captures: list[Capture] = []
-        self.forward: Any = self.model  # what an evaluation calls: the model, or what replays it
-        reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
+        self.forward: Any = (
+            self.model
+        )  # what an evaluation calls: the model, or what replays it
+        reason = (
+            "several processes"
+            if processes.count() > 1
+            else why_not(self.device, self.task.fixed_shape)
+        )
         if not reason:
-            self.capture = Capture(self._advance, CudaRecorder(self.device), self.kind, self.model.parameters())
-            answers = Capture(lambda given, _: (self.model(*given), None), CudaRecorder(self.device), self.kind)
-            self.forward, self._captures = lambda *given: answers(given, None)[0], [self.capture, answers]
+            self.capture = Capture(
+                self._advance,
+                CudaRecorder(self.device),
+                self.kind,
+                self.model.parameters(),
+            )
+            answers = Capture(
+                lambda given, _: (self.model(*given), None),
+                CudaRecorder(self.device),
+                self.kind,
+            )
+            self.forward, self._captures = (
+                lambda *given: answers(given, None)[0],
+                [self.capture, answers],
+            )
             self.lr = torch.zeros((), device=self.device)
-            self.optimizer.register_load_state_dict_post_hook(lambda _: self.reset())  # its state was exchanged
+            self.optimizer.register_load_state_dict_post_hook(
+                lambda _: self.reset()
+            )  # its state was exchanged
         self._why_not = reason
-        self._on_device = self.device.type != "cpu" or self.capture is not None  # the step asks nothing of the host
+        self._on_device = (
+            self.device.type != "cpu" or self.capture is not None
+        )  # the step asks nothing of the host
         self.reset()
 
     @property
@@ -114,7 +166,11 @@ class Session:
     def batches(self, start: int) -> Iterator[Any]:
         """Yield the batches from step ``start`` on, of each the part of this process."""
         alone = processes.count() == 1
-        return self.task.batches(start) if alone else self.task.shared_batches(start, processes.share)
+        return (
+            self.task.batches(start)
+            if alone
+            else self.task.shared_batches(start, processes.share)
+        )
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""
@@ -123,14 +179,18 @@ class Session:
         self.diverged = torch.zeros((), device=self.device)
         for capture in self._captures:
             capture.reset()
-        if self.capture is not None:  # the optimizer reads its learning rate, and counts its steps, on the device
+        if (
+            self.capture is not None
+        ):  # the optimizer reads its learning rate, and counts its steps, on the device
             for group in self.optimizer.param_groups:
                 group["lr"], group["fused"] = self.lr, True
                 if "capturable" in group:
                     group["capturable"] = True
         if self._on_device:
             if not all(group.get("fused") for group in self.optimizer.param_groups):
-                raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
+                raise ValueError(
+                    f"on {self.device} a task's optimizer must be fused, got {self.optimizer}"
+                )
             self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]  # as GradScaler tells optimizers
 
     def step(self, batch: Any, lr: float) -> Tensor:
@@ -139,7 +199,9 @@ class Session:
         From the first loss that is not finite on, no weight changes any more. Nothing here waits for a GPU: there the
         optimizer is called all the same, and reads on the device whether to do anything.
         """
-        if self.capture is None or not self.model.training:  # an evaluation may have come before
+        if (
+            self.capture is None or not self.model.training
+        ):  # an evaluation may have come before
             self.model.train()
         if self.capture is not None:
             self.lr.fill_(lr)

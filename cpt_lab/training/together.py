@@ -34,7 +34,9 @@ from cpt_lab.training.capture import kind_of
 from cpt_lab.training.replay import Done, Replay, tensors_in, tensors_of
 from cpt_lab.training.session import Session
 
-WARM_UP = 2  # steps before one is recorded: what layers keep of constants is made in them
+WARM_UP = (
+    2  # steps before one is recorded: what layers keep of constants is made in them
+)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -71,8 +73,15 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
     """Do the steps of several runs of one recipe and seed; return what each returns."""
     arms, side_by_side = [_Arm(run) for run in runs], _SideBySide()
     while waiting := [arm for arm in arms if arm.asked is not None]:
-        first = min(waiting, key=lambda arm: arm.asked.step)  # who went on from a later checkpoint waits
-        group = [arm for arm in waiting if arm.asked.step == first.asked.step and torch.equal(arm.random, first.random)]
+        first = min(
+            waiting, key=lambda arm: arm.asked.step
+        )  # who went on from a later checkpoint waits
+        group = [
+            arm
+            for arm in waiting
+            if arm.asked.step == first.asked.step
+            and torch.equal(arm.random, first.random)
+        ]
         try:
             answers = side_by_side.step(group)
         except Exception as error:
@@ -98,18 +107,27 @@ class _Arm:
 
     def __init__(self, run: Steps[Any]) -> None:
         self.run, self.random = run, torch.get_rng_state()
-        self.state, self.versions = object(), -1  # what is the same in arms that are alike; how often it was written to
-        self.tensors: list[Tensor] = []  # all that training changes, but what optimizers keep
+        self.state, self.versions = (
+            object(),
+            -1,
+        )  # what is the same in arms that are alike; how often it was written to
+        self.tensors: list[
+            Tensor
+        ] = []  # all that training changes, but what optimizers keep
         self.send(None)
         if self.asked is not None:
             found = tensors_of(self.asked.session)
-            self.tensors = [value for name, value in found.items() if not name.endswith("levels")]
+            self.tensors = [
+                value for name, value in found.items() if not name.endswith("levels")
+            ]
             self.changed(self._digest())
 
     def send(self, answer: Answer | Exception | None) -> None:
         """Let it go on until it asks again, or ends; an error is raised where it waits."""
         torch.set_rng_state(self.random)
-        go_on: Callable[[Any], Any] = self.run.throw if isinstance(answer, Exception) else self.run.send
+        go_on: Callable[[Any], Any] = (
+            self.run.throw if isinstance(answer, Exception) else self.run.send
+        )
         try:
             self.asked = go_on(answer)
         except StopIteration as end:
@@ -119,10 +137,24 @@ class _Arm:
 
     def _digest(self) -> str:
         session = self.asked.session
-        kept = [value for state in session.optimizer.state.values() for value in state.values()]
-        tensors, digest = [*self.tensors, *tensors_in((kept, session.carry))], hashlib.sha256()
+        kept = [
+            value
+            for state in session.optimizer.state.values()
+            for value in state.values()
+        ]
+        tensors, digest = (
+            [*self.tensors, *tensors_in((kept, session.carry))],
+            hashlib.sha256(),
+        )
         for value in tensors:
-            digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                value.detach()
+                .reshape(-1)
+                .contiguous()
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
         return digest.hexdigest()
 
     def changed(self, state: Hashable) -> None:
@@ -131,7 +163,9 @@ class _Arm:
 
     def stands(self) -> Hashable:
         """Return what decides the next step; where it is the same, the step is."""
-        if self.versions != sum(value._version for value in self.tensors):  # a probe may write to a model
+        if self.versions != sum(
+            value._version for value in self.tensors
+        ):  # a probe may write to a model
             self.changed(object())
         session, _, lr = self.asked
         session.kind()
@@ -148,8 +182,13 @@ class _Arm:
                     if isinstance(value, Tensor) and name in kept:
                         kept[name].copy_(value)
                     else:
-                        kept[name] = value.clone() if isinstance(value, Tensor) else value
-        own.carry, self.random = tree_map_only(Tensor, torch.clone, other.carry), leader.random
+                        kept[name] = (
+                            value.clone() if isinstance(value, Tensor) else value
+                        )
+        own.carry, self.random = (
+            tree_map_only(Tensor, torch.clone, other.carry),
+            leader.random,
+        )
         own.diverged.copy_(other.diverged)
 
 
@@ -172,19 +211,27 @@ class _SideBySide:
             self.batches = session.batches(step)
         batch, self.next_step, self.steps = next(self.batches), step + 1, self.steps + 1
         drawn = torch.get_rng_state()
-        alike: dict[Hashable, list[_Arm]] = {}  # arms at the same bits from the start: one does the step for all
+        alike: dict[
+            Hashable, list[_Arm]
+        ] = {}  # arms at the same bits from the start: one does the step for all
         for arm in arms:
             alike.setdefault(arm.stands(), []).append(arm)
         kind, parts = kind_of(batch), dict[Hashable, list[_Arm]]()
         for leader, *_ in alike.values():
             of = leader.asked.session
-            parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(leader)
+            parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(
+                leader
+            )
         losses: dict[int, Tensor | Exception] = {}
         for kind, part in parts.items():
             for arm in part:
                 arm.random = drawn
             replay = self._replay(kind, part[0], batch)
-            losses |= self._one_by_one(part, batch) if replay is None else self._replayed(replay, part, batch)
+            losses |= (
+                self._one_by_one(part, batch)
+                if replay is None
+                else self._replayed(replay, part, batch)
+            )
         for leader, *others in alike.values():
             state = object()
             for arm in others:
@@ -194,7 +241,9 @@ class _SideBySide:
                 arm.changed(state)
         share = (time.monotonic() - started) / len(arms)
         found = [losses[id(arm)] for arm in arms]
-        return [loss if isinstance(loss, Exception) else (loss, share) for loss in found]
+        return [
+            loss if isinstance(loss, Exception) else (loss, share) for loss in found
+        ]
 
     def _replay(self, kind: Hashable, arm: _Arm, batch: Any) -> Replay | None:
         """Return what was recorded of such a step; None where nothing is, and a run does it as it would alone."""
@@ -203,12 +252,20 @@ class _SideBySide:
             arm.asked.session.model.train()
             try:
                 self.replays[kind] = Replay(arm.asked.session, batch)
-            except Exception as error:  # whatever an operation that cannot be recorded raises
-                log.info("steps are not replayed: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+            except (
+                Exception
+            ) as error:  # whatever an operation that cannot be recorded raises
+                log.info(
+                    "steps are not replayed: %s: %s",
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
                 self.replays[kind] = None
         return self.replays.get(kind)
 
-    def _one_by_one(self, arms: list[_Arm], batch: Any) -> dict[int, Tensor | Exception]:
+    def _one_by_one(
+        self, arms: list[_Arm], batch: Any
+    ) -> dict[int, Tensor | Exception]:
         losses: dict[int, Tensor | Exception] = {}
         for arm in arms:
             torch.set_rng_state(arm.random)
@@ -219,7 +276,9 @@ class _SideBySide:
             arm.random = torch.get_rng_state()
         return losses
 
-    def _replayed(self, replay: Replay, arms: list[_Arm], batch: Any) -> dict[int, Tensor | Exception]:
+    def _replayed(
+        self, replay: Replay, arms: list[_Arm], batch: Any
+    ) -> dict[int, Tensor | Exception]:
         torch.set_rng_state(arms[0].random)
         given = tensors_in(batch)
         shared = replay.shared(given)
@@ -237,7 +296,13 @@ class _SideBySide:
         for arm, of, sound in zip(arms, done, finite, strict=True):
             arm.asked.session.carry = of.carry
             arm.asked.session.diverged.fill_(not sound)
-        self._update([(arm.asked, d.gradients) for arm, d, sound in zip(arms, done, finite, strict=True) if sound])
+        self._update(
+            [
+                (arm.asked, d.gradients)
+                for arm, d, sound in zip(arms, done, finite, strict=True)
+                if sound
+            ]
+        )
         return {id(arm): d.loss for arm, d in zip(arms, done, strict=True)}
 
     def _update(self, arms: list[tuple[Asked, Sequence[Tensor | None]]]) -> None:
@@ -268,10 +333,14 @@ class _SideBySide:
         """
         if self.merged[0] != sessions:
             found, own = None, [session.optimizer for session in sessions]
-            if own and all(type(o) is torch.optim.SGD and len(o.param_groups) == 1 for o in own):
+            if own and all(
+                type(o) is torch.optim.SGD and len(o.param_groups) == 1 for o in own
+            ):
                 weights = [p for o in own for p in o.param_groups[0]["params"]]
                 found = torch.optim.SGD(weights, **{**own[0].defaults, "foreach": True})
                 for o in own:
-                    found.state.update({p: o.state[p] for p in o.param_groups[0]["params"]})
+                    found.state.update(
+                        {p: o.state[p] for p in o.param_groups[0]["params"]}
+                    )
             self.merged = sessions, found
         return self.merged[1]

@@ -60,7 +60,13 @@ class Run(State):
     why_not_captured: str  # why steps were not replayed, or ""
     report: DataReport  # what was read, left out and changed of the data
 
-    def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
+    def metric(
+        self,
+        name: str,
+        split: str = "test",
+        when: str = "final",
+        precision: str = "q_max",
+    ) -> float:
         """Return one metric; KeyError when the run has no such number."""
         wanted = {"name": name, "split": split, "when": when, "precision": precision}
         for m in self.metrics:
@@ -99,17 +105,23 @@ def steps_of(
     Paper: section 4 (all experiments share this loop).
     """
     make, recipe = partial(Session, task_class, spec, device), spec.recipe
-    session, state = (make(), State()) if checkpoint is None else resume(checkpoint, make)
+    session, state = (
+        (make(), State()) if checkpoint is None else resume(checkpoint, make)
+    )
     if state.step:
         log.info("goes on from step %d of %d", state.step, recipe.steps)
 
     if processes.count() > 1:
         session.parallel = nn.parallel.DistributedDataParallel(session.model)
-        if processes.rank() and not state.step:  # what is dropped out is another thing in every process
+        if (
+            processes.rank() and not state.step
+        ):  # what is dropped out is another thing in every process
             torch.manual_seed(spec.seed + (processes.rank() << 32))
 
     def assessed(work: Callable[[Session, State], Any]) -> Any:
-        found, state.status, state.error = processes.by_first(lambda: (work(session, state), state.status, state.error))
+        found, state.status, state.error = processes.by_first(
+            lambda: (work(session, state), state.status, state.error)
+        )
         return found
 
     look = partial(assessed, partial(assess, policy=recipe.eval_bits))
@@ -122,16 +134,35 @@ def steps_of(
         asked = time.monotonic()
         loss, seconds = yield Asked(session, state.step, lr)
         losses.append(loss)
-        started += time.monotonic() - asked - seconds  # what others did meanwhile is no time of this run
-        entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
+        started += (
+            time.monotonic() - asked - seconds
+        )  # what others did meanwhile is no time of this run
+        entries = {
+            "step": state.step,
+            "bits": max(session.scheduler.get_last_bits()),
+            "lr": lr,
+        }
         for column, entry in entries.items():
             state.history[column].append(entry)
         done = state.step + 1
-        evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
+        evaluates = (
+            recipe.evaluate_every
+            and done % recipe.evaluate_every == 0
+            and done < recipe.steps
+        )
         stop = should_stop is not None and should_stop()
-        saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
+        saves = checkpoint is not None and (
+            stop or time.monotonic() - saved > checkpoint_seconds
+        )
         stop, saves = map(any, zip(*processes.gathered((stop, saves)), strict=True))
-        if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
+        if (
+            at_once
+            or evaluates
+            or stop
+            or saves
+            or done == recipe.steps
+            or len(losses) == READ_EVERY
+        ):
             read(losses, state)
             if state.status != "ok":
                 break
@@ -142,14 +173,26 @@ def steps_of(
         if evaluates:
             found = look()
             state.history["evaluations"].append(found)
-            log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
+            log.info(
+                "step %d of %d: loss %.4f, %s",
+                state.step,
+                recipe.steps,
+                state.history["loss"][-1],
+                found,
+            )
             if state.status != "ok":
                 break
-        state.seconds, state.captured = time.monotonic() - started, captured + session.captured
+        state.seconds, state.captured = (
+            time.monotonic() - started,
+            captured + session.captured,
+        )
         if checkpoint is not None and saves:
             try:
                 save_checkpoint(checkpoint, session, state)
-            except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # torch raises RuntimeError when the disk is full
                 # the run may still end well, and the last checkpoint is still there
                 log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
             saved = time.monotonic()
@@ -160,13 +203,23 @@ def steps_of(
     if state.status == "ok":
         state.history["evaluations"].append(look())
     metrics = assessed(metrics_of)
-    state.seconds, state.captured = time.monotonic() - started, captured + session.captured
+    state.seconds, state.captured = (
+        time.monotonic() - started,
+        captured + session.captured,
+    )
     return Run(
-        **vars(state), spec=spec, metrics=metrics, model=session.model, title=session.task.title,
-        bitops=processes.by_first(partial(bitops_of, session)),  # takes its time too, which is none of training
-        checksum=session.task.data.checksum, why_not_captured=session.why_not_captured,
+        **vars(state),
+        spec=spec,
+        metrics=metrics,
+        model=session.model,
+        title=session.task.title,
+        bitops=processes.by_first(
+            partial(bitops_of, session)
+        ),  # takes its time too, which is none of training
+        checksum=session.task.data.checksum,
+        why_not_captured=session.why_not_captured,
         report=session.task.data.report,
-    )  # fmt: skip
+    )
 
 
 def read(losses: list[Tensor], state: State) -> None:
@@ -177,7 +230,9 @@ def read(losses: list[Tensor], state: State) -> None:
     """
     values = torch.stack(losses).tolist()
     losses.clear()
-    end = next((i for i, value in enumerate(values, 1) if not math.isfinite(value)), None)
+    end = next(
+        (i for i, value in enumerate(values, 1) if not math.isfinite(value)), None
+    )
     if end is not None:
         late = len(values) - end
         state.step -= late
@@ -197,12 +252,20 @@ def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
     """
     spec, last = session.spec, min(step, session.spec.recipe.steps) - 1
     bits = spec.q_max if policy == "q_max" else spec.schedule(last)
-    by_layer = policy != "q_max" and isinstance(spec.schedule, LayeredSchedule) and spec.schedule.at(last)
+    by_layer = (
+        policy != "q_max"
+        and isinstance(spec.schedule, LayeredSchedule)
+        and spec.schedule.at(last)
+    )
     session.model.eval()
     with precision(session.model, bits=by_layer or bits), session.arithmetic():
         found = session.task.evaluate(session.forward)
     kept = session.model.state_dict().items()
-    lost = [name for name, x in kept if x.is_floating_point() and not bool(x.isfinite().all())]
+    lost = [
+        name
+        for name, x in kept
+        if x.is_floating_point() and not bool(x.isfinite().all())
+    ]
     row = {"step": step, "precision": policy, "bits": bits, **nan_to_none(found, lost)}
     return {**row, "not_finite": lost} if lost else row
 
@@ -237,12 +300,19 @@ def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
     # chosen on held-out data; without any, on the test set, and then it is called so
     split = "valid" if "valid" in last else "test"
     metric = session.metric
-    best = max(state.history["evaluations"], key=lambda e: metric.better * e[split][metric.name])
-    rows.append(_metric(metric.name, "test", f"best_{split}", best, best["test"][metric.name]))
+    best = max(
+        state.history["evaluations"],
+        key=lambda e: metric.better * e[split][metric.name],
+    )
+    rows.append(
+        _metric(metric.name, "test", f"best_{split}", best, best["test"][metric.name])
+    )
     return rows
 
 
-def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value: float) -> dict[str, Any]:
+def _metric(
+    name: str, split: str, when: str, evaluation: dict[str, Any], value: float
+) -> dict[str, Any]:
     where = {column: evaluation[column] for column in ("step", "precision", "bits")}
     return {"name": name, "split": split, "when": when, **where, "value": value}
 
@@ -253,5 +323,11 @@ def bitops_of(session: Session) -> dict[str, float]:
     model.train()
     batches = list(itertools.islice(task.batches(0), task.cost_batches))
 
-    plans = [count_bitops(model, task.inputs(b), spec.schedule, q_grad=spec.q_grad) for b in batches]
-    return {name: sum(plan.by_convention[name] for plan in plans) / len(plans) for name in CONVENTIONS}
+    plans = [
+        count_bitops(model, task.inputs(b), spec.schedule, q_grad=spec.q_grad)
+        for b in batches
+    ]
+    return {
+        name: sum(plan.by_convention[name] for plan in plans) / len(plans)
+        for name in CONVENTIONS
+    }

@@ -12,7 +12,9 @@ import sys
 from dask_jobqueue import SLURMCluster
 
 if __name__ == "__main__":
-    folders = " ".join(f"{name}={os.environ[name]}" for name in ("CPT_DATA_DIR", "CPT_RUNS_DIR"))
+    folders = " ".join(
+        f"{name}={os.environ[name]}" for name in ("CPT_DATA_DIR", "CPT_RUNS_DIR")
+    )
     cluster = SLURMCluster(
         cores=1,
         memory="16GB",
@@ -21,8 +23,12 @@ if __name__ == "__main__":
         job_extra_directives=["--gres=gpu:1"],
         job_script_prologue=[f"export {folders}"],
     )
-    cluster.adapt(minimum=0, maximum=16)  # jobs end when there are no runs left for them
+    cluster.adapt(
+        minimum=0, maximum=16
+    )  # jobs end when there are no runs left for them
     where = ["--executor", "dask", "--scheduler", cluster.scheduler_address]
-    status = subprocess.run([sys.executable, "-m", "cpt_lab", "run", *sys.argv[1:], *where]).returncode
+    status = subprocess.run(
+        [sys.executable, "-m", "cpt_lab", "run", *sys.argv[1:], *where]
+    ).returncode
     cluster.close()
     sys.exit(status)

@@ -24,7 +24,9 @@ def my_linear(x, weight, bias, bits):
     """Return the output of a quantised linear layer."""
     operands = rounded(x, bits), rounded(weight, bits, dim=1), rounded(bias, bits)
     y = torch.nn.functional.linear(*operands)
-    y.register_hook(lambda gradient: quantize(gradient, 8, noise=torch.rand_like(gradient) - 0.5))
+    y.register_hook(
+        lambda gradient: quantize(gradient, 8, noise=torch.rand_like(gradient) - 0.5)
+    )
     return y
 
 
@@ -35,7 +37,10 @@ half = cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=64_000)
 rival = cpt.StaticSchedule(5, 64_000)
 
 # 3. The cosine rounds to 8 bits above 7.5, which is the last fifth of a cycle.
-share = (cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8).bits() == 8).mean()
+share = (
+    cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8).bits()
+    == 8
+).mean()
 
 exercises.check("00.4", my_linear)
 exercises.check("00.1", half)

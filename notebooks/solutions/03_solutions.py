@@ -11,7 +11,9 @@ def slope(costs, accuracies):
     """Return the points of accuracy per doubling of the cost."""
     x = [math.log2(cost) for cost in costs]
     mean_x, mean_y = sum(x) / len(x), sum(accuracies) / len(x)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, accuracies, strict=True))
+    covariance = sum(
+        (a - mean_x) * (b - mean_y) for a, b in zip(x, accuracies, strict=True)
+    )
     return covariance / sum((a - mean_x) ** 2 for a in x)
 
 

@@ -15,7 +15,10 @@ def paired(a, b):
 #    A training never beats itself, as it is not more accurate than itself.
 def front(trainings):
     """Return for every (cost, accuracy) whether no other training costs no more and is more accurate."""
-    return [not any(c <= cost and a > accuracy for c, a in trainings) for cost, accuracy in trainings]
+    return [
+        not any(c <= cost and a > accuracy for c, a in trainings)
+        for cost, accuracy in trainings
+    ]
 
 
 # 3 and 4 have their answers below them in the notebook.

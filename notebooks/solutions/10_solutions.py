@@ -21,8 +21,12 @@ def noise(cost):
 
 # 3. Few bits first, then as many as the budget pays for, without a cycle. `train(mine, seed) - train(static, seed)`
 # over ten seeds says whether it wins.
-mine = cpt.FunctionSchedule(lambda u: 2 if u < 0.45 else 3 if u < 0.9 else 4, total_steps=160)
-assert mine.relative_cost(q_grad=8, q_max=8) <= cpt.StaticSchedule(3, 160).relative_cost(q_grad=8, q_max=8)
+mine = cpt.FunctionSchedule(
+    lambda u: 2 if u < 0.45 else 3 if u < 0.9 else 4, total_steps=160
+)
+assert mine.relative_cost(q_grad=8, q_max=8) <= cpt.StaticSchedule(
+    3, 160
+).relative_cost(q_grad=8, q_max=8)
 
 exercises.check("10.1", static_of)
 exercises.check("10.2", noise)

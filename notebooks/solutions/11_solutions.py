@@ -5,7 +5,9 @@ from cpt_lessons import exercises
 
 # 1. The solver bends a curve until the mean cost of its steps is the budget. Half of them are then above 8 bits, for
 #    (0.5 * 20 + 0.5 * 40) / 40 = 0.75.
-schedule = cpt.solve_schedule(0.75, q_min=4, q_max=16, total_steps=64_000, cost=lambda q: 20 if q <= 8 else 40)
+schedule = cpt.solve_schedule(
+    0.75, q_min=4, q_max=16, total_steps=64_000, cost=lambda q: 20 if q <= 8 else 40
+)
 
 
 # 2. 16 times a code is four bits further up, and there the first code of the pair has none: so the two do not mix.

@@ -13,7 +13,9 @@ lowest = (4**2 + 2 * 4 * 8) / 192
 # saves.
 families = ("rex", "linear", "cosine", "exponential")
 noises = {
-    name: cpt.solve_schedule(0.45, q_min=3, q_max=8, total_steps=64_000, family=name).noise_exposure()
+    name: cpt.solve_schedule(
+        0.45, q_min=3, q_max=8, total_steps=64_000, family=name
+    ).noise_exposure()
     for name in families
 }
 quietest = min(noises, key=noises.get)

@@ -7,7 +7,9 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs
 from tests.helpers import row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 def caption_of(**given):

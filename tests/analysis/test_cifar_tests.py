@@ -17,16 +17,25 @@ def rows_of_figure_3(quality):
 
 
 def rows_of_table_1(quality):
-    return [row_of(s, quality(s.arm) / 100 + s.seed / 1e5) for s in grid_specs(cifar_tests.TABLE_1)]
+    return [
+        row_of(s, quality(s.arm) / 100 + s.seed / 1e5)
+        for s in grid_specs(cifar_tests.TABLE_1)
+    ]
 
 
 def test_slopes_return_points_per_doubling():
-    runs = table(rows_of_figure_3(lambda arm, cost, seed: 70 + 2 * np.log2(cost) + seed / 100))
+    runs = table(
+        rows_of_figure_3(lambda arm, cost, seed: 70 + 2 * np.log2(cost) + seed / 100)
+    )
     assert cifar_tests.slopes(runs).values == pytest.approx([2, 2, 2, 2])
 
 
 def test_gains_over_static_are_measured_from_the_line():
-    runs = table(rows_of_figure_3(lambda arm, cost, seed: 70 + 5 * cost + (1.5 if arm in SUITE else 0)))
+    runs = table(
+        rows_of_figure_3(
+            lambda arm, cost, seed: 70 + 5 * cost + (1.5 if arm in SUITE else 0)
+        )
+    )
     gains = cifar_tests.gains_over_static(runs)
     assert list(gains) == list(SUITE)
     assert gains.to_numpy() == pytest.approx(1.5, abs=1e-6)
@@ -34,13 +43,17 @@ def test_gains_over_static_are_measured_from_the_line():
 
 def test_gains_over_static_need_two_precisions():
     runs = table(rows_of_figure_3(lambda arm, cost, seed: 70))
-    with pytest.raises(ValueError, match="at least two static precisions are needed, got 1"):
+    with pytest.raises(
+        ValueError, match="at least two static precisions are needed, got 1"
+    ):
         cifar_tests.gains_over_static(runs[runs["arm"].isin(["static 8", *SUITE])])
 
 
 def test_outcomes_follow_the_preregistration():
     noise = {10: -0.02, 11: 0.01, 12: 0.02, 13: -0.01}
-    figure_3 = rows_of_figure_3(lambda arm, cost, seed: 70 + (3 + noise[seed]) * np.log2(cost))
+    figure_3 = rows_of_figure_3(
+        lambda arm, cost, seed: 70 + (3 + noise[seed]) * np.log2(cost)
+    )
     damage = {cifar_tests.LONGEST_DEFICIT: -1.0, cifar_tests.EARLY_WINDOW: 0.2}
     table_1 = rows_of_table_1(lambda arm: 75 + damage.get(arm, 0))
     found = cifar_tests.tests(table([*figure_3, *table_1]))
@@ -53,11 +66,15 @@ def test_outcomes_follow_the_preregistration():
 def test_outcomes_say_how_many_runs_are_missing():
     figure_3 = rows_of_figure_3(lambda arm, cost, seed: 70)[:7]
     words = cifar_tests.outcomes(cifar_tests.tests(table(figure_3)))
-    assert words == ["not complete: 7 of 60 runs"] * 2 + ["not complete: 0 of 36 runs"] * 2
+    assert (
+        words == ["not complete: 7 of 60 runs"] * 2 + ["not complete: 0 of 36 runs"] * 2
+    )
 
 
 def test_small_effects_are_not_worth_naming():
     noise = {10: -0.02, 11: 0.01, 12: 0.02, 13: -0.01}
-    figure_3 = rows_of_figure_3(lambda arm, cost, seed: 70 + noise[seed] * np.log2(cost))
+    figure_3 = rows_of_figure_3(
+        lambda arm, cost, seed: 70 + noise[seed] * np.log2(cost)
+    )
     found = cifar_tests.tests(table(figure_3))
     assert cifar_tests.outcomes(found)[0] == "no difference worth naming"

@@ -9,7 +9,17 @@ from scipy import stats
 
 from cpt_lab.analysis import claims as rules
 from cpt_lab.analysis import statistics
-from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, MIXED, OPEN, SMALLER, claims, judge, said, verdict
+from cpt_lab.analysis.claims import (
+    CONFIRMED,
+    CONTRADICTED,
+    MIXED,
+    OPEN,
+    SMALLER,
+    claims,
+    judge,
+    said,
+    verdict,
+)
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.measures import MEASURES
@@ -19,7 +29,9 @@ from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import stores
 from tests.helpers import refused, row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +66,14 @@ def test_rules(test, margin, low, high, n, said):
 
 
 def test_an_unknown_rule_is_refused():
-    refused("unknown test 'better'; choose from more, no_worse", verdict, "better", 0, (0, 0, 0), 3)
+    refused(
+        "unknown test 'better'; choose from more, no_worse",
+        verdict,
+        "better",
+        0,
+        (0, 0, 0),
+        3,
+    )
 
 
 def test_several_experiments():
@@ -63,7 +82,13 @@ def test_several_experiments():
 
     assert of(CONFIRMED, OPEN) == CONFIRMED
     assert of(CONTRADICTED, OPEN) == CONTRADICTED
-    assert of(CONFIRMED, CONTRADICTED) == of(CONFIRMED, SMALLER) == of(CONFIRMED, MIXED) == of(MIXED) == MIXED
+    assert (
+        of(CONFIRMED, CONTRADICTED)
+        == of(CONFIRMED, SMALLER)
+        == of(CONFIRMED, MIXED)
+        == of(MIXED)
+        == MIXED
+    )
     assert of(SMALLER, OPEN) == SMALLER
     assert of() == of(OPEN, OPEN) == OPEN
     assert of(CONFIRMED, OPEN, test="correlation") == OPEN  # claimed for every domain
@@ -73,12 +98,20 @@ def test_several_experiments():
     assert of(CONFIRMED, CONFIRMED, test="predictor") == OPEN  # one domain
     assert of(CONFIRMED, CONFIRMED, OPEN, test="predictor", domains="aba") == CONFIRMED
     assert of(CONFIRMED, OPEN, test="predictor", domains="ab") == OPEN
-    assert of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == MIXED
+    assert (
+        of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == MIXED
+    )
 
 
 def students(*values):
     """An effect of differences by seed."""
-    return Effect("made up", "demo", lambda alpha: statistics.interval(values, alpha), len(values), "a minus b")
+    return Effect(
+        "made up",
+        "demo",
+        lambda alpha: statistics.interval(values, alpha),
+        len(values),
+        "a minus b",
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,20 +120,38 @@ def test_holm(seed):
     rng = np.random.default_rng(seed)
     samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
-    words = rules.holm([lambda alpha, e=e: said(claim, e, alpha) for e in (students(*x) for x in samples)])
+    words = rules.holm(
+        [
+            lambda alpha, e=e: said(claim, e, alpha)
+            for e in (students(*x) for x in samples)
+        ]
+    )
     pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
     assert [w != OPEN for w in words] == [p <= 0.05 for p in holm(pvalues)]
-    assert {w for w, x in zip(words, samples, strict=True) if x.mean() < 0} <= {CONTRADICTED, OPEN}
+    assert {w for w, x in zip(words, samples, strict=True) if x.mean() < 0} <= {
+        CONTRADICTED,
+        OPEN,
+    }
 
 
 def test_runs_at_other_scales_weaken_no_word(monkeypatch):
     """Holm's correction is over the experiments of one scale: small ones and the paper's are apart."""
     weak, none = students(0.1, 0.9, 0.5, 0.2, 0.6), students(-1, 1, 0.5, -0.5, 0.1)
     for scale, other in (("paper", "demo"), ("demo", "paper")):
-        effects = [replace(weak, scale=scale), replace(none, scale=other), replace(none, scale=other)]
-        monkeypatch.setitem(MEASURES, "made_up", lambda runs, claim, effects=effects: effects)
+        effects = [
+            replace(weak, scale=scale),
+            replace(none, scale=other),
+            replace(none, scale=other),
+        ]
+        monkeypatch.setitem(
+            MEASURES, "made_up", lambda runs, claim, effects=effects: effects
+        )
         claim = replace(IDS["schedule_controls"], measure="made_up", margin=0.0)
-        assert [word for _, word in judge(claim, table([])).effects] == [CONFIRMED, OPEN, OPEN]
+        assert [word for _, word in judge(claim, table([])).effects] == [
+            CONFIRMED,
+            OPEN,
+            OPEN,
+        ]
 
 
 # --- effects --------------------------------------------------------------------------------------
@@ -110,7 +161,9 @@ IDS = {claim.id: claim for claim in claims()}
 
 def entry(rows, name):
     """The entry of one claim, judged by made-up rows."""
-    return judge(IDS[name], table({**row, "store": "somewhere/made_up.jsonl"} for row in rows))
+    return judge(
+        IDS[name], table({**row, "store": "somewhere/made_up.jsonl"} for row in rows)
+    )
 
 
 def rows_of(specs, value, metric="accuracy"):
@@ -125,9 +178,17 @@ def by_arm(specs, values, metric="accuracy"):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_arms_and_groups(sign):
     specs = designs.quality_cost("demo", seeds=range(3))
-    rows = by_arm(specs, {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign})
+    rows = by_arm(
+        specs,
+        {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign},
+    )
     word = CONFIRMED if sign > 0 else CONTRADICTED
-    for name, effect in (("schedule_controls", 10), ("cpt_improves", 5), ("other_schedules", 5), ("cifar_small", 10)):
+    for name, effect in (
+        ("schedule_controls", 10),
+        ("cpt_improves", 5),
+        ("other_schedules", 5),
+        ("cifar_small", 10),
+    ):
         e = entry(rows, name)
         assert e.verdict(False) == word
         assert e.verdict(True) == OPEN  # demo rows say nothing at paper scale
@@ -140,23 +201,34 @@ def test_arms_and_groups(sign):
 def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
     assert entry(smoke, "imagenet_large").effects == ()
-    paper = by_arm(designs.quality_cost("paper", "imagenet", q_max=[8]), {"static 8": 0.9})
+    paper = by_arm(
+        designs.quality_cost("paper", "imagenet", q_max=[8]), {"static 8": 0.9}
+    )
     e = entry(paper, "imagenet_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
     assert e.verdicts() == (
-        "confirmed in 1 of 1 experiment: imagenet/resnet18 (q_min 4, n 3)", "open (not run)"
-    )  # fmt: skip
+        "confirmed in 1 of 1 experiment: imagenet/resnet18 (q_min 4, n 3)",
+        "open (not run)",
+    )
 
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
 def test_six_bits_of_a_perplexity(six, said):
-    specs = designs.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static_bits=[8], seeds=range(3))
-    specs += designs.quality_cost("demo", "pydoc", schedules=[], static_bits=[6], q_max=[6], seeds=range(3))
+    specs = designs.quality_cost(
+        "demo", "pydoc", schedules=["RR", "RTH"], static_bits=[8], seeds=range(3)
+    )
+    specs += designs.quality_cost(
+        "demo", "pydoc", schedules=[], static_bits=[6], q_max=[6], seeds=range(3)
+    )
     rows = rows_of(specs, lambda s: six if s.arm == "static 6" else 10.0, "perplexity")
     e = entry(rows, "language_q_max")
     assert e.verdict(False) == said
-    assert e.effects[0][0].interval[0] == pytest.approx(100 * np.log(six / 10), abs=0.1)  # percent of the perplexity
-    worse = rows_of(specs, lambda s: 12.0 if s.arm in ("RR", "RTH") else 10.0, "perplexity")
+    assert e.effects[0][0].interval[0] == pytest.approx(
+        100 * np.log(six / 10), abs=0.1
+    )  # percent of the perplexity
+    worse = rows_of(
+        specs, lambda s: 12.0 if s.arm in ("RR", "RTH") else 10.0, "perplexity"
+    )
     assert entry(worse, "language_large").verdict(False) == CONTRADICTED
 
 
@@ -171,8 +243,12 @@ def test_correlation(sign):
     assert "over 11 arms" in e.evidence()[0]
     two = [r for r in rows if r["spec"]["seed"] < 2]
     assert judge(claim, table(two)).verdict(False) == OPEN
-    assert judge(claim, table(two)).verdicts()[1] == "open: fewer than 3 seeds on digits"
-    assert entry(rows, "cost_decides").verdict(False) == OPEN  # one task is no majority of domains
+    assert (
+        judge(claim, table(two)).verdicts()[1] == "open: fewer than 3 seeds on digits"
+    )
+    assert (
+        entry(rows, "cost_decides").verdict(False) == OPEN
+    )  # one task is no majority of domains
 
 
 def test_a_better_predictor():
@@ -180,15 +256,22 @@ def test_a_better_predictor():
         return 0.5 - 1e-4 * s.schedule.noise_exposure()
 
     images = rows_of(designs.quality_cost("demo", seeds=range(3)), by_noise)
-    graphs = rows_of(designs.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise)
-    assert entry(images, "noise_decides").verdict(False) == OPEN  # one domain is too few
+    graphs = rows_of(
+        designs.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise
+    )
+    assert (
+        entry(images, "noise_decides").verdict(False) == OPEN
+    )  # one domain is too few
     e = entry(images + graphs, "noise_decides")
     # each by itself, but not two together: in this suite of schedules even quality that is noise alone stays open
     assert [said(e.claim, effect) for effect, _ in e.effects] == [CONFIRMED] * 2
     assert e.verdict(False) == OPEN
     assert "open (better predictor by itself, not among 2)" in e.evidence()[0]
     assert "strength of noise exposure minus that of cost" in e.evidence()[0]
-    price = rows_of(designs.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * s.schedule.relative_cost())
+    price = rows_of(
+        designs.quality_cost("demo", seeds=range(3)),
+        lambda s: 0.5 + 0.1 * s.schedule.relative_cost(),
+    )
     assert entry(price, "noise_decides").effects[0][1] == CONTRADICTED
 
 
@@ -207,9 +290,13 @@ def test_critical_periods(sign):
     length, window = entry(rows, "deficit_length"), entry(rows, "deficit_window")
     said = CONFIRMED if sign > 0 else CONTRADICTED
     assert (length.verdict(False), window.verdict(False)) == (said, said)
-    assert length.effects[0][0].interval[0] == pytest.approx(20 * sign, abs=0.1)  # the longest, 400 steps
+    assert length.effects[0][0].interval[0] == pytest.approx(
+        20 * sign, abs=0.1
+    )  # the longest, 400 steps
     assert "400 of 800 steps" in length.effects[0][0].what
-    assert window.effects[0][0].interval[0] == pytest.approx(3 * sign, abs=0.1)  # [300, 500) against [0, 200)
+    assert window.effects[0][0].interval[0] == pytest.approx(
+        3 * sign, abs=0.1
+    )  # [300, 500) against [0, 200)
     assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].what
 
 
@@ -230,8 +317,12 @@ def test_lost_time_is_no_damage():
     assert normal.interval[0] < 0 < as_long.interval[0]
     assert f"{normal.number()}; {as_long.number()}" in e.evidence()[0]
     rng = np.random.default_rng(0)
-    harmed_by_length = rows_of(specs, lambda s: 0.5 - s.recipe.steps / 10_000 + 1e-3 * rng.normal())
-    assert entry(harmed_by_length, "deficit_length").verdict(False) == OPEN  # worse than one, like the other
+    harmed_by_length = rows_of(
+        specs, lambda s: 0.5 - s.recipe.steps / 10_000 + 1e-3 * rng.normal()
+    )
+    assert (
+        entry(harmed_by_length, "deficit_length").verdict(False) == OPEN
+    )  # worse than one, like the other
 
 
 # --- the list -------------------------------------------------------------------------------------
@@ -241,7 +332,9 @@ def test_the_claims_are_complete_and_can_be_settled():
     found = claims()
     assert len(found) >= 50
     assert len(IDS) == len(found)
-    assert {test for test in rules.TESTS if test != "exact"} == set(rules.SMALLER_SCALES)
+    assert {test for test in rules.TESTS if test != "exact"} == set(
+        rules.SMALLER_SCALES
+    )
     for claim in found:
         assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
         for grid in claim.grids.split():
@@ -261,17 +354,25 @@ def test_a_misspelt_claim_is_refused(monkeypatch):
 def test_the_committed_rows_are_judged_by_the_rules_alone():
     """Recompute one effect of the committed rows here, without the module."""
     rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
-    effect = next(e for e, _ in entry(rows, "gcn_aggregation").effects if "facebook" in e.experiment)
+    effect = next(
+        e
+        for e, _ in entry(rows, "gcn_aggregation").effects
+        if "facebook" in e.experiment
+    )
     value = {}
     for row in rows:
         spec = row["spec"]
         if spec["arm"] == "static 8" and spec["recipe"]["model"] == "gcn":
             (accuracy,) = [
-                m["value"] for m in row["metrics"]
-                if (m["name"], m["split"], m["when"], m["precision"]) == ("accuracy", "test", "final", "q_max")
-            ]  # fmt: skip
+                m["value"]
+                for m in row["metrics"]
+                if (m["name"], m["split"], m["when"], m["precision"])
+                == ("accuracy", "test", "final", "q_max")
+            ]
             value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
-    seeds = sorted({seed for _, seed in value if {("fp", seed), ("quantized", seed)} <= set(value)})
+    seeds = sorted(
+        {seed for _, seed in value if {("fp", seed), ("quantized", seed)} <= set(value)}
+    )
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
     (on_test_nodes,) = effect.others  # figure 5 has validation nodes
     assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))

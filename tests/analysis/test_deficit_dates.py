@@ -32,7 +32,12 @@ def recount():
     for line in (results_dir() / "h3.jsonl").read_text().splitlines():
         row = json.loads(line)
         for m in row["metrics"]:
-            if (m["name"], m["precision"], m["split"], m["when"]) == ("accuracy", "q_max", "test", "final"):
+            if (m["name"], m["precision"], m["split"], m["when"]) == (
+                "accuracy",
+                "q_max",
+                "test",
+                "final",
+            ):
                 accuracy[row["spec"]["arm"], row["spec"]["seed"]] = 100 * m["value"]
     seeds = sorted({seed for _, seed in accuracy})
     return {
@@ -50,7 +55,9 @@ def recount():
 
 def test_outcome_has_the_losses_of_a_recount(committed, recount):
     found = deficit_dates.outcome(committed)
-    assert list(found.losses) == [(decay, start) for decay in DECAYS for start in STARTS]
+    assert list(found.losses) == [
+        (decay, start) for decay in DECAYS for start in STARTS
+    ]
     assert (found.deficit_steps, found.recovery_steps) == (16, 32)
     for place, loss in found.losses.items():
         np.testing.assert_allclose(loss.values, recount[place], atol=1e-9)
@@ -61,20 +68,34 @@ def test_outcome_has_the_slopes_of_a_recount(committed, recount):
     found = deficit_dates.outcome(committed)
     for decay in DECAYS:
         y = np.array([recount[decay, start] for start in STARTS])
-        slopes = [stats.linregress(np.array(STARTS) / 48, column).slope for column in y.T]
+        slopes = [
+            stats.linregress(np.array(STARTS) / 48, column).slope for column in y.T
+        ]
         np.testing.assert_allclose(found.slopes[decay].values, slopes, atol=1e-9)
-        assert found.slopes[decay].p() == pytest.approx(stats.ttest_1samp(slopes, 0).pvalue)
+        assert found.slopes[decay].p() == pytest.approx(
+            stats.ttest_1samp(slopes, 0).pvalue
+        )
     assert found.slopes["step"].shown() == "-0.42 [-0.63, -0.22] points"
 
 
 def test_outcome_has_the_differences_of_a_recount(committed, recount):
     found = deficit_dates.outcome(committed)
-    assert list(found.differences) == [("step", "cosine"), ("step", "constant"), ("cosine", "constant")]
+    assert list(found.differences) == [
+        ("step", "cosine"),
+        ("step", "constant"),
+        ("cosine", "constant"),
+    ]
     for (one, other), difference in found.differences.items():
-        np.testing.assert_allclose(difference.values, recount[one, 0] - recount[other, 0], atol=1e-9)
+        np.testing.assert_allclose(
+            difference.values, recount[one, 0] - recount[other, 0], atol=1e-9
+        )
         slopes = found.slopes[one].values - found.slopes[other].values
-        np.testing.assert_allclose(found.slope_differences[one, other].values, slopes, atol=1e-9)
-    assert found.differences["step", "constant"].shown() == "+0.63 [+0.42, +0.84] points"
+        np.testing.assert_allclose(
+            found.slope_differences[one, other].values, slopes, atol=1e-9
+        )
+    assert (
+        found.differences["step", "constant"].shown() == "+0.63 [+0.42, +0.84] points"
+    )
 
 
 def test_tables_show_losses_slopes_and_levels(committed):
@@ -82,11 +103,17 @@ def test_tables_show_losses_slopes_and_levels(committed):
     table = deficit_dates.loss_table(found).set_index("learning rate")
     assert list(table.index) == list(DECAYS)
     assert table.loc["step", "[0, 16)"] == "+1.09 [+0.95, +1.23]"
-    assert table.loc["step", "slope, latest minus earliest (points)"] == "-0.42 [-0.63, -0.22]"
+    assert (
+        table.loc["step", "slope, latest minus earliest (points)"]
+        == "-0.42 [-0.63, -0.22]"
+    )
     assert set(table["n"]) == {"10"}
     assert all(level.endswith(" %") for level in table["no deficit reaches"])
     others = deficit_dates.difference_table(found).set_index("learning rates")
-    assert others.loc["step minus constant", "loss of the deficit [0, 16) [95 %]"] == "+0.63 [+0.42, +0.84] points"
+    assert (
+        others.loc["step minus constant", "loss of the deficit [0, 16) [95 %]"]
+        == "+0.63 [+0.42, +0.84] points"
+    )
 
 
 def test_figure_has_a_line_with_intervals_per_decay(committed):
@@ -94,7 +121,9 @@ def test_figure_has_a_line_with_intervals_per_decay(committed):
     (ax,) = figure.axes
     assert len(ax.containers) == 3
     title, said = figure.get_suptitle(), figure.get_supxlabel()
-    assert title.replace("\n", " ") == deficit_dates.finding(deficit_dates.outcome(committed))
+    assert title.replace("\n", " ") == deficit_dates.finding(
+        deficit_dates.outcome(committed)
+    )
     assert "n = 10" in said
     assert "without a deficit 92.0 to 93.9 %" in said
     assert "without correction" in said
@@ -114,7 +143,10 @@ def made(slopes):
 @pytest.mark.parametrize(
     ("slopes", "said"),
     [
-        ((-1, -1, -1), "An early deficit costs more than a late one with step, cosine and constant decay"),
+        (
+            (-1, -1, -1),
+            "An early deficit costs more than a late one with step, cosine and constant decay",
+        ),
         (
             (-1, 0.5, 0.5),
             "An early deficit costs more than a late one with step decay; "
@@ -123,12 +155,19 @@ def made(slopes):
     ],
 )
 def test_finding_says_which_decays_make_early_deficits_dear(slopes, said):
-    assert deficit_dates.finding(deficit_dates.outcome(made(dict(zip(DECAYS, slopes, strict=True))))) == said
+    assert (
+        deficit_dates.finding(
+            deficit_dates.outcome(made(dict(zip(DECAYS, slopes, strict=True))))
+        )
+        == said
+    )
 
 
 def test_finding_says_where_nothing_is_clear(committed):
     found = deficit_dates.outcome(committed)
-    unclear = dict.fromkeys(DECAYS, replace(found.slopes["constant"], values=np.array([-1.0, 1.0, 0.5])))
+    unclear = dict.fromkeys(
+        DECAYS, replace(found.slopes["constant"], values=np.array([-1.0, 1.0, 0.5]))
+    )
     said = deficit_dates.finding(found._replace(slopes=unclear))
     assert said == (
         "Early and late deficits: no clear difference with step decay, cosine decay and a constant learning rate"
@@ -136,8 +175,14 @@ def test_finding_says_where_nothing_is_clear(committed):
 
 
 def test_outcome_refuses_runs_of_fixed_length():
-    rows = rows_of(designs.deficit_scan("demo", "digits", seeds=range(3)), lambda s: 0.8)
-    refused("expected one experiment with deficits at 3 dates or more, got 0", deficit_dates.outcome, runs.table(rows))
+    rows = rows_of(
+        designs.deficit_scan("demo", "digits", seeds=range(3)), lambda s: 0.8
+    )
+    refused(
+        "expected one experiment with deficits at 3 dates or more, got 0",
+        deficit_dates.outcome,
+        runs.table(rows),
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,15 +214,28 @@ def test_decay_claim_names_both_decays(committed):
     pairs = [part.what for part in (effect, *effect.others)]
     assert pairs == [
         f"cost of a deficit of 16 of 48 steps, {one} minus {other} learning rate"
-        for one, other in (("step", "cosine"), ("step", "constant"), ("cosine", "constant"))
+        for one, other in (
+            ("step", "cosine"),
+            ("step", "constant"),
+            ("cosine", "constant"),
+        )
     ]
-    assert [f"{part.interval[0]:+.2f}" for part in (effect, *effect.others)] == ["+0.43", "+0.63", "+0.20"]
-    assert word == claims.OPEN  # differences, but not beyond the margin of 0.5 points for all pairs
+    assert [f"{part.interval[0]:+.2f}" for part in (effect, *effect.others)] == [
+        "+0.43",
+        "+0.63",
+        "+0.20",
+    ]
+    assert (
+        word == claims.OPEN
+    )  # differences, but not beyond the margin of 0.5 points for all pairs
     assert effect.stores == ("h3.jsonl",)
 
 
 def test_window_claim_shows_equal_recovery_by_decay(committed):
-    found = {effect.bits: (effect, word) for effect, word in entry_of("deficit_window", committed).effects}
+    found = {
+        effect.bits: (effect, word)
+        for effect, word in entry_of("deficit_window", committed).effects
+    }
     assert list(found) == [f"q_min 2, {decay} learning rate" for decay in DECAYS]
     effect, word = found["q_min 2, step learning rate"]
     assert (f"{effect.interval[0]:+.2f}", word) == ("+0.42", claims.CONFIRMED)
@@ -187,7 +245,9 @@ def test_window_claim_shows_equal_recovery_by_decay(committed):
 def test_other_claims_read_no_preregistered_runs(committed):
     """They are pooled with nothing: of the claims on deficits, two have an effect in H3."""
     deficits = [claim.id for claim in claims.claims() if claim.id.startswith("deficit")]
-    names = {entry.claim.id for entry in claims.judged(committed, deficits) if entry.effects}
+    names = {
+        entry.claim.id for entry in claims.judged(committed, deficits) if entry.effects
+    }
     assert names == {"deficit_decay", "deficit_window"}
     assert all(IDS[name].measure in claims.ASKED_TOO for name in names)
 

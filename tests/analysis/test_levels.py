@@ -19,7 +19,9 @@ def runs_of(specs, value, metric="accuracy"):
 
 @pytest.fixture(scope="module")
 def digits():
-    specs = designs.quality_cost("demo", static_bits=[3, 6, 8], q_max=[6, 8], seeds=range(3))
+    specs = designs.quality_cost(
+        "demo", static_bits=[3, 6, 8], q_max=[6, 8], seeds=range(3)
+    )
     quality = {("static 8", 8): 0.9, ("static 6", 6): 0.7}
     return runs_of(specs, lambda s: quality.get((s.arm, s.q_max), 0.5))
 
@@ -30,8 +32,14 @@ def num_steps(found, claim):
 
 
 def test_effect_level_is_static_q_max_of_its_experiment(digits):
-    assert num_steps(digits, "schedule_controls")[0] in ("static 8 reaches 90.0 %", "static 6 reaches 70.0 %")
-    assert set(num_steps(digits, "cpt_improves")) == {"static 8 reaches 90.0 %", "static 6 reaches 70.0 %"}
+    assert num_steps(digits, "schedule_controls")[0] in (
+        "static 8 reaches 90.0 %",
+        "static 6 reaches 70.0 %",
+    )
+    assert set(num_steps(digits, "cpt_improves")) == {
+        "static 8 reaches 90.0 %",
+        "static 6 reaches 70.0 %",
+    }
 
 
 def test_effect_level_stands_in_the_evidence(digits):
@@ -40,46 +48,78 @@ def test_effect_level_stands_in_the_evidence(digits):
 
 
 def test_effect_level_of_cycles_takes_other_numbers_of_cycles():
-    specs = designs.quality_cost("demo", schedules=["CR"], static_bits=[], n_cycles=8, seeds=range(3))
-    specs += designs.quality_cost("demo", schedules=["CR"], static_bits=[8], n_cycles=2, seeds=range(3))
+    specs = designs.quality_cost(
+        "demo", schedules=["CR"], static_bits=[], n_cycles=8, seeds=range(3)
+    )
+    specs += designs.quality_cost(
+        "demo", schedules=["CR"], static_bits=[8], n_cycles=2, seeds=range(3)
+    )
     found = runs_of(specs, lambda s: 0.9 if s.arm == "static 8" else 0.5)
-    wanted = found[found["n_cycles"] == 8][levels.LEVEL_COLUMNS].itertuples(index=False, name=None)
+    wanted = found[found["n_cycles"] == 8][levels.LEVEL_COLUMNS].itertuples(
+        index=False, name=None
+    )
     assert levels.level_of(levels.full_bits(found), wanted) == "static 8 reaches 90.0 %"
 
 
 def test_level_of_deficits_is_training_without_one():
     found = runs_of(
-        designs.deficit_scan("demo", "digits", seeds=range(3)), lambda s: 0.5 if s.schedule.windows else 0.8
+        designs.deficit_scan("demo", "digits", seeds=range(3)),
+        lambda s: 0.5 if s.schedule.windows else 0.8,
     )
     assert set(num_steps(found, "deficit_short")) == {"no deficit reaches 80.0 %"}
     assert levels.of_experiment(found) == "no deficit reaches 80.0 %"
 
 
 def test_level_of_fewer_gradient_bits_is_no_level():
-    specs = designs.quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=range(3))
+    specs = designs.quality_cost(
+        "demo", schedules=["CR"], static_bits=[8], seeds=range(3)
+    )
     fewer = [replace(s, q_grad=6) for s in specs]
     assert levels.full_bits(runs_of(fewer, lambda s: 0.9)).empty
 
 
 def test_level_of_an_experiment_without_full_bits_names_the_best_arm():
-    specs = designs.quality_cost("demo", schedules=["CR", "RR"], static_bits=[], seeds=range(3))
+    specs = designs.quality_cost(
+        "demo", schedules=["CR", "RR"], static_bits=[], seeds=range(3)
+    )
     found = runs_of(specs, lambda s: 0.6 if s.arm == "CR" else 0.5)
-    assert levels.of_experiment(found) == "no run at 8/8; the best arm (CR) reaches 60.0 %"
+    assert (
+        levels.of_experiment(found) == "no run at 8/8; the best arm (CR) reaches 60.0 %"
+    )
 
 
 def test_reached_spans_recipes_and_names_the_perplexity():
-    specs = designs.quality_cost("demo", "pydoc", task="language_model", schedules=[], static_bits=[8], seeds=range(2))
+    specs = designs.quality_cost(
+        "demo",
+        "pydoc",
+        task="language_model",
+        schedules=[],
+        static_bits=[8],
+        seeds=range(2),
+    )
     longer = [
-        replace(s, recipe=replace(s.recipe, steps=320), schedule=replace(s.schedule, total_steps=320)) for s in specs
+        replace(
+            s,
+            recipe=replace(s.recipe, steps=320),
+            schedule=replace(s.schedule, total_steps=320),
+        )
+        for s in specs
     ]
-    assert levels.reached(runs_of(specs, lambda s: 4.0, "perplexity")) == "perplexity 4.00"
-    both = runs_of([*specs, *longer], lambda s: 4.0 if s.recipe.steps == 320 else 9.0, "perplexity")
+    assert (
+        levels.reached(runs_of(specs, lambda s: 4.0, "perplexity")) == "perplexity 4.00"
+    )
+    both = runs_of(
+        [*specs, *longer], lambda s: 4.0 if s.recipe.steps == 320 else 9.0, "perplexity"
+    )
     assert levels.reached(both) == "perplexity 4.00 to 9.00"
     assert levels.reached(both.iloc[:0]) == ""
 
 
 def test_training_text_counts_epochs_of_few_images():
-    assert levels.training_text(CASES["cifar10-jpeg"].recipe) == "1.4 epochs of 10,000 images of 16 x 16"
+    assert (
+        levels.training_text(CASES["cifar10-jpeg"].recipe)
+        == "1.4 epochs of 10,000 images of 16 x 16"
+    )
     assert levels.training_text(CASES["gcn"].recipe) == "64 epochs of the whole graph"
     assert levels.training_text(CASES["ptb"].recipe) == "2.1 passes over 100,000 words"
     assert levels.training_text(recipe("paper", "cifar10")) == "64,000 steps"
@@ -90,7 +130,9 @@ def test_claim_without_evidence_says_what_it_needs():
     assert found["products_fanout"] == (
         "Not run: needs sage on OGBN-Products, 24 runs at paper scale (`ogbn-products/fanout`)."
     )
-    assert all(re.search(r"\d+ runs? at|no grid lists", text) for text in found.values())
+    assert all(
+        re.search(r"\d+ runs? at|no grid lists", text) for text in found.values()
+    )
 
 
 def test_coverage_counts_claims_with_effects(digits):

@@ -9,7 +9,9 @@ from cpt_lab.experiments import designs
 from cpt_lab.paths import paper_dir
 from tests.helpers import row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 def with_valid(row, value):
@@ -23,7 +25,9 @@ def test_numbers_of_the_paper_say_where_they_stand():
     assert len(listed) > 20
     assert listed.place.str.len().gt(4).all()
     assert listed.value.notna().all()
-    assert not listed.duplicated(["artefact", "dataset", "model", "arm", "minus", "q_max", "metric"]).any()
+    assert not listed.duplicated(
+        ["artefact", "dataset", "model", "arm", "minus", "q_max", "metric"]
+    ).any()
     table_1 = listed[listed.artefact == "table_1"]
     assert table_1["std"].between(0.03, 0.2).all()
     known = table_1[table_1.arm == "no deficit"].set_index("dataset")
@@ -35,8 +39,16 @@ def test_numbers_of_the_paper_say_where_they_stand():
 def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
     choices = {"schedules": ["CR"], "static_bits": [8], "q_max": [8], "seeds": [0, 1]}
     specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
-    rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
-    found = paper.summary(table(rows)).set_index(["what", "arm"])["ours (+- std, or [95 %])"]
+    rows = [
+        {
+            **row_of(s, 100.0, "perplexity"),
+            "bitops": {"paper": 9.1555e13 + 1e11 * s.seed},
+        }
+        for s in specs
+    ]
+    found = paper.summary(table(rows)).set_index(["what", "arm"])[
+        "ours (+- std, or [95 %])"
+    ]
     assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (n = 2)"
     assert found["figure 7: ptb, lstm", "RR"] == "not run"
     assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
@@ -46,28 +58,57 @@ def test_what_the_paper_compares_is_compared_in_our_rows():
     """Differences in points, of each experiment at paper scale that has both; what is saved is computed."""
     specs = designs.quality_cost("paper", "voc2012", schedules=["ETV"], seeds=[0, 1, 2])
     rows = [row_of(s, 0.6 + 0.0102 * (s.arm == "ETV"), "map50") for s in specs]
-    nodes = designs.quality_cost("paper", "ogbn-products", schedules=["RR", "RTH"], q_max=[6])
+    nodes = designs.quality_cost(
+        "paper", "ogbn-products", schedules=["RR", "RTH"], q_max=[6]
+    )
     rows += [row_of(s, 0.7 + 0.01 * (s.arm == "RTH")) for s in nodes]
     pairs = designs.aggregation("paper", "ogbn-arxiv")
-    rows += [with_valid(row_of(s, 0.5), 0.6 + 0.004 * (s.recipe.aggregation == "fp")) for s in pairs]
-    small = [row_of(s, 0.1) for s in designs.quality_cost("demo", "ogbn-arxiv", schedules=["RR", "RTH"])]
-    found = paper.summary(table([*rows, *small])).set_index(["what", "arm"])["ours (+- std, or [95 %])"]
-    assert found["figure 4: voc2012, retinanet", "ETV minus static"].startswith("made up, q_max 8: +1.02 [")
-    assert "; " not in found["figure 4: voc2012, retinanet", "ETV minus static"]  # the paper's is of q_max 8
-    assert found["figure 6: ogbn-products, sage", "large minus static"].startswith("made up, q_max 6: +0.50 ")
-    assert found["figure 5: ogbn-arxiv, gcn", "FP-Agg minus Q-Agg"].startswith("made up: +0.40 ")  # validation
-    assert found["figure 6: ogbn-arxiv, gcn", "large minus static"] == "+0.00 [+0.00, +0.00] (n = 3)"  # small scale
+    rows += [
+        with_valid(row_of(s, 0.5), 0.6 + 0.004 * (s.recipe.aggregation == "fp"))
+        for s in pairs
+    ]
+    small = [
+        row_of(s, 0.1)
+        for s in designs.quality_cost("demo", "ogbn-arxiv", schedules=["RR", "RTH"])
+    ]
+    found = paper.summary(table([*rows, *small])).set_index(["what", "arm"])[
+        "ours (+- std, or [95 %])"
+    ]
+    assert found["figure 4: voc2012, retinanet", "ETV minus static"].startswith(
+        "made up, q_max 8: +1.02 ["
+    )
+    assert (
+        "; " not in found["figure 4: voc2012, retinanet", "ETV minus static"]
+    )  # the paper's is of q_max 8
+    assert found["figure 6: ogbn-products, sage", "large minus static"].startswith(
+        "made up, q_max 6: +0.50 "
+    )
+    assert found["figure 5: ogbn-arxiv, gcn", "FP-Agg minus Q-Agg"].startswith(
+        "made up: +0.40 "
+    )  # validation
+    assert (
+        found["figure 6: ogbn-arxiv, gcn", "large minus static"]
+        == "+0.00 [+0.00, +0.00] (n = 3)"
+    )  # small scale
     assert found["figure 4: voc2012, retinanet", "ETV"] == "23.1 %, computed"
     assert found["figure 6: ogbn-products, sage", "large"] == "60.1 %, computed"
 
 
 def test_the_best_epoch_stands_beside_the_last_and_is_called_what_it_is():
     """Nothing is held out at paper scale, as in the paper: the best epoch is the best one on the test set."""
-    (spec,) = designs.deficit_length("paper", "imagenet", deficit_lengths=[0], seeds=[0])
+    (spec,) = designs.deficit_length(
+        "paper", "imagenet", deficit_lengths=[0], seeds=[0]
+    )
     row = row_of(spec, 0.67)
     row["metrics"].append({**row["metrics"][0], "when": "best_test", "value": 0.68})
-    found = paper.summary(table([row])).set_index(["what", "arm"]).loc[("table 1: imagenet, resnet18", "no deficit")]
-    assert found[["ours (+- std, or [95 %])", "ours, best epoch on test"]].to_list() == [
+    found = (
+        paper.summary(table([row]))
+        .set_index(["what", "arm"])
+        .loc[("table 1: imagenet, resnet18", "no deficit")]
+    )
+    assert found[
+        ["ours (+- std, or [95 %])", "ours, best epoch on test"]
+    ].to_list() == [
         "67.00 (n = 1)",
         "68.00 (n = 1)",
     ]

@@ -11,7 +11,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from cpt_extras.search.custom_schedules import FunctionSchedule
-from cpt_lab.analysis import claims, figures, groups, predictors, report, reproduction, runs, style
+from cpt_lab.analysis import (
+    claims,
+    figures,
+    groups,
+    predictors,
+    report,
+    reproduction,
+    runs,
+    style,
+)
 from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.pages import Section
 from cpt_lab.experiments import designs
@@ -57,7 +66,11 @@ LEFT_OUT = (
     "at_found_q_min|cycles|deficit_facebook|equal_cost_(dig|face)|graph_(cora|q_agg|sage)|h(6|7|10)|"
     "language_p(tb|aper)|.*_q_max_6"
 )
-STORES = [path for path in sorted(results_dir().glob("*.jsonl")) if not re.match(LEFT_OUT, path.name)]
+STORES = [
+    path
+    for path in sorted(results_dir().glob("*.jsonl"))
+    if not re.match(LEFT_OUT, path.name)
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +82,9 @@ def stored():
 def page(stored, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "load", lambda *files, every_rate: stored)  # read once
-        return report.write_report(STORES, tmp_path_factory.mktemp("r") / "p.html").read_text()
+        return report.write_report(
+            STORES, tmp_path_factory.mktemp("r") / "p.html"
+        ).read_text()
 
 
 @pytest.fixture
@@ -88,12 +103,17 @@ def quick(monkeypatch):
 
 def test_verdicts_and_figures_come_first_and_what_was_not_run_last(page):
     headings = [html.unescape(h) for h in re.findall(r"<h2[^>]*>([^<]*)</h2>", page)]
-    assert headings[0].startswith("GCN (FP-Agg) on Facebook's page-page graph, 64 steps, 4 cycles")  # the most arms
+    assert headings[0].startswith(
+        "GCN (FP-Agg) on Facebook's page-page graph, 64 steps, 4 cycles"
+    )  # the most arms
     assert len(set(headings)) == len(headings) > 30
     place = {name: headings.index(name) for name in headings}
     assert place["Preregistered questions"] < place["Claims of the paper"]
     assert "How few bits can a network be trained with" in page.split("<h2")[0]
-    assert place["What predicts the quality of a schedule?"] < place["Numbers printed in the paper: not run"]
+    assert (
+        place["What predicts the quality of a schedule?"]
+        < place["Numbers printed in the paper: not run"]
+    )
     before, folded = page.split("Numbers printed in the paper: not run</h2>")
     assert "<td>not run</td>" not in before
     assert folded.lstrip().startswith("<details><summary>")
@@ -101,26 +121,40 @@ def test_verdicts_and_figures_come_first_and_what_was_not_run_last(page):
     marks = dict(re.findall(r'<h2 id="(part-\d+)">([^<]*)', page))
     assert links.keys() == marks.keys()
     assert len(marks) == len(headings)
-    assert all(words.removesuffix(", demo scale") in marks[mark] for mark, words in links.items())
+    assert all(
+        words.removesuffix(", demo scale") in marks[mark]
+        for mark, words in links.items()
+    )
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(page):
     assert re.findall(r"(?:src|href)=['\"](?!data:|#)[^'\"]*", page) == []
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
-    asked = sum(f"{name}</h2>" in page for name in PREREGISTERED if not name.startswith(("Claims", "H1")))
+    asked = sum(
+        f"{name}</h2>" in page
+        for name in PREREGISTERED
+        if not name.startswith(("Claims", "H1"))
+    )
     assert len(images) == asked + 19  # figure 2, and those of experiments
     assert len(images) == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
     digits = runs.committed("image_digits")
-    network = digits[(digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")]
+    network = digits[
+        (digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")
+    ]
     assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
     for words in (
-        "Critical learning periods: mlp6 on scikit-learn digits", "Equal cost: ",
-        "92.23 +- 0.09 %", "Claims of the paper", "opposite sign in ", "confirmed, exact", "Pareto front",
+        "Critical learning periods: mlp6 on scikit-learn digits",
+        "Equal cost: ",
+        "92.23 +- 0.09 %",
+        "Claims of the paper",
+        "opposite sign in ",
+        "confirmed, exact",
+        "Pareto front",
         "data/results/image_digits.jsonl",
         "keep the best one on the test set",
-    ):  # fmt: skip
+    ):
         assert words in page
 
 
@@ -135,40 +169,95 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
 
 def test_a_report_of_runs_that_failed(quick, tmp_path):
     """All of one network, and all but one of another."""
-    arms, failed = {"schedules": ["RR", "CR"], "static_bits": [8], "seeds": [0]}, {"status": "failed", "error": "x"}
-    lost = rows_of(designs.quality_cost("demo", "digits", "mlp6", **arms), metrics=[], bitops={}, **failed)
-    first, *others = rows_of(designs.quality_cost("demo", "digits", "resnet8_w8", **arms))
-    page = written([*lost, first, *({**row, "metrics": [], "bitops": {}, **failed} for row in others)], tmp_path)
+    arms, failed = (
+        {"schedules": ["RR", "CR"], "static_bits": [8], "seeds": [0]},
+        {"status": "failed", "error": "x"},
+    )
+    lost = rows_of(
+        designs.quality_cost("demo", "digits", "mlp6", **arms),
+        metrics=[],
+        bitops={},
+        **failed,
+    )
+    first, *others = rows_of(
+        designs.quality_cost("demo", "digits", "resnet8_w8", **arms)
+    )
+    page = written(
+        [
+            *lost,
+            first,
+            *({**row, "metrics": [], "bitops": {}, **failed} for row in others),
+        ],
+        tmp_path,
+    )
     assert page.count("<td>1</td>") >= 6  # runs, finished or failed
 
 
-def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(page):
-    count, text = sum(len(path.read_bytes().splitlines()) for path in STORES), plain(page)
+def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(
+    page,
+):
+    count, text = (
+        sum(len(path.read_bytes().splitlines()) for path in STORES),
+        plain(page),
+    )
     assert f"{count} of {count} rows intact" in text
     said = dict(re.findall(r'<dt id="(word-\d+)">(.*?)</dt><dd>.{40,}?</dd>', page))
-    links = [f"{mark} {word}" for mark, word in re.findall(r'<a class="word" href="#(word-\d+)">(.*?)</a>', page)]
+    links = [
+        f"{mark} {word}"
+        for mark, word in re.findall(
+            r'<a class="word" href="#(word-\d+)">(.*?)</a>', page
+        )
+    ]
     assert [link.split()[0] for link in links] == list(said)
-    assert {"arm", "relative cost", "savings", "noise exposure", "names of schedules"} <= set(said.values())
+    assert {
+        "arm",
+        "relative cost",
+        "savings",
+        "noise exposure",
+        "names of schedules",
+    } <= set(said.values())
     assert not re.search(r"[$\\`*{]", " ".join(re.findall("<dd>(.*?)</dd>", page)))
 
 
 def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
-    specs = [s for lr in (0.1, 0.2) for s in designs.quality_cost("demo", schedules=["CR"], static_bits=[8], lr=lr)]
-    names = [name for name, _ in groups.named(groups.quality_cost_groups(runs.table(rows_of(specs))))]
+    specs = [
+        s
+        for lr in (0.1, 0.2)
+        for s in designs.quality_cost("demo", schedules=["CR"], static_bits=[8], lr=lr)
+    ]
+    names = [
+        name
+        for name, _ in groups.named(
+            groups.quality_cost_groups(runs.table(rows_of(specs)))
+        )
+    ]
     assert len(set(names)) == 2
     assert all(re.search(r", demo scale, recipe [0-9a-f]{8}$", name) for name in names)
-    specs = [s for n in (4, 8) for s in designs.quality_cost("demo", static_bits=[8], seeds=[0, 1], n_cycles=n)]
+    specs = [
+        s
+        for n in (4, 8)
+        for s in designs.quality_cost("demo", static_bits=[8], seeds=[0, 1], n_cycles=n)
+    ]
     table = runs.table(rows_of(specs))
     names = [name for name, _ in groups.named(groups.quality_cost_groups(table))]
-    assert [f"600 steps, {n} cycles, q_min 3" in name for n, name in zip((4, 8), names, strict=True)] == [True, True]
+    assert [
+        f"600 steps, {n} cycles, q_min 3" in name
+        for n, name in zip((4, 8), names, strict=True)
+    ] == [True, True]
     found = predictors.predictors_by_title(table)
     assert len(found) == len(set(predictors.summary(found).experiment)) == 2
 
 
 def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
-    specs = designs.quality_cost("paper", "cifar10", q_max=[8], schedules=["CR"], seeds=[0])
-    cost = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0])
-    rows = rows_of(specs) + [{**row_of(s, 90.0, "perplexity"), "bitops": {"paper": 7e13}} for s in cost]
+    specs = designs.quality_cost(
+        "paper", "cifar10", q_max=[8], schedules=["CR"], seeds=[0]
+    )
+    cost = designs.quality_cost(
+        "paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0]
+    )
+    rows = rows_of(specs) + [
+        {**row_of(s, 90.0, "perplexity"), "bitops": {"paper": 7e13}} for s in cost
+    ]
     one = written(rows, tmp_path)
     for text in (plain(page), plain(one)):
         assert not re.search(r"nan\b", text)
@@ -178,7 +267,9 @@ def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
 
 def test_columns_that_say_nothing_are_left_out(page):
     assert not re.search("(?<!ours, )(?<!one cost; )not in the paper", page)
-    results = re.split(r"<h2[^>]*>mlp6 on scikit-learn digits, 8 x 8, 600 steps", page, maxsplit=1)[1]
+    results = re.split(
+        r"<h2[^>]*>mlp6 on scikit-learn digits, 8 x 8, 600 steps", page, maxsplit=1
+    )[1]
     results = results.split("Preregistered questions</h2>")[0]
     assert "<th>failed</th>" not in results
     assert results.count("<th>diverged</th>") == results.count("<table") > 15
@@ -188,7 +279,15 @@ def test_columns_that_say_nothing_are_left_out(page):
 
 CLAIM = "CR matches static q_max (section 4.2)"
 COMMITTED = pd.DataFrame(
-    [(CLAIM, "CR minus static 8: -2.00, n = 8", "copies, demo scale", "static 8 reaches 75 %", "inconclusive")],
+    [
+        (
+            CLAIM,
+            "CR minus static 8: -2.00, n = 8",
+            "copies, demo scale",
+            "static 8 reaches 75 %",
+            "inconclusive",
+        )
+    ],
     columns=reproduction.CLAIM_COLUMNS,
 )
 
@@ -204,7 +303,11 @@ def reproduced(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_versions", str)
 
     def tables(runs=None):
-        lines = COMMITTED if runs is None else claims_here(f"CR minus static 8: -1.00, n = {runs['seed'].nunique()}")
+        lines = (
+            COMMITTED
+            if runs is None
+            else claims_here(f"CR minus static 8: -1.00, n = {runs['seed'].nunique()}")
+        )
         return dict.fromkeys(reproduction.SECTIONS, lines)
 
     monkeypatch.setattr(reproduction, "claims_tables", tables)
@@ -219,14 +322,21 @@ def reproduced(tmp_path, monkeypatch):
 
 
 def quality_rows(*seeds):
-    return rows_of(designs.quality_cost("demo", "digits", schedules=["RR", "CR"], static_bits=[8], seeds=list(seeds)))
+    return rows_of(
+        designs.quality_cost(
+            "demo", "digits", schedules=["RR", "CR"], static_bits=[8], seeds=list(seeds)
+        )
+    )
 
 
 def test_reproduce_page_sets_claims_beside_committed_rows(reproduced):
     text = " ".join(plain(reproduced(quality_rows(0, 1, 2))).split())
     assert text.startswith("Cyclic precision training: notebooks run at demo scale")
     assert "the paper says this run committed rows data and scale level verdict" in text
-    assert f"{CLAIM} CR minus static 8: -1.00, n = 3; static 8 reaches 50 % CR minus static 8: -2.00, n = 8" in text
+    assert (
+        f"{CLAIM} CR minus static 8: -1.00, n = 3; static 8 reaches 50 % CR minus static 8: -2.00, n = 8"
+        in text
+    )
     assert "Image classification: the paper, this run, committed rows" in text
     assert "Language: the paper" not in text  # nothing of it was run
     assert "too few seeds" not in text
@@ -235,7 +345,10 @@ def test_reproduce_page_sets_claims_beside_committed_rows(reproduced):
 def test_reproduce_page_shows_figures_after_claims(reproduced):
     page = reproduced(quality_rows(0, 1, 2))
     assert page.count("data:image/png;base64,") == 1
-    claims_table, figure = page.split("data:image/png;base64,")[0], page.split("data:image/png;base64,")[1]
+    claims_table, figure = (
+        page.split("data:image/png;base64,")[0],
+        page.split("data:image/png;base64,")[1],
+    )
     assert "matches static q_max" in " ".join(plain(claims_table).split())
     assert "<th>n</th>" in figure
 
@@ -263,15 +376,25 @@ def test_reproduce_page_names_own_data_only_where_given(reproduced):
     assert said not in reproduced([], committed=part)
     page = reproduced([], own_data=part, committed=[Section("At equal cost")])
     assert said in page
-    assert page.index("3 bits are enough") < page.index("At equal cost") < page.index(">Notebooks<")
+    assert (
+        page.index("3 bits are enough")
+        < page.index("At equal cost")
+        < page.index(">Notebooks<")
+    )
 
 
 @pytest.mark.parametrize(
     ("measured", "shown"),
     [
         ("–", "not run"),
-        ("RR minus CR: +1.00, n = 2", "RR minus CR: +1.00, n = 2; too few seeds to decide"),
-        ("RR minus CR: +1.00, n = 2; ER: +1.00, n = 3", "RR minus CR: +1.00, n = 2; ER: +1.00, n = 3"),
+        (
+            "RR minus CR: +1.00, n = 2",
+            "RR minus CR: +1.00, n = 2; too few seeds to decide",
+        ),
+        (
+            "RR minus CR: +1.00, n = 2; ER: +1.00, n = 3",
+            "RR minus CR: +1.00, n = 2; ER: +1.00, n = 3",
+        ),
     ],
 )
 def test_compare_claims_says_what_ran(measured, shown):
@@ -285,9 +408,13 @@ def test_compare_claims_says_what_ran(measured, shown):
 
 
 def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
-    correlations = [claim for claim in claims.claims() if claim.measure == "correlation"]
+    correlations = [
+        claim for claim in claims.claims() if claim.measure == "correlation"
+    ]
     text, shown = plain(page), runs.tuned(stored)
-    ledger = "\n".join(line for claim in correlations for line in claims.judge(claim, shown).evidence())
+    ledger = "\n".join(
+        line for claim in correlations for line in claims.judge(claim, shown).evidence()
+    )
     found = predictors.predictors_by_title(shown)
     assert len(found) == ledger.count("rank correlation") == 4
     for frame in found.values():
@@ -310,11 +437,18 @@ def with_an_own_arm(specs):
 
 
 def test_an_own_arm_has_a_colour_and_a_name():
-    specs = with_an_own_arm(designs.quality_cost("demo", static_bits=[2, 8], seeds=[0, 1]))
-    figure = figures.figure_3(runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True)
+    specs = with_an_own_arm(
+        designs.quality_cost("demo", static_bits=[2, 8], seeds=[0, 1])
+    )
+    figure = figures.figure_3(
+        runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True
+    )
     assert "mine" in {t.get_text() for t in figure.axes[0].texts}
     assert "own schedule" in {t.get_text() for t in figure.legends[0].get_texts()}
-    drawn = {matplotlib.colors.to_hex(line.get_color()).upper() for line in figure.axes[0].lines}
+    drawn = {
+        matplotlib.colors.to_hex(line.get_color()).upper()
+        for line in figure.axes[0].lines
+    }
     assert set(style.COLORS.values()) <= drawn
     assert len(set(style.COLORS.values())) == len(style.COLORS)
     figure.draw_without_rendering()
@@ -335,9 +469,14 @@ def test_an_own_arm_has_a_colour_and_a_name():
 def test_every_figure_is_drawn_with_an_own_arm(specs, draw):
     rows = rows_of(with_an_own_arm(specs()), title="made up")
     for row in rows:
-        row["evaluations"] = [{"step": s, "valid": {"accuracy": 0.5}, "test": {"accuracy": 0.5}} for s in (1, 2)]
+        row["evaluations"] = [
+            {"step": s, "valid": {"accuracy": 0.5}, "test": {"accuracy": 0.5}}
+            for s in (1, 2)
+        ]
     table = runs.table(rows)
-    drawn = draw(table[table["kind"] == "deficit"] if draw is figures.figure_8 else table)
+    drawn = draw(
+        table[table["kind"] == "deficit"] if draw is figures.figure_8 else table
+    )
     drawn.draw_without_rendering()
     assert drawn.get_suptitle() == "2 seeds: no comparison"
     assert "made up" in drawn.description()
@@ -350,7 +489,10 @@ HOSTILE = "<script>alert('x')</script>&\""
 
 
 def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
-    specs = [replace(s, arm=HOSTILE) if s.arm == "CR" else s for s in designs.quality_cost("demo", seeds=[0, 1, 2])]
+    specs = [
+        replace(s, arm=HOSTILE) if s.arm == "CR" else s
+        for s in designs.quality_cost("demo", seeds=[0, 1, 2])
+    ]
     bad = {"title": HOSTILE, "error": HOSTILE, "device": HOSTILE}
     rows = [{**row, **bad} for row in rows_of(specs)]
     for row in rows:
@@ -363,4 +505,6 @@ def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
         r"<details><summary>1 effect</summary><ul><li>([^\n]*)</li>",
         shown.split("Claims of the paper</h2>")[1].split("trades quality")[1],
     )
-    assert html.escape(HOSTILE, quote=False).split("&amp;")[0] in evidence[1].replace("&#39;", "'")
+    assert html.escape(HOSTILE, quote=False).split("&amp;")[0] in evidence[1].replace(
+        "&#39;", "'"
+    )

@@ -10,7 +10,9 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
 from tests.helpers import row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 def settings(topic, specs, drawn=()):
@@ -20,11 +22,21 @@ def settings(topic, specs, drawn=()):
 def test_settings_table_marks_every_difference():
     specs = designs.quality_cost("paper", "cifar10", "resnet74", q_max=[6, 8])
     assert not settings("images", specs)["this run"].str.contains("≠").any()
-    changed = designs.quality_cost("paper", "cifar10", "resnet74", q_max=[6, 8], momentum=0.5, flip=False, seeds=[0])
+    changed = designs.quality_cost(
+        "paper",
+        "cifar10",
+        "resnet74",
+        q_max=[6, 8],
+        momentum=0.5,
+        flip=False,
+        seeds=[0],
+    )
     this = settings("images", changed)["this run"]
     assert this[this.str.contains("≠")].to_dict() == {
-        "optimizer": "SGD, momentum 0.5 ≠", "seeds": "1 ≠", "flip": "no ≠"
-    }  # fmt: skip
+        "optimizer": "SGD, momentum 0.5 ≠",
+        "seeds": "1 ≠",
+        "flip": "no ≠",
+    }
 
 
 def test_settings_table_shows_the_paper_s_values():
@@ -33,7 +45,10 @@ def test_settings_table_shows_the_paper_s_values():
     assert found.loc["optimizer steps", "paper: ImageNet"] == "450,450"
     assert found.loc["optimizer steps", "this run"] == "3,900 ≠"
     assert found.loc["learning-rate decay", "this run"] == "a tenth at 50 and 75 %"
-    assert found.loc["schedules and static bits", "this run"] == "10 schedules, static 3, 4, 5, 6, 8 ≠"
+    assert (
+        found.loc["schedules and static bits", "this run"]
+        == "10 schedules, static 3, 4, 5, 6, 8 ≠"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +71,11 @@ def test_settings_table_takes_the_paper_of_the_task(topic, dataset, columns):
     [
         ("pictures", [], "unknown topic 'pictures'"),
         ("images", [], "specs: expected at least one run here or in drawn, got none"),
-        ("images", designs.quality_cost("demo", "pydoc", schedules=["ER"]), "no experiment of task 'language_model'"),
+        (
+            "images",
+            designs.quality_cost("demo", "pydoc", schedules=["ER"]),
+            "no experiment of task 'language_model'",
+        ),
     ],
 )
 def test_settings_table_refuses_wrong_arguments(topic, specs, message):
@@ -67,7 +86,9 @@ def test_settings_table_refuses_wrong_arguments(topic, specs, message):
 def test_every_claim_belongs_to_one_section():
     sections = [reproduction.section_of_claim(claim) for claim in claims.claims()]
     assert set(sections) == set(reproduction.SECTIONS)
-    shown = sum(len(reproduction.claims_table(topic)) for topic in reproduction.SECTIONS)
+    shown = sum(
+        len(reproduction.claims_table(topic)) for topic in reproduction.SECTIONS
+    )
     assert shown == len(sections)
 
 
@@ -78,10 +99,20 @@ def test_claims_table_says_what_is_not_run():
 
 
 def test_claims_table_shows_the_experiment_nearest_to_the_paper():
-    small = [row_of(s, 0.9 if s.arm == "static 8" else 0.8) for s in designs.quality_cost("demo", "digits")]
-    large = [row_of(s, 0.7 if s.arm == "static 8" else 0.75) for s in grid_specs("cifar10-jpeg/figure_3")]
-    found = reproduction.claims_table("images", table([*small, *large])).set_index("the paper says")
-    line = found.loc["CIFAR: schedules of small savings improve on static q_max (section 4.2)"]
+    small = [
+        row_of(s, 0.9 if s.arm == "static 8" else 0.8)
+        for s in designs.quality_cost("demo", "digits")
+    ]
+    large = [
+        row_of(s, 0.7 if s.arm == "static 8" else 0.75)
+        for s in grid_specs("cifar10-jpeg/figure_3")
+    ]
+    found = reproduction.claims_table("images", table([*small, *large])).set_index(
+        "the paper says"
+    )
+    line = found.loc[
+        "CIFAR: schedules of small savings improve on static q_max (section 4.2)"
+    ]
     assert "background scale (and 1 other experiment)" in line["data and scale"]
     assert "+5.00" in line["measured"]
     assert "n = 4" in line["measured"]
@@ -90,42 +121,76 @@ def test_claims_table_shows_the_experiment_nearest_to_the_paper():
 def test_printed_table_has_every_number_of_the_paper():
     whole = reproduction.printed_table()
     assert len(whole) == 25
-    parts = [reproduction.printed_table(topic) for topic in reproduction.SECTIONS if topic != "schedules"]
+    parts = [
+        reproduction.printed_table(topic)
+        for topic in reproduction.SECTIONS
+        if topic != "schedules"
+    ]
     assert sum(map(len, parts)) == 25
     unmeasured = whole[whole["ours (+- std, or [95 %])"] == "not run"]
     assert unmeasured["data and scale"].str.startswith("needs ").all()
     measured = whole.drop(unmeasured.index)
-    assert measured["data and scale"].str.match("paper scale|the paper's setting|stand-in: .* scale$").all()
+    assert (
+        measured["data and scale"]
+        .str.match("paper scale|the paper's setting|stand-in: .* scale$")
+        .all()
+    )
 
 
 def test_experiments_put_the_best_scale_first():
     demo = [row_of(s, 0.8) for s in designs.quality_cost("demo", "digits")]
     background = [row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3")]
-    few = [s for s in designs.quality_cost("paper", "cifar10", "resnet74") if s.arm in ("CR", "static 8")]
+    few = [
+        s
+        for s in designs.quality_cost("paper", "cifar10", "resnet74")
+        if s.arm in ("CR", "static 8")
+    ]
     runs = table([*demo, *background, *(row_of(s, 0.9) for s in few)])
-    found = [part["scale"].iloc[0] for part in figure_data.experiments("figure_3", runs)]
-    assert found == ["background", "demo", "paper"]  # two schedules do not show how quality depends on cost
+    found = [
+        part["scale"].iloc[0] for part in figure_data.experiments("figure_3", runs)
+    ]
+    assert found == [
+        "background",
+        "demo",
+        "paper",
+    ]  # two schedules do not show how quality depends on cost
     assert figure_data.best_rows("figure_3", runs)["scale"].iloc[0] == "background"
     assert set(SUITE) <= set(figure_data.best_rows("figure_3", runs)["arm"])
 
 
 def test_experiments_keep_both_q_max_together():
     specs = designs.quality_cost("demo", "digits", q_max=[6, 8])
-    (found,) = figure_data.experiments("figure_3", table([row_of(s, 0.8) for s in specs]))
+    (found,) = figure_data.experiments(
+        "figure_3", table([row_of(s, 0.8) for s in specs])
+    )
     assert set(found["q_max"]) == {6, 8}
 
 
 def test_specs_of_reads_the_committed_stores():
     rows = figure_data.best_rows("figure_4")
     assert {spec.key for spec in figure_data.specs_of(rows)} == set(rows["key"])
-    assert figure_data.specs_of(pd.DataFrame({"store": ["runs/demo/image.jsonl"], "key": ["0"]})) == []
+    assert (
+        figure_data.specs_of(
+            pd.DataFrame({"store": ["runs/demo/image.jsonl"], "key": ["0"]})
+        )
+        == []
+    )
 
 
 def test_claims_table_prefers_enough_seeds_to_scale():
-    small = [row_of(s, 0.9 if s.arm == "static 8" else 0.8) for s in designs.quality_cost("demo", "digits")]
-    one_seed = [row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3") if s.seed == 10]
-    found = reproduction.claims_table("images", table([*small, *one_seed])).set_index("the paper says")
-    line = found.loc["CIFAR: schedules of small savings improve on static q_max (section 4.2)"]
+    small = [
+        row_of(s, 0.9 if s.arm == "static 8" else 0.8)
+        for s in designs.quality_cost("demo", "digits")
+    ]
+    one_seed = [
+        row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3") if s.seed == 10
+    ]
+    found = reproduction.claims_table("images", table([*small, *one_seed])).set_index(
+        "the paper says"
+    )
+    line = found.loc[
+        "CIFAR: schedules of small savings improve on static q_max (section 4.2)"
+    ]
     assert "demo scale (and 1 other experiment)" in line["data and scale"]
     assert "n = 5" in line["measured"]
 
@@ -135,16 +200,23 @@ def test_settings_table_of_section_5_takes_the_authors_settings():
     assert found.loc["weight decay", "paper: CIFAR-10"] == "0"
     assert found.loc["weight decay", "this run"] == "0"
     assert found.loc["optimizer steps", "paper: CIFAR-10"] == "256,000"
-    assert "deficits of 16,000, 32,000" in found.loc["schedules and static bits", "paper: CIFAR-10"]
+    assert (
+        "deficits of 16,000, 32,000"
+        in found.loc["schedules and static bits", "paper: CIFAR-10"]
+    )
 
 
 def test_settings_table_compares_with_the_same_network():
     sage = designs.quality_cost("paper", "ogbn-products", "sage", q_max=[6, 8])
-    found = reproduction.settings_table("graphs", [], sage).set_index("setting")["figure below"]
+    found = reproduction.settings_table("graphs", [], sage).set_index("setting")[
+        "figure below"
+    ]
     assert not found.str.contains("≠").any()
 
 
 def test_settings_table_counts_seeds_of_every_arm():
     specs = designs.quality_cost("demo", "digits", seeds=[0, 1])
-    specs += designs.quality_cost("demo", "digits", schedules=[], static_bits=[8], seeds=[2])
+    specs += designs.quality_cost(
+        "demo", "digits", schedules=[], static_bits=[8], seeds=[2]
+    )
     assert settings("images", specs).loc["seeds", "this run"].startswith("2 to 3")

@@ -32,7 +32,9 @@ def test_errors_of_roles_are_drawn_over_the_steps(recording):
     figure = figures.error_over_training(recording)
     table = recording.table()
     assert set(lines_of(figure)) == {"input", "weight", "bias", "grad"}
-    weights = table[table["role"] == "weight"].groupby("step")["relative_error"].median()
+    weights = (
+        table[table["role"] == "weight"].groupby("step")["relative_error"].median()
+    )
     assert lines_of(figure)["weight"].get_ydata().tolist() == weights.tolist()
     levels = [line.get_ydata().tolist() for line in figure.axes[1].get_lines()]
     assert sorted(levels) == [[2, 8, 8]] * 3 + [[8, 8, 8]]
@@ -52,7 +54,9 @@ def test_every_statistic_has_a_figure(recording, statistic):
 
 
 def test_what_cannot_be_drawn_is_refused(recording):
-    with pytest.raises(ValueError, match="unknown statistic 'loss'; choose from relative_error, snr_db"):
+    with pytest.raises(
+        ValueError, match="unknown statistic 'loss'; choose from relative_error, snr_db"
+    ):
         figures.error_over_training(recording, "loss")
     with pytest.raises(ValueError, match="no step has a snr_db: nothing is recorded"):
         figures.error_over_training(pd.DataFrame(columns=list(COLUMNS)), "snr_db")

@@ -14,7 +14,9 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs
 from tests.analysis.test_claims import IDS, by_arm, entry
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 @pytest.mark.slow
@@ -23,14 +25,27 @@ def test_the_date_of_every_rule_is_that_of_its_last_change():
     found = claims()
     assert [c.id for c in found if c.rule != rules.fingerprint(c)] == []
     assert all(pd.Timestamp(c.since).tzinfo is not None for c in found)
-    assert pd.Timestamp("2026-01-01", tz="UTC") < pd.Timestamp(max(c.since for c in found))
+    assert pd.Timestamp("2026-01-01", tz="UTC") < pd.Timestamp(
+        max(c.since for c in found)
+    )
 
 
 def test_a_changed_rule_has_another_fingerprint(monkeypatch):
     claim = IDS["entailment_small"]
     old = rules.fingerprint(claim)
-    assert old == rules.fingerprint(replace(claim, claim="in other words", place="section 9", since=""))
-    other = dict(measure="delay", a="ER", b="static 6", tasks="", test="equal", margin=1.0, only="q_max=6", grids="")
+    assert old == rules.fingerprint(
+        replace(claim, claim="in other words", place="section 9", since="")
+    )
+    other = dict(
+        measure="delay",
+        a="ER",
+        b="static 6",
+        tasks="",
+        test="equal",
+        margin=1.0,
+        only="q_max=6",
+        grids="",
+    )
     assert set(other) == set(rules.LINE)
     for name, value in other.items():
         assert rules.fingerprint(replace(claim, **{name: value})) != old, name
@@ -63,7 +78,11 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
 def test_what_a_rule_calls_on_is_part_of_it(module, name, claim, monkeypatch):
     old, there = rules.fingerprint(IDS[claim]), getattr(module, name)
     changed = {int: 2, float: 0.1, dict: {"relative_cost": 1}}.get(type(there), another)
-    monkeypatch.setattr(module, name, re.compile("no memory") if isinstance(there, re.Pattern) else changed)
+    monkeypatch.setattr(
+        module,
+        name,
+        re.compile("no memory") if isinstance(there, re.Pattern) else changed,
+    )
     assert rules.fingerprint(IDS[claim]) != old
 
 
@@ -94,12 +113,24 @@ def test_comments_and_docstrings_are_no_rule():
     assert words(other) != words(first)
 
 
-@pytest.mark.parametrize(("since", "older"), [("2025-12-31T10:00", False), ("2026-01-01T00:01", True)])
+@pytest.mark.parametrize(
+    ("since", "older"), [("2025-12-31T10:00", False), ("2026-01-01T00:01", True)]
+)
 def test_rows_that_are_older_than_the_rule_are_marked(since, older):
-    rows = by_arm(designs.quality_cost("demo", seeds=range(3)), {})  # started on the first of January 2026
+    rows = by_arm(
+        designs.quality_cost("demo", seeds=range(3)), {}
+    )  # started on the first of January 2026
     e = judge(replace(IDS["cpt_improves"], since=f"{since}:00+00:00"), table(rows))
-    assert e.rule() == f"{since.replace('T', ' ')} UTC" + ("; rows older than the rule" if older else "")
-    assert judge(replace(IDS["cpt_improves"], since=""), table(rows)).rule() == "undated"
+    assert e.rule() == f"{since.replace('T', ' ')} UTC" + (
+        "; rows older than the rule" if older else ""
+    )
+    assert (
+        judge(replace(IDS["cpt_improves"], since=""), table(rows)).rule() == "undated"
+    )
     new = {**rows[0]["provenance"], "started": "2999-01-01"}
     later = [{**r, "provenance": new} if r["spec"]["seed"] else r for r in rows]
-    assert entry(later, "cpt_improves").rule().endswith("UTC; some rows older than the rule")
+    assert (
+        entry(later, "cpt_improves")
+        .rule()
+        .endswith("UTC; some rows older than the rule")
+    )

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("start", FORMULA_STARTS)
 def test_write_csv_writes_no_formula(start, tmp_path):
     text = f"{start}cmd|' /C calc'!A0"
-    frame = pd.DataFrame({text: [text, "static 8"], "seed": [0, 1]}, index=pd.Index([text, "ben"], name="x"))
+    frame = pd.DataFrame(
+        {text: [text, "static 8"], "seed": [0, 1]},
+        index=pd.Index([text, "ben"], name="x"),
+    )
     write_csv(frame, tmp_path / "table.csv", index_label="student")
     read = pd.read_csv(tmp_path / "table.csv")
     assert read.columns.tolist() == ["student", f"'{text}", "seed"]
@@ -25,14 +28,34 @@ def test_write_csv_writes_no_formula(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cell", ["-0.5", "+3", "-1e-5", "-inf", -0.5, -3, np.float64(-1.0), None, True, "", "a=b", "3-4"]
+    "cell",
+    [
+        "-0.5",
+        "+3",
+        "-1e-5",
+        "-inf",
+        -0.5,
+        -3,
+        np.float64(-1.0),
+        None,
+        True,
+        "",
+        "a=b",
+        "3-4",
+    ],
 )
 def test_without_formula_leaves_numbers_and_texts(cell):
     assert without_formula(cell) is cell
 
 
 def test_write_csv_leaves_numbers_bit_for_bit(tmp_path):
-    frame = pd.DataFrame({"loss": [-0.1, 1e-300, np.nan], "steps": pd.array([-1, 2, None], dtype="Int64"), "ok": True})
+    frame = pd.DataFrame(
+        {
+            "loss": [-0.1, 1e-300, np.nan],
+            "steps": pd.array([-1, 2, None], dtype="Int64"),
+            "ok": True,
+        }
+    )
     write_csv(frame, tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == frame.to_csv(index=False)
     assert pd.read_csv(tmp_path / "a.csv").loss.equals(frame.loss)
@@ -53,16 +76,32 @@ def test_write_csv_writes_broken_letters_as_escapes(tmp_path):
 
 def test_write_csv_leaves_the_claims_as_they_are(tmp_path):
     claims = paper_dir() / "claims.csv"
-    write_csv(pd.read_csv(claims, dtype=str, keep_default_na=False), tmp_path / "claims.csv")
+    write_csv(
+        pd.read_csv(claims, dtype=str, keep_default_na=False), tmp_path / "claims.csv"
+    )
     assert (tmp_path / "claims.csv").read_bytes() == claims.read_bytes()
 
 
 def test_write_csv_is_the_only_writer_of_csv_files():
     """Packages and tools write tables with no other function."""
     places = set()
-    for package in ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "examples"):
+    for package in (
+        "cpt_core",
+        "cpt_extras",
+        "cpt_lab",
+        "cpt_lessons",
+        "bench",
+        "book",
+        "browser",
+        "examples",
+    ):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Attribute) and node.attr in ("to_csv", "to_excel", "writer", "DictWriter"):
+                if isinstance(node, ast.Attribute) and node.attr in (
+                    "to_csv",
+                    "to_excel",
+                    "writer",
+                    "DictWriter",
+                ):
                     places.add(str(path.relative_to(ROOT)))
     assert places == {"cpt_lab/analysis/spreadsheets.py"}

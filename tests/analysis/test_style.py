@@ -39,7 +39,9 @@ def digits():
 
 @cache
 def facebook():
-    return kept("graph_facebook").query("model == 'gcn' and aggregation == 'fp' and q_max == 8")
+    return kept("graph_facebook").query(
+        "model == 'gcn' and aggregation == 'fp' and q_max == 8"
+    )
 
 
 @cache
@@ -47,7 +49,9 @@ def crowd():
     """Rows whose schedules have one cost and nearly one quality."""
     runs = digits()
     static = runs["savings"] == "static"
-    runs = runs.assign(accuracy=runs["accuracy"].where(static | (runs["seed"] == 0), 0.8))
+    runs = runs.assign(
+        accuracy=runs["accuracy"].where(static | (runs["seed"] == 0), 0.8)
+    )
     return runs.assign(**{x: runs[x].where(static, runs[x].median()) for x in BOTH})
 
 
@@ -59,17 +63,28 @@ def uncontrolled(runs):
 
 
 def precision_range(name="digits"):
-    return PrecisionRange(2, "", "", (2, 8), (1.0,), ((0.5, 0.5),), ((1.0, 1.0),), "reset", 0.8, 9, name)
+    return PrecisionRange(
+        2, "", "", (2, 8), (1.0,), ((0.5, 0.5),), ((1.0, 1.0),), "reset", 0.8, 9, name
+    )
 
 
-RECORDED = pd.DataFrame({"step": [0, 1, 2], "role": "input", "level": [2, 3, 3], "snr_db": [9.0, 12.0, 13.0]})
+RECORDED = pd.DataFrame(
+    {
+        "step": [0, 1, 2],
+        "role": "input",
+        "level": [2, 3, 3],
+        "snr_db": [9.0, 12.0, 13.0],
+    }
+)
 FIGURES = {
     "figure 2": lambda: schedules.figure_2(total_steps=800),
     "figure 3": lambda: figure_3(digits(), xs=BOTH, front=True),
     "figure 6": lambda: figure_6(facebook(), xs=BOTH, front=True),
     "figure 7": lambda: figure_7(kept("language_pydoc").query("q_max == 8"), xs=BOTH),
     "many arms of one cost": lambda: figure_3(crowd(), xs=BOTH),
-    "both aggregations": lambda: figure_6(kept("graph_facebook").query("model == 'gcn' and q_min == 2")),
+    "both aggregations": lambda: figure_6(
+        kept("graph_facebook").query("model == 'gcn' and q_min == 2")
+    ),
     "figure 8": lambda: figure_8(kept("deficit_facebook")),
     "figure 8 without controls": lambda: figure_8(uncontrolled(kept("deficit_digits"))),
     "cost and noise": schedules.jensen_figure,
@@ -81,12 +96,16 @@ FIGURES = {
         {"static 8": 1.0, "CR": 0.57}, {"static 8": [0.9, 0.92], "CR": [0.91]}
     ),
     "seeds": lambda: images.seed_by_seed(digits(), "CR", "RR"),
-    "overlaps": lambda: detection.overlaps((10, 10, 40, 50), [(10, 10, 42, 42), (24, 24, 56, 56)]),
+    "overlaps": lambda: detection.overlaps(
+        (10, 10, 40, 50), [(10, 10, 42, 42), (24, 24, 56, 56)]
+    ),
     "precision and recall": lambda: detection.precision_recall([True, False, True], 3),
     "star": lambda: graphs.star([(0, 1), (1, 2), (1, 3)], [1.0, 10.0, 100.0, 1000.0]),
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
     "profiles": schedules.profiles_figure,
-    "prices": lambda: schedules.price_figure(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=800)),
+    "prices": lambda: schedules.price_figure(
+        cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=800)
+    ),
     "range test": lambda: precision_range().figure(),
 }
 
@@ -100,7 +119,9 @@ def drawn(name):
 
 def words_of(figure):
     """The words that are shown, with where they stand; ticks outside of the limits are not."""
-    shown = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    shown = [
+        t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()
+    ]
     outside = set()
     for ax in (ax for parent in figure.axes for ax in (parent, *parent.child_axes)):
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
@@ -114,7 +135,10 @@ def words_of(figure):
 
 def luminance(color):
     """WCAG 2.2: relative luminance."""
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+    r, g, b = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in to_rgb(color)
+    )
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
@@ -124,25 +148,51 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("name", [
-    "figure 3", "figure 6", "figure 7", "many arms of one cost", "both aggregations", "figure 8",
-    "figure 8 without controls", "cost and noise", "slopes", "random rounding",
-    "three products",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "figure 3",
+        "figure 6",
+        "figure 7",
+        "many arms of one cost",
+        "both aggregations",
+        "figure 8",
+        "figure 8 without controls",
+        "cost and noise",
+        "slopes",
+        "random rounding",
+        "three products",
+    ],
+)
 def test_no_words_lie_over_others(name):
     figure = drawn(name)
     words = words_of(figure)
-    over = [(a.get_text(), b.get_text()) for (a, p), (b, q) in itertools.combinations(words, 2) if p.overlaps(q)]
+    over = [
+        (a.get_text(), b.get_text())
+        for (a, p), (b, q) in itertools.combinations(words, 2)
+        if p.overlaps(q)
+    ]
     inside = figure.bbox.padded(2)
     assert over == []
-    assert [t.get_text() for t, box in words if not inside.containsx(box.x0) or not inside.containsx(box.x1)] == []
+    assert [
+        t.get_text()
+        for t, box in words
+        if not inside.containsx(box.x0) or not inside.containsx(box.x1)
+    ] == []
 
 
 def test_every_arm_is_named_once_in_every_panel():
-    for name, runs in (("figure 3", digits()), ("figure 6", facebook()), ("many arms of one cost", crowd())):
+    for name, runs in (
+        ("figure 3", digits()),
+        ("figure 6", facebook()),
+        ("many arms of one cost", crowd()),
+    ):
         arms = sorted(set(runs["arm"][runs["savings"] != "static"]))
         for ax in drawn(name).axes:
-            assert sorted(t.get_text() for t in ax.texts if not t.get_text().isdigit()) == arms
+            assert (
+                sorted(t.get_text() for t in ax.texts if not t.get_text().isdigit())
+                == arms
+            )
 
 
 def test_names_without_room_are_listed():
@@ -150,7 +200,9 @@ def test_names_without_room_are_listed():
     for _ in range(2):
         with style.drawing(figsize=(3, 2)) as (_, ((ax,),)):
             ax.plot([0, 1], [0, 1])
-            style.name_points(ax, ["short", "long " * 60, "x"], [0, 1, 1], [0, 1, 1], ["#222222"] * 3)
+            style.name_points(
+                ax, ["short", "long " * 60, "x"], [0, 1, 1], [0, 1, 1], ["#222222"] * 3
+            )
         found.append([(t.get_text(), t.get_position()) for t in ax.texts])
     assert [name for name, _ in found[0]] == ["short", "x"]
     assert found[0] == found[1]  # at the same places again
@@ -161,11 +213,15 @@ def test_names_without_room_are_listed():
 def test_a_figure_can_be_read_and_described(name):
     figure = drawn(name)
     for text, _ in words_of(figure):
-        ground = style.COLORS["static"] if text.get_color() == "white" else "white"  # bits in their squares
+        ground = (
+            style.COLORS["static"] if text.get_color() == "white" else "white"
+        )  # bits in their squares
         assert contrast(text.get_color(), ground) >= 4.5, text.get_text()
         assert text.get_fontsize() >= style.SMALL, text.get_text()
     width = float(re.search(r"max-width: (\d+)rem", PAGE)[1]) * 16 - 32
-    assert figure.get_tightbbox().width * INCH <= width  # a page shows it at its own size
+    assert (
+        figure.get_tightbbox().width * INCH <= width
+    )  # a page shows it at its own size
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
             if re.search(r"^bits|\(bits\)|^level", axis.get_label_text()):
@@ -179,18 +235,28 @@ def test_a_figure_can_be_read_and_described(name):
 
 def test_no_size_of_letters_is_below_the_least():
     """In figures that are not drawn here too."""
-    texts = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("cpt_*/**/*.py"))
-    sizes = [float(size) for size in re.findall(r"\b(?:font|label|text)size=([\d.]+)", texts)]
+    texts = "".join(
+        path.read_text(encoding="utf-8") for path in ROOT.glob("cpt_*/**/*.py")
+    )
+    sizes = [
+        float(size) for size in re.findall(r"\b(?:font|label|text)size=([\d.]+)", texts)
+    ]
     assert len(sizes) > 20
     assert min(sizes) >= style.SMALL
 
 
 def test_words_have_the_hues_of_points():
     assert style.TEXT.keys() == style.COLORS.keys()
-    assert style.PROFILE_TEXT.keys() == style.PROFILE_COLORS.keys() == quality_cost.PROFILE_NAMES.keys()
+    assert (
+        style.PROFILE_TEXT.keys()
+        == style.PROFILE_COLORS.keys()
+        == quality_cost.PROFILE_NAMES.keys()
+    )
     words = (*style.TEXT.values(), *style.PROFILE_TEXT.values(), style.QUIET)
     assert all(contrast(color, "white") >= 4.5 for color in words)
-    assert all(contrast("white", color) >= 4.5 for color in quality_cost.STATIC_COLORS)  # bits in their squares
+    assert all(
+        contrast("white", color) >= 4.5 for color in quality_cost.STATIC_COLORS
+    )  # bits in their squares
 
 
 def luminances(colors):
@@ -200,12 +266,17 @@ def luminances(colors):
 def test_profile_colors_differ_from_static():
     """In lightness too, which every eye sees."""
     assert len({*style.PROFILE_COLORS.values(), style.COLORS["static"]}) == 6
-    assert min(luminances(style.PROFILE_COLORS.values())) > 5 * luminance(style.COLORS["static"])
+    assert min(luminances(style.PROFILE_COLORS.values())) > 5 * luminance(
+        style.COLORS["static"]
+    )
 
 
 def test_heading_breaks_at_semicolons():
     with style.drawing(figsize=(4, 2)) as (figure, _):
-        style.set_finding(figure, "Quality rises with cost; none of ten schedules exceeds static 8, seven fall below")
+        style.set_finding(
+            figure,
+            "Quality rises with cost; none of ten schedules exceeds static 8, seven fall below",
+        )
         broken = figure.get_suptitle().split("\n")
         style.set_finding(figure, "short; and shorter")
     assert broken[0] == "Quality rises with cost;"
@@ -218,7 +289,10 @@ def test_caption_lies_below_legend():
         for i in range(9):
             ax.plot([0, 1], [0, i], label=f"a rather long name of line {i}")
         style.legend_below(figure, ax)
-        style.write_caption(figure, "so many words of a caption that one line of the figure does not hold them all")
+        style.write_caption(
+            figure,
+            "so many words of a caption that one line of the figure does not hold them all",
+        )
     figure.draw_without_rendering()
     (legend,), (caption,) = figure.legends, figure.texts
     box = legend.get_window_extent()
@@ -235,7 +309,9 @@ def test_the_report_can_be_read_in_light_and_in_dark():
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in THEMES)
     named = ("text", "link", "bad", "quiet")
-    assert set(re.findall(r"\bcolor: ([^;]+);", PAGE)) == {f"var(--{name})" for name in named}
+    assert set(re.findall(r"\bcolor: ([^;]+);", PAGE)) == {
+        f"var(--{name})" for name in named
+    }
     for theme in (light, light | dark):
         assert all(contrast(theme[name], theme["page"]) >= 4.5 for name in named)
     assert contrast(dark["page"], light["page"]) > 10
@@ -250,4 +326,7 @@ def test_names_of_the_users_are_no_formulas(name):
     (caption,) = (text for text in drawn.texts if "own images" in text.get_text())
     assert not caption.get_parse_math()
     assert f"own images ({name})" in caption.get_text()
-    assert not is_math_text(tested.figure().get_suptitle()) or not tested.figure()._suptitle.get_parse_math()
+    assert (
+        not is_math_text(tested.figure().get_suptitle())
+        or not tested.figure()._suptitle.get_parse_math()
+    )

@@ -23,24 +23,54 @@ def ring():
 
 
 ATTENTION = BertConfig(hidden_size=6, num_attention_heads=2)
-LSTM_CALLS = [(480, 30, 48, 160), (640, 40, 64, 160), (4 * (27 * 10 + 5 * 2), 160, 0, 80)]
+LSTM_CALLS = [
+    (480, 30, 48, 160),
+    (640, 40, 64, 160),
+    (4 * (27 * 10 + 5 * 2), 160, 0, 80),
+]
 HAND = {  # a model, its inputs, and of every call operations, and elements of both operands and the result
-    "linear": (lambda: nn.Linear(7, 3), lambda: (torch.empty(2, 5, 7),), [(210, 70, 21, 30)]),
+    "linear": (
+        lambda: nn.Linear(7, 3),
+        lambda: (torch.empty(2, 5, 7),),
+        [(210, 70, 21, 30)],
+    ),
     # outputs x kernel x input channels per group
-    "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1), lambda: (torch.empty(2, 4, 5, 5),), [(300 * 9 * 4, 200, 216, 300)]),
+    "conv": (
+        lambda: nn.Conv2d(4, 6, 3, padding=1),
+        lambda: (torch.empty(2, 4, 5, 5),),
+        [(300 * 9 * 4, 200, 216, 300)],
+    ),
     "grouped conv, stride 2": (
-        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), lambda: (torch.empty(2, 4, 6, 6),),
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        lambda: (torch.empty(2, 4, 6, 6),),
         [(108 * 9 * 2, 288, 108, 108)],
     ),
-    "1-d conv": (lambda: nn.Conv1d(3, 5, 4), lambda: (torch.empty(2, 3, 10),), [(70 * 4 * 3, 60, 60, 70)]),
-    "layer norm": (lambda: nn.LayerNorm(7), lambda: (torch.empty(2, 7),), [(4 * 14, 14, 7, 14)]),
-    "batch norm": (lambda: nn.BatchNorm1d(3), lambda: (torch.empty(5, 3),), [(5 * 15, 15, 3, 15)]),
+    "1-d conv": (
+        lambda: nn.Conv1d(3, 5, 4),
+        lambda: (torch.empty(2, 3, 10),),
+        [(70 * 4 * 3, 60, 60, 70)],
+    ),
+    "layer norm": (
+        lambda: nn.LayerNorm(7),
+        lambda: (torch.empty(2, 7),),
+        [(4 * 14, 14, 7, 14)],
+    ),
+    "batch norm": (
+        lambda: nn.BatchNorm1d(3),
+        lambda: (torch.empty(5, 3),),
+        [(5 * 15, 15, 3, 15)],
+    ),
     # 5 steps of 2 sequences, 3 wide in, 4 units: input products, products with states, gates
     "lstm": (lambda: nn.LSTM(3, 4), lambda: (torch.empty(5, 2, 3),), LSTM_CALLS),
-    "lstm, batches first": (lambda: nn.LSTM(3, 4, batch_first=True), lambda: (torch.empty(2, 5, 3),), LSTM_CALLS),
+    "lstm, batches first": (
+        lambda: nn.LSTM(3, 4, batch_first=True),
+        lambda: (torch.empty(2, 5, 3),),
+        LSTM_CALLS,
+    ),
     # two layers both ways: products with the inputs of both layers, then 4 with states
     "deep lstm": (
-        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True), lambda: (torch.empty(5, 2, 3),),
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
+        lambda: (torch.empty(5, 2, 3),),
         [
             (960, 30, 96, 320),
             (10 * 2 * 16 * 8, 10 * 8, 2 * 16 * 8, 10 * 2 * 16),
@@ -50,22 +80,33 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
     ),
     # its first step's product with a hidden state has no error
     "gru": (
-        lambda: nn.GRU(3, 4), lambda: (torch.empty(5, 2, 3),),
+        lambda: nn.GRU(3, 4),
+        lambda: (torch.empty(5, 2, 3),),
         [(360, 30, 36, 120), (480 * 4 // 5, 40, 48, 120), (480 // 5, 0, 0, 0)],
     ),
     # the narrower side is summed: behind the product, and before it
-    "graph": (lambda: cpt.GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
+    "graph": (
+        lambda: cpt.GraphConv(5, 3),
+        lambda: (ring(), torch.empty(4, 5)),
+        [(60, 20, 15, 12), (24, 12, 8, 12)],
+    ),
     "sage": (
-        lambda: cpt.SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)),
+        lambda: cpt.SAGEConv(3, 5),
+        lambda: (ring(), torch.empty(4, 3)),
         [(24, 12, 8, 12), (60, 12, 15, 20), (60, 12, 15, 20)],
     ),
-    "function": (lambda: Does(lambda _, x: x @ x.T), lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
+    "function": (
+        lambda: Does(lambda _, x: x @ x.T),
+        lambda: (torch.empty(3, 4),),
+        [(36, 12, 12, 9)],
+    ),
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
-        lambda: BertSelfAttention(ATTENTION), lambda: (torch.empty(2, 5, 6),),
+        lambda: BertSelfAttention(ATTENTION),
+        lambda: (torch.empty(2, 5, 6),),
         [*[(360, 60, 36, 60)] * 3, (300, 60, 60, 100), (300, 100, 60, 60)],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HAND)
@@ -78,7 +119,9 @@ def test_operations_and_elements_by_hand(case):
 def model_and_input(ladder=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    return cpt.quantize_(model, cpt.QuantConfig(float32=("2",), ladder=ladder)), torch.randn(5, 4)
+    return cpt.quantize_(
+        model, cpt.QuantConfig(float32=("2",), ladder=ladder)
+    ), torch.randn(5, 4)
 
 
 def only(**ladders):
@@ -88,20 +131,29 @@ def only(**ladders):
 
 def test_totals_by_hand():
     model, x = model_and_input()
-    plan = cpt.count_bitops(model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op")
+    plan = cpt.count_bitops(
+        model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op"
+    )
     assert plan.costs.keys() == COSTS.keys()
     # the first layer needs no error product: activations x weights, then gradients of 8 bits x activations
-    first = {q: (20 * q / 8 + 12 * q / 8 + 15 * 4) + (15 + 20 * q / 8 + 12 * 4) for q in (4, 8)}
+    first = {
+        q: (20 * q / 8 + 12 * q / 8 + 15 * 4) + (15 + 20 * q / 8 + 12 * 4)
+        for q in (4, 8)
+    }
     second = 4 * 3 * (15 + 6 + 10)  # in float32, three products
     assert plan.costs["traffic"] == 3 * first[4] + first[8] + 4 * second
     assert layer_prices(plan.tally)["0"]["traffic"] == 3 * first[4] + first[8]
-    adders = 60 * (3 * (16 + 32 + 32 + 32) + (64 + 32) * 2) + 4 * 3 * 30 * (24 * 24 + 8 + 32)
+    adders = 60 * (3 * (16 + 32 + 32 + 32) + (64 + 32) * 2) + 4 * 3 * 30 * (
+        24 * 24 + 8 + 32
+    )
     assert plan.costs["multiplier"] == adders
     assert plan.costs["ace"] == 1024 * plan.total == 1024 * plan.costs["bitops"]
     assert layer_prices(plan.tally)["2"]["energy"] == pytest.approx(4 * 3 * 30 * 4.6)
     table = plan.table()
     assert list(table.index) == ["0", "2", "total"]
-    assert list(table.columns) == [f"{name} ({cost.unit})" for name, cost in COSTS.items()]
+    assert list(table.columns) == [
+        f"{name} ({cost.unit})" for name, cost in COSTS.items()
+    ]
     assert table.loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
     assert table.loc["0"].tolist() == list(layer_prices(plan.tally)["0"].values())
 
@@ -109,22 +161,42 @@ def test_totals_by_hand():
 def test_layers_are_priced_on_their_ladders():
     schedule, ladder = TableSchedule(((1, 3), (4, 1))), LADDERS["mx"]
     plans = {}
-    for name, given in {"plain": None, "all": ladder, "one": only(weight_gradient=ladder)}.items():
+    for name, given in {
+        "plain": None,
+        "all": ladder,
+        "one": only(weight_gradient=ladder),
+    }.items():
         model, x = model_and_input(given)
         plans[name] = cpt.count_bitops(model, (x,), schedule, convention="per_op")
     # level 1 is mxfp4, gradients and level 4 are bf16
-    assert layer_prices(plans["all"].tally)["0"]["ace"] == 60 * (3 * (4 * 4 + 16 * 4) + 2 * 16 * 16)
-    assert plans["all"].bitops["0"] == {"forward": 60 * (3 * 16 + 256), "weight": 60 * (3 * 64 + 256)}
-    assert plans["plain"].bitops["0"] == {"forward": 60 * (3 * 1 + 16), "weight": 60 * (3 * 4 + 16)}
+    assert layer_prices(plans["all"].tally)["0"]["ace"] == 60 * (
+        3 * (4 * 4 + 16 * 4) + 2 * 16 * 16
+    )
+    assert plans["all"].bitops["0"] == {
+        "forward": 60 * (3 * 16 + 256),
+        "weight": 60 * (3 * 64 + 256),
+    }
+    assert plans["plain"].bitops["0"] == {
+        "forward": 60 * (3 * 1 + 16),
+        "weight": 60 * (3 * 4 + 16),
+    }
     # a role of its own: the weight-gradient product reads its gradient and the activations
-    assert plans["one"].bitops["0"] == {"forward": 60 * (3 * 1 + 16), "weight": 60 * 16 * (3 * 1 + 4)}
+    assert plans["one"].bitops["0"] == {
+        "forward": 60 * (3 * 1 + 16),
+        "weight": 60 * 16 * (3 * 1 + 4),
+    }
 
 
 def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    ladders = only(weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"}))
+    ladders = only(
+        weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"})
+    )
     cpt.quantize_(model, cpt.QuantConfig(ladder=ladders))
-    schedules = {"0": TableSchedule(((1, 1), (4, 1))), "2": TableSchedule(((8, 1), (2, 1)))}
+    schedules = {
+        "0": TableSchedule(((1, 1), (4, 1))),
+        "2": TableSchedule(((8, 1), (2, 1))),
+    }
     plan = cpt.count_bitops(model, (torch.empty(5, 4),), schedules, convention="paper")
     # activations of 1, then 4 bits in one layer, 8, then 2 in the other; weights 4, 16 and 8, 2; gradients 4 and 8
     expected = {"forward": 8 * 8 + 4 * 16, "error": 8 * (8 + 16), "weight": 8 * (8 + 4)}
@@ -133,9 +205,16 @@ def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
 
 def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    cpt.quantize_(model, cpt.QuantConfig(ladder=only(weight=LADDERS["minifloat"], error={6: "e5m2", 8: "e4m3"})))
+    cpt.quantize_(
+        model,
+        cpt.QuantConfig(
+            ladder=only(weight=LADDERS["minifloat"], error={6: "e5m2", 8: "e4m3"})
+        ),
+    )
     x, cycle = torch.randn(5, 4), TableSchedule(((4, 2), (8, 1)))
-    schedule = cpt.RoleSchedules(weight=cycle, activation=8, error=6, weight_gradient="float32")
+    schedule = cpt.RoleSchedules(
+        weight=cycle, activation=8, error=6, weight_gradient="float32"
+    )
     scheduler = cpt.PrecisionScheduler(model, schedule)
     with cpt.BitOpsLedger(model) as ledger:
         for _ in range(schedule.total_steps):
@@ -144,20 +223,30 @@ def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
     for convention in CONVENTIONS:
         plan = cpt.count_bitops(model, (x,), schedule, convention=convention)
         assert plan.bitops["2"] == {
-            "forward": 80 * 8 * (2 * 4 + 8), "error": 80 * 8 * (2 * 4 + 8), "weight": 80 * 32 * 3 * 8,
-        }  # fmt: skip
+            "forward": 80 * 8 * (2 * 4 + 8),
+            "error": 80 * 8 * (2 * 4 + 8),
+            "weight": 80 * 32 * 3 * 8,
+        }
         assert ledger.bitops(convention) == plan.bitops
         assert ledger.costs(convention) == pytest.approx(plan.costs)
 
 
 def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
     model, x = model_and_input(only(error=LADDERS["minifloat"]))
-    with pytest.raises(ValueError, match="the ladder has a hole at level 3: its levels are 4, 5"):
+    with pytest.raises(
+        ValueError, match="the ladder has a hole at level 3: its levels are 4, 5"
+    ):
         cpt.count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=3)
     assert cpt.count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=4).total > 0
 
 
 def test_levels_that_are_float32_count_their_bits_as_they_did():
     model, x = model_and_input()
-    plan = cpt.count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27, convention="paper")
+    plan = cpt.count_bitops(
+        model,
+        (x,),
+        TableSchedule(((24, 1), (31, 2), (32, 1))),
+        q_grad=27,
+        convention="paper",
+    )
     assert plan.total == 90 * sum(q * q + 2 * q * 27 for q in (24, 31, 31, 32)) / 1024

@@ -35,7 +35,10 @@ def priced(model, inputs, layer):
 
 def as_matrices(conv, x):
     """The convolution as a product of matrices per group, whose gradients torch computes, and counts, as such."""
-    g, options = conv.groups, {"dilation": conv.dilation, "padding": conv.padding, "stride": conv.stride}
+    g, options = (
+        conv.groups,
+        {"dilation": conv.dilation, "padding": conv.padding, "stride": conv.stride},
+    )
     w = conv.weight.reshape(g, len(conv.weight) // g, -1)
     if not conv.transposed:
         columns = F.unfold(x, conv.kernel_size, **options)
@@ -48,7 +51,9 @@ def as_matrices(conv, x):
 @pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
 def test_gradients_of_convolutions(kind, frozen):
     for groups, stride, dilation in ((1, 1, 2), (2, 2, 1), (4, 2, 2)):
-        conv = kind(4, 8, (3, 2), stride, 1, dilation=dilation, groups=groups, bias=False)
+        conv = kind(
+            4, 8, (3, 2), stride, 1, dilation=dilation, groups=groups, bias=False
+        )
         conv.weight.requires_grad_(frozen != "weight")
         x = torch.randn(2, 4, 7, 6, requires_grad=frozen != "input")
         y = as_matrices(conv, x)
@@ -61,7 +66,11 @@ def test_gradients_of_convolutions(kind, frozen):
         model[0].requires_grad_(frozen != "input")
         inputs = (torch.randn(2, 3, 7, 6),)
         layer = "1" if kind is nn.Conv2d else "1 (products)"
-        assert backward_macs(check(model, inputs), "1") == priced(model, inputs, layer) == expected
+        assert (
+            backward_macs(check(model, inputs), "1")
+            == priced(model, inputs, layer)
+            == expected
+        )
 
 
 def test_a_bias_alone_has_no_product():
@@ -75,28 +84,45 @@ def test_a_bias_alone_has_no_product():
 
 
 SELF_ATTENTION = {
-    "bert": "BertSelfAttention", "roberta": "RobertaSelfAttention", "xlm_roberta": "XLMRobertaSelfAttention",
-    "camembert": "CamembertSelfAttention", "electra": "ElectraSelfAttention",
-    "distilbert": "DistilBertSelfAttention", "albert": "AlbertAttention", "vit": "ViTAttention",
-}  # fmt: skip
+    "bert": "BertSelfAttention",
+    "roberta": "RobertaSelfAttention",
+    "xlm_roberta": "XLMRobertaSelfAttention",
+    "camembert": "CamembertSelfAttention",
+    "electra": "ElectraSelfAttention",
+    "distilbert": "DistilBertSelfAttention",
+    "albert": "AlbertAttention",
+    "vit": "ViTAttention",
+}
 
 
 def adapted(layer):
     """A frozen layer with something small that is trained beside it, as LoRA has it."""
-    parts = {"base": layer.requires_grad_(False), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
+    parts = {
+        "base": layer.requires_grad_(False),
+        "down": nn.Linear(8, 2),
+        "up": nn.Linear(2, 8),
+    }
     return Does(lambda m, x: m.base(x) + m.up(m.down(x)), **parts)
 
 
 class Attends(nn.Module):
     def __init__(self, module, implementation):
         super().__init__()
-        config = AutoConfig.for_model(module.replace("_", "-") if module == "xlm_roberta" else module)
-        for name, value in {"hidden_size": 8, "num_attention_heads": 2, "dim": 8, "n_heads": 2}.items():
+        config = AutoConfig.for_model(
+            module.replace("_", "-") if module == "xlm_roberta" else module
+        )
+        for name, value in {
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "dim": 8,
+            "n_heads": 2,
+        }.items():
             if hasattr(config, name):
                 setattr(config, name, value)
         config._attn_implementation = implementation
         kind = getattr(
-            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), SELF_ATTENTION[module]
+            importlib.import_module(f"transformers.models.{module}.modeling_{module}"),
+            SELF_ATTENTION[module],
         )
         self.attention = kind(config)
 
@@ -105,31 +131,51 @@ class Attends(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
     def parts(self):
-        return {name[0]: (name, part) for name, part in self.attention.named_children() if name[0] in "qkv"}
+        return {
+            name[0]: (name, part)
+            for name, part in self.attention.named_children()
+            if name[0] in "qkv"
+        }
 
 
 @pytest.mark.parametrize(
     ("module", "runs", "trained", "which"),
     [
-        ("bert", "simulated", "layers", "q k v kv"), ("bert", "fused", "layers", "q k v kv"),
-        ("bert", "integer", "layers", "q kv"), ("bert", "float32", "layers", "k v"),
-        ("bert", "simulated", "adapters", "k v"), ("bert", "fused", "adapters", "q kv"),
-        *((name, "simulated", "layers", "kv") for name in SELF_ATTENTION if name != "bert"),
+        ("bert", "simulated", "layers", "q k v kv"),
+        ("bert", "fused", "layers", "q k v kv"),
+        ("bert", "integer", "layers", "q kv"),
+        ("bert", "float32", "layers", "k v"),
+        ("bert", "simulated", "adapters", "k v"),
+        ("bert", "fused", "adapters", "q kv"),
+        *(
+            (name, "simulated", "layers", "kv")
+            for name in SELF_ATTENTION
+            if name != "bert"
+        ),
     ],
-)  # fmt: skip
+)
 def test_gradients_of_attention(module, runs, trained, which):
     """Whichever of queries, keys and values are trained: plan and ledger have the products that run."""
     implementation = "sdpa" if runs == "fused" else "eager"
     for chosen in which.split():
         torch.manual_seed(0)
-        model, x = Attends(module, implementation).eval().requires_grad_(False), torch.randn(2, 5, 8)
+        model, x = (
+            Attends(module, implementation).eval().requires_grad_(False),
+            torch.randn(2, 5, 8),
+        )
         for part in chosen:
             name, layer = model.parts()[part]
             layer.requires_grad_(True)
             if trained == "adapters":
                 setattr(model.attention, name, adapted(layer))
-        whole = QuantConfig(execution="integer" if runs == "integer" else "simulated").with_shared_steps()
-        quantize_(model, whole, lambda m, name: runs in ("simulated", "integer") or name != "attention")
+        whole = QuantConfig(
+            execution="integer" if runs == "integer" else "simulated"
+        ).with_shared_steps()
+        quantize_(
+            model,
+            whole,
+            lambda m, name: runs in ("simulated", "integer") or name != "attention",
+        )
 
         ran = backward_macs(check(model, (x,)), "attention")
         of_each = 2 * 5 * 5 * 8
@@ -137,7 +183,10 @@ def test_gradients_of_attention(module, runs, trained, which):
         assert ran == (scores + ("v" in chosen)) * of_each
         assert priced(model, (x,), "attention (products)") == ran
         model.train()
-        with precision(model, 8, 8) if runs == "integer" else precision(model, "float"), BitOpsLedger(model) as ledger:
+        with (
+            precision(model, 8, 8) if runs == "integer" else precision(model, "float"),
+            BitOpsLedger(model) as ledger,
+        ):
             model(x).sum().backward()
         bits = (8 if runs == "integer" else 32) ** 2
         backward = ledger.bitops("per_op")["attention (products)"]

@@ -29,12 +29,29 @@ def words(*shape):
 # row of flops.csv -> (model, inputs)
 REFERENCE = {
     "cifar10_resnet74": (lambda: MODELS["resnet74"](3, 32, 10), lambda: images(32)),
-    "cifar10_mobilenetv2": (lambda: MODELS["mobilenetv2"](3, 32, 10), lambda: images(32)),
-    "imagenet_resnet18": (lambda: MODELS["resnet18"](3, 224, 1000), lambda: images(224)),
-    "ptb_lstm": (lambda: LanguageModel(10_000, 800, 800), lambda: (words(35, 20), None)),
-    "xnli_mbert": (lambda: BertModel(BertConfig()), lambda: (words(1, 128),)),  # the vocabulary plays no part
+    "cifar10_mobilenetv2": (
+        lambda: MODELS["mobilenetv2"](3, 32, 10),
+        lambda: images(32),
+    ),
+    "imagenet_resnet18": (
+        lambda: MODELS["resnet18"](3, 224, 1000),
+        lambda: images(224),
+    ),
+    "ptb_lstm": (
+        lambda: LanguageModel(10_000, 800, 800),
+        lambda: (words(35, 20), None),
+    ),
+    "xnli_mbert": (
+        lambda: BertModel(BertConfig()),
+        lambda: (words(1, 128),),
+    ),  # the vocabulary plays no part
 }
-KINDS = {"conv": "conv2d", "batch_norm": "batch_norm", "linear": "linear lstm", "layer_norm": "layer_norm"}
+KINDS = {
+    "conv": "conv2d",
+    "batch_norm": "batch_norm",
+    "linear": "linear lstm",
+    "layer_norm": "layer_norm",
+}
 KINDS["hand_added"] = "gates"
 
 
@@ -47,10 +64,14 @@ def test_forward_macs_equal_the_reference(name, reference_macs):
     with torch.device("meta"):
         calls = count_step(make(), given())
     # the authors' counter does not see the products of attention
-    assert sum(c.macs for c in calls if c.part != "products") == int(row["forward_count"])
+    assert sum(c.macs for c in calls if c.part != "products") == int(
+        row["forward_count"]
+    )
     for part in row["breakdown"].split(";"):
         kind, count = part.split("=")
-        assert sum(c.macs for c in calls if c.function in KINDS[kind].split()) == int(count)
+        assert sum(c.macs for c in calls if c.function in KINDS[kind].split()) == int(
+            count
+        )
 
 
 def test_conventions_by_hand():
@@ -63,7 +84,9 @@ def test_conventions_by_hand():
     assert paper.total == sum((60 + 30) * int(b * b + 2 * b * 8) for b in q) / 1024
     per_op = count_bitops(model, (x,), schedule, convention="per_op")
     # the first layer needs no error product; the second stays in float32
-    assert per_op.total == sum(60 * int(b * b + b * 8) + 3 * 30 * 1024 for b in q) / 1024
+    assert (
+        per_op.total == sum(60 * int(b * b + b * 8) + 3 * 30 * 1024 for b in q) / 1024
+    )
     assert per_op.by_layer.keys() == {"0", "2"}
     assert sum(per_op.by_layer.values()) == pytest.approx(per_op.total)
     assert sum(per_op.by_pass.values()) == pytest.approx(per_op.total)
@@ -80,15 +103,26 @@ def test_gradient_bits_of_your_own():
 
 
 RISING = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=3)
-PER_LAYER = {name: make_schedule("STATIC", q_max=q, total_steps=3) for name, q in (("0", 4), ("*", 8))}
+PER_LAYER = {
+    name: make_schedule("STATIC", q_max=q, total_steps=3)
+    for name, q in (("0", 4), ("*", 8))
+}
 # one network of every kind: deeper ones repeat its blocks
 MODELS_TO_TRAIN = {
     "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar", RISING),
-    "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all", RISING),
-    "a schedule per layer": (
-        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), (5, 4), "all", PER_LAYER,
+    "depthwise block": (
+        lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)),
+        (2, 4, 6, 6),
+        "all",
+        RISING,
     ),
-}  # fmt: skip
+    "a schedule per layer": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
+        (5, 4),
+        "all",
+        PER_LAYER,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS_TO_TRAIN)
@@ -111,7 +145,9 @@ def test_plan_equals_ledger(name):
         assert ledger.by_layer(convention) == plan.by_layer
         assert ledger.by_pass(convention) == plan.by_pass
         assert ledger.costs(convention) == pytest.approx(plan.costs)
-        assert ledger.table(convention).loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
+        assert ledger.table(convention).loc["total"].tolist() == pytest.approx(
+            list(plan.costs.values())
+        )
         assert min(plan.costs.values()) > 0
 
 
@@ -123,8 +159,12 @@ def test_every_backward_pass_counts_once():
         for loss in (y.sum(), y.square().sum()):
             loss.backward(retain_graph=True)
             spent.append(dict(ledger.by_pass("per_op")))
-    forward, error, weight = (n * q / 1024 for n, q in ((2 * 18, 16), (2 * 6, 32), (2 * 18, 32)))
-    assert spent == [{"forward": forward, "error": n * error, "weight": n * weight} for n in (1, 2)]
+    forward, error, weight = (
+        n * q / 1024 for n, q in ((2 * 18, 16), (2 * 6, 32), (2 * 18, 32))
+    )
+    assert spent == [
+        {"forward": forward, "error": n * error, "weight": n * weight} for n in (1, 2)
+    ]
 
 
 def test_ledger_prices_float32_layers_at_active_bits():
@@ -143,9 +183,17 @@ def test_ledger_sees_what_does_not_run():
     x = torch.randn(2, 4)
     with precision(model, bits=4, q_grad=8), BitOpsLedger(model) as ledger:
         model(x)  # no backward pass
-        assert ledger.by_pass("per_op") == {"forward": 24 * 16 / 1024, "error": 0, "weight": 0}
+        assert ledger.by_pass("per_op") == {
+            "forward": 24 * 16 / 1024,
+            "error": 0,
+            "weight": 0,
+        }
         model(x).sum().backward()
-        assert ledger.by_pass("per_op") == {"forward": 48 * 16 / 1024, "error": 0, "weight": 24 * 32 / 1024}
+        assert ledger.by_pass("per_op") == {
+            "forward": 48 * 16 / 1024,
+            "error": 0,
+            "weight": 24 * 32 / 1024,
+        }
     model_is_unwatched = ledger.total()
     with precision(model, bits=4):
         model(x).sum().backward()
@@ -159,7 +207,9 @@ def test_a_model_without_products_is_refused():
 
 @pytest.mark.parametrize(("affine", "training", "fixed"), [(True, 5, 2), (False, 4, 1)])
 def test_fixed_statistics_and_no_affine_cost_less(affine, training, fixed):
-    norm = nn.Sequential(nn.BatchNorm2d(2, affine=affine), nn.Conv2d(2, 1, 1))  # something must be trained
+    norm = nn.Sequential(
+        nn.BatchNorm2d(2, affine=affine), nn.Conv2d(2, 1, 1)
+    )  # something must be trained
     x = torch.empty(1, 2, 3, 3)
     assert count_bitops(norm, (x,)).macs["0"] == training * 18
     assert count_bitops(norm.eval(), (x,)).macs["0"] == fixed * 18
@@ -168,7 +218,12 @@ def test_fixed_statistics_and_no_affine_cost_less(affine, training, fixed):
 # --- attention and LSTMs ----------------------------------------------------------------------------
 
 TINY = BertConfig(
-    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=24,
+    num_labels=3,
 )
 
 
@@ -189,7 +244,11 @@ def test_the_ledger_sees_a_gradient_through_the_last_state_alone(bits):
     lstm = quantize_(nn.LSTM(5, 4))
     lstm.precision.set_bits(bits, bits)
     totals = []
-    for use in (lambda y, h, c: y, lambda y, h, c: h, lambda y, h, c: y.sum() + h.sum() + c.sum()):
+    for use in (
+        lambda y, h, c: y,
+        lambda y, h, c: h,
+        lambda y, h, c: y.sum() + h.sum() + c.sum(),
+    ):
         with BitOpsLedger(lstm) as ledger:
             y, (h, c) = lstm(torch.randn(7, 3, 5))
             use(y, h, c).sum().backward()

@@ -31,10 +31,14 @@ def unchanged(model, before):
 # --- packed sequences -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: quantize_(nn.LSTM(*sizes))])
+@pytest.mark.parametrize(
+    "make", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: quantize_(nn.LSTM(*sizes))]
+)
 def test_packed_sequences(make):
     model = make(5, 4)
-    packed = pack_sequence([torch.randn(length, 5) for length in (4, 7, 2)], enforce_sorted=False)
+    packed = pack_sequence(
+        [torch.randn(length, 5) for length in (4, 7, 2)], enforce_sorted=False
+    )
     for module in model.modules():
         if hasattr(module, "set_bits"):
             module.set_bits(None, None)
@@ -43,9 +47,15 @@ def test_packed_sequences(make):
     for convention in CONVENTIONS:
         plan = count_bitops(model, (packed,), convention=convention)
         assert plan.by_pass["forward"] == ledger.by_pass(convention)["forward"]
-        weights = sum(p.numel() for n, p in model.named_parameters() if n.startswith("weight"))
-        assert {**plan.macs, **plan.unpriced}["" if isinstance(model, nn.LSTM) else "(products)"] == 13 * weights
-        assert plan.macs.get("(gates)", 4 * (27 * 13 + 5 * 3)) == 4 * (27 * 13 + 5 * 3)  # 13 steps of 3 sequences
+        weights = sum(
+            p.numel() for n, p in model.named_parameters() if n.startswith("weight")
+        )
+        assert {**plan.macs, **plan.unpriced}[
+            "" if isinstance(model, nn.LSTM) else "(products)"
+        ] == 13 * weights
+        assert plan.macs.get("(gates)", 4 * (27 * 13 + 5 * 3)) == 4 * (
+            27 * 13 + 5 * 3
+        )  # 13 steps of 3 sequences
 
 
 # --- weights that are computed --------------------------------------------------------------------
@@ -59,7 +69,9 @@ COMPUTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning"
+)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_parametrised_layers_cost_what_they_would_without(name):
     bare = nn.Sequential(nn.Linear(8, 4))
@@ -100,7 +112,12 @@ def test_a_model_that_keeps_tensors_with_a_history():
 def test_what_cannot_be_copied_is_refused_in_words():
     model, x = keeping(lambda y: SimpleNamespace(value=y)), torch.randn(2, 4)
     model(x)
-    refused(r"cannot copy Does, .* remove what the model keeps from an earlier forward", count_bitops, model, (x,))
+    refused(
+        r"cannot copy Does, .* remove what the model keeps from an earlier forward",
+        count_bitops,
+        model,
+        (x,),
+    )
 
 
 # --- models that ask for data ---------------------------------------------------------------------
@@ -113,7 +130,9 @@ def choosing():
         x = nn.functional.dropout(model.norm(model.first(x.add_(1))), 0.5)
         return model.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
 
-    return Does(forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), second=nn.Linear(4, 2))
+    return Does(
+        forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), second=nn.Linear(4, 2)
+    )
 
 
 def test_a_model_that_asks_for_data_is_counted_on_data():
@@ -129,7 +148,10 @@ def test_a_model_that_asks_for_data_is_counted_on_data():
 def test_without_data_it_is_refused_in_words(where):
     model, x = choosing(), torch.randn(6, 4)
     model, x = (model.to("meta"), x) if where == "model" else (model, x.to("meta"))
-    with pytest.raises(ValueError, match=r"^Does does not run on shapes alone .*; give the model and its inputs real"):
+    with pytest.raises(
+        ValueError,
+        match=r"^Does does not run on shapes alone .*; give the model and its inputs real",
+    ):
         count_bitops(model, (x,))
 
 
@@ -139,8 +161,15 @@ def test_inputs_that_do_not_fit_get_torchs_own_words():
 
 
 def test_a_detector_of_torchvision():
-    model = quantize_(RetinaNet(resnet_fpn_backbone(backbone_name="resnet18", weights=None), 3, 32, 32))
-    images, targets = [torch.rand(3, 32, 32)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
+    model = quantize_(
+        RetinaNet(
+            resnet_fpn_backbone(backbone_name="resnet18", weights=None), 3, 32, 32
+        )
+    )
+    images, targets = (
+        [torch.rand(3, 32, 32)],
+        [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}],
+    )
     plan = count_bitops(model, (images, targets))
     with precision(model, "float"), BitOpsLedger(model) as ledger:
         model(images, targets)
@@ -155,7 +184,10 @@ LAYERS_OF_DGL = {
     "SAGE mean": (lambda: dgl.nn.SAGEConv(6, 4, "mean"), 3 * 48),
     "GAT": (lambda: dgl.nn.GATConv(6, 4, 2), 3 * 48),
     # an edge is a step of a sequence, a node has a sequence: products, gates, and two linear layers
-    "SAGE lstm": (lambda: dgl.nn.SAGEConv(6, 4, "lstm"), 4 * 4 * 6 * (6 + 6) + 6 * (27 * 4 + 5 * 3) + 2 * 3 * 24),
+    "SAGE lstm": (
+        lambda: dgl.nn.SAGEConv(6, 4, "lstm"),
+        4 * 4 * 6 * (6 + 6) + 6 * (27 * 4 + 5 * 3) + 2 * 3 * 24,
+    ),
 }
 
 
@@ -174,14 +206,22 @@ def test_layers_of_dgl(name):
 def test_dgl_graph_conv_counts_its_sum_once_converted():
     layer, graph, x = dgl.nn.GraphConv(6, 4), dgl.graph(EDGES), torch.randn(3, 6)
     plain = count_bitops(layer, (graph, x), convention="paper")
-    assert (plain.forward_macs, plain.unpriced) == (0, {"(products)": 3 * 24})  # its sum is no function of torch
+    assert (plain.forward_macs, plain.unpriced) == (
+        0,
+        {"(products)": 3 * 24},
+    )  # its sum is no function of torch
     plan = count_bitops(quantize_(layer), (graph, x), convention="paper")
     assert (plan.forward_macs, plan.unpriced) == (3 * 24, {"(aggregation)": 4 * 4})
 
 
-@pytest.mark.parametrize(("sizes", "sums"), [((6, 9), 3 * 6), ((9, 6), 4 * 9)])  # the narrower side is summed
+@pytest.mark.parametrize(
+    ("sizes", "sums"), [((6, 9), 3 * 6), ((9, 6), 4 * 9)]
+)  # the narrower side is summed
 def test_destinations_of_dgl_may_have_other_features_than_sources(sizes, sums):
-    layer, graph = quantize_(dgl.nn.SAGEConv(sizes, 7, "mean")), dgl.create_block(([0, 1, 3, 0], [1, 2, 0, 2]))
+    layer, graph = (
+        quantize_(dgl.nn.SAGEConv(sizes, 7, "mean")),
+        dgl.create_block(([0, 1, 3, 0], [1, 2, 0, 2])),
+    )
     nodes = torch.randn(4, sizes[0]), torch.randn(3, sizes[1])
     plan = count_bitops(layer, (graph, nodes))
     assert plan.macs[""] == 7 * (sums + 3 * sizes[1])

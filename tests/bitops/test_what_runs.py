@@ -18,7 +18,9 @@ class Video(nn.Conv3d):
 
 
 def linear():
-    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 12))
+    return nn.Sequential(
+        nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 12)
+    )
 
 
 def attend(_, x):
@@ -38,19 +40,38 @@ MODELS = {
     "all quantised": (linear, rows, ()),
     "left out by the user": (linear, rows, ("0", "4")),
     "convolutions like NFNet's": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Standardised(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)),
-        images, (),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            Standardised(8, 8, 3),
+            nn.ReLU(),
+            nn.Conv2d(8, 6, 3),
+        ),
+        images,
+        (),
     ),
     "convolutions like r3d's": (
         lambda: nn.Sequential(Video(2, 6, 3, padding=1), nn.ReLU(), nn.Conv3d(6, 5, 3)),
-        lambda: torch.randn(3, 2, 5, 6, 6), (),
+        lambda: torch.randn(3, 2, 5, 6, 6),
+        (),
     ),
-    "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(60, 40), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
+    "layers like GPT-2's": (
+        lambda: nn.Sequential(Conv1D(60, 40), nn.ReLU(), nn.Linear(60, 20)),
+        rows,
+        (),
+    ),
     "a plain function": (
-        lambda: nn.Sequential(nn.Linear(40, 64), nn.Unflatten(1, (8, 8)), Does(attend), nn.Flatten(), nn.Linear(64, 9)),
-        rows, (),
+        lambda: nn.Sequential(
+            nn.Linear(40, 64),
+            nn.Unflatten(1, (8, 8)),
+            Does(attend),
+            nn.Flatten(),
+            nn.Linear(64, 9),
+        ),
+        rows,
+        (),
     ),
-}  # fmt: skip
+}
 
 
 class Watcher(TorchDispatchMode):
@@ -78,7 +99,11 @@ class Watcher(TorchDispatchMode):
         if name.startswith("aten.convolution_backward."):
             gradient, x, weight, asked = *args[:3], args[-1]
             macs = gradient[:, :1].numel() * weight.numel()
-            return [(macs, gradient, other) for other, wanted in zip((weight, x), asked, strict=False) if wanted]
+            return [
+                (macs, gradient, other)
+                for other, wanted in zip((weight, x), asked, strict=False)
+                if wanted
+            ]
         return []
 
 
@@ -100,8 +125,15 @@ def test_the_total_is_what_an_independent_watcher_sees(name):
     assert plan.at_32_bits == cpt.count_bitops(model, (x,)).total == seen.at_32_bits
     assert plan.float32 == ledger.float32
     assert plan.by_convention == {
-        c: cpt.count_bitops(model, (x,), schedule, convention=c).total for c in ("per_op", "paper")
+        c: cpt.count_bitops(model, (x,), schedule, convention=c).total
+        for c in ("per_op", "paper")
     }
     said = f"{sum(plan.float32.values()):.1%} of the forward MACs of matmuls and convolutions run in float32: "
-    assert ("all matmuls and convolutions run quantised" if not left_out else said) in str(plan)
-    assert bool(plan.float32) == bool(left_out) == (plan.by_convention["paper"] < plan.total / 5)
+    assert (
+        "all matmuls and convolutions run quantised" if not left_out else said
+    ) in str(plan)
+    assert (
+        bool(plan.float32)
+        == bool(left_out)
+        == (plan.by_convention["paper"] < plan.total / 5)
+    )

@@ -26,7 +26,9 @@ def kernels(request):
 def changes_of(name, arm):
     same_machine = pinned_losses.describe_machine() == STORED["machine"]
     stored = STORED["runs"][f"{name} {arm}"]
-    return pinned_losses.find_changes(pinned_losses.pin_run(pinned_losses.tiny_spec(name, arm)), stored, same_machine)
+    return pinned_losses.find_changes(
+        pinned_losses.pin_run(pinned_losses.tiny_spec(name, arm)), stored, same_machine
+    )
 
 
 def test_numerics_are_those_of_the_file():
@@ -39,13 +41,17 @@ def test_numerics_are_those_of_the_file():
 @pytest.mark.parametrize(("name", "arm"), RUNS)
 def test_losses_of_every_task_are_as_stored(kernels, name, arm):
     changes = changes_of(name, arm)
-    assert not changes, f"{name} {arm} on {kernels} kernels: {'; '.join(changes)}; {MEANT}"
+    assert not changes, (
+        f"{name} {arm} on {kernels} kernels: {'; '.join(changes)}; {MEANT}"
+    )
 
 
 def test_roundings_are_as_stored(kernels):
     found, stored = pinned_losses.pin_roundings(), STORED["roundings"]
     changed = [name for name in stored | found if found.get(name) != stored.get(name)]
-    assert not changed, f"roundings on {kernels} kernels changed: {', '.join(changed)}; {MEANT}"
+    assert not changed, (
+        f"roundings on {kernels} kernels changed: {', '.join(changed)}; {MEANT}"
+    )
 
 
 def test_other_noise_is_seen(monkeypatch):
@@ -67,7 +73,9 @@ def test_noise_keys_of_another_seed_are_seen():
     spec = pinned_losses.tiny_spec("image_mlp", "CR")
     with pinned_losses.computing_with("reference"):
         run = pinned_losses.pin_run(replace(spec, seed=1))
-    changes = pinned_losses.find_changes(run, STORED["runs"]["image_mlp CR"], same_machine=False)
+    changes = pinned_losses.find_changes(
+        run, STORED["runs"]["image_mlp CR"], same_machine=False
+    )
     assert changes[0] == "the noise keys of its layers changed"
 
 
@@ -78,18 +86,30 @@ def test_noise_keys_of_another_seed_are_seen():
         ({"last": 1e-7}, True, ["loss 2 is 2.0000001, it was 2.0"]),
         ({"last": 1e-1}, False, []),
         ({"first": 1e-3}, False, []),
-        ({"first": 0.25}, False, ["the first loss is 1.25, it was 1.0 on another machine"]),
+        (
+            {"first": 0.25},
+            False,
+            ["the first loss is 1.25, it was 1.0 on another machine"],
+        ),
         ({"noise_keys": "b"}, False, ["the noise keys of its layers changed"]),
     ],
 )
 def test_find_changes_names_what_moved(change, same_machine, said):
     losses = [1.0 + change.get("first", 0.0), 2.0 + change.get("last", 0.0)]
     found = Pinned(losses, change.get("noise_keys", "a"))
-    assert pinned_losses.find_changes(found, {"losses": [1.0, 2.0], "noise_keys": "a"}, same_machine) == said
+    assert (
+        pinned_losses.find_changes(
+            found, {"losses": [1.0, 2.0], "noise_keys": "a"}, same_machine
+        )
+        == said
+    )
 
 
 def test_computing_with_puts_products_and_threads_back():
     before = torch.get_num_threads(), pinned_losses.gemm_backend.active
     with pinned_losses.computing_with("reference"):
-        assert (torch.get_num_threads(), pinned_losses.gemm_backend.active) == (1, "torch")
+        assert (torch.get_num_threads(), pinned_losses.gemm_backend.active) == (
+            1,
+            "torch",
+        )
     assert (torch.get_num_threads(), pinned_losses.gemm_backend.active) == before

@@ -23,7 +23,9 @@ from cpt_lab.sweeps import verify
 from cpt_lab.sweeps.lines import load_rows
 from cpt_lab.sweeps.sweep import run_grid
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 CORPUS = release_corpus.CORPUS
 DOCS = CORPUS.parents[1] / "docs" / "sweeps.md"
 ITEMS = ("rows", "checkpoint", "scheduler state", "exported program", "whole pickle")
@@ -40,7 +42,9 @@ EXPECTED = {  # of every release that is kept, by its folder
 @pytest.fixture(autouse=True)
 def products_of_torch(monkeypatch):
     """Compute float32 products as the corpus was recorded."""
-    monkeypatch.setattr(backend, "_active", replace(backend.backend(), products="torch"))
+    monkeypatch.setattr(
+        backend, "_active", replace(backend.backend(), products="torch")
+    )
     library = gemm_backend.active
     gemm_backend.use("torch")
     yield
@@ -50,7 +54,11 @@ def products_of_torch(monkeypatch):
 def run_again(row, store):
     """Run a row again in a store, where a checkpoint of it may be; return a word for it, and the first step it took."""
     steps = []
-    options = {"workers": 0, "progress": False, "on_step": lambda spec, step, loss: steps.append(step)}
+    options = {
+        "workers": 0,
+        "progress": False,
+        "on_step": lambda spec, step, loss: steps.append(step),
+    }
     (found,) = run_grid([RunSpec.from_dict(row["spec"])], store, **options)
     return word_of(row, found), steps[0]
 
@@ -78,11 +86,19 @@ def outcome_of_rows(folder, tmp_path):
         warnings.simplefilter("always")
         load(folder / "rows.jsonl")
     said = any(issubclass(one.category, OtherNumericsWarning) for one in caught)
-    return words.pop() if len(words) == 1 and said == (words == {DIFFERS}) else f"{words}, said: {said}"
+    return (
+        words.pop()
+        if len(words) == 1 and said == (words == {DIFFERS})
+        else f"{words}, said: {said}"
+    )
 
 
 def outcome_of_checkpoint(folder, tmp_path):
-    (row,) = (row for row in load_rows(folder / "rows.jsonl") if row["spec"]["recipe"]["task"] == "graph")
+    (row,) = (
+        row
+        for row in load_rows(folder / "rows.jsonl")
+        if row["spec"]["recipe"]["task"] == "graph"
+    )
     place = tmp_path / "rows.checkpoints" / f"{row['key']}.pt"
     place.parent.mkdir()
     shutil.copy(folder / "checkpoint.pt", place)
@@ -91,22 +107,40 @@ def outcome_of_checkpoint(folder, tmp_path):
 
 
 def outcome_of_state(folder, tmp_path):
-    states, expected = torch.load(folder / "states.pt", weights_only=True), expected_of(folder)
+    states, expected = (
+        torch.load(folder / "states.pt", weights_only=True),
+        expected_of(folder),
+    )
     model, optimizer, scheduler = make_trainer(cpt)
     model.load_state_dict(states["model"])
     optimizer.load_state_dict(states["optimizer"])
     try:
         scheduler.load_state_dict(states["scheduler"])
     except ValueError as error:
-        return REFUSED if "entries that this release does not know: 'noise'" in str(error) else str(error)
+        return (
+            REFUSED
+            if "entries that this release does not know: 'noise'" in str(error)
+            else str(error)
+        )
     losses = train_on(model, optimizer, scheduler, range(STATE_AT, 2 * STATE_AT))
-    return EQUAL if losses == pytest.approx(expected["losses"], rel=1e-6) else f"losses are {losses}"
+    return (
+        EQUAL
+        if losses == pytest.approx(expected["losses"], rel=1e-6)
+        else f"losses are {losses}"
+    )
 
 
 def outcome_of_program(folder, tmp_path):
-    program = torch.export.load(io.BytesIO(lzma.decompress((folder / "program.pt2.xz").read_bytes())))
+    program = torch.export.load(
+        io.BytesIO(lzma.decompress((folder / "program.pt2.xz").read_bytes()))
+    )
     outputs = program.module()(make_batch(100)).tolist()
-    equal = torch.allclose(torch.tensor(outputs), torch.tensor(expected_of(folder)["outputs"]), rtol=1e-6, atol=1e-7)
+    equal = torch.allclose(
+        torch.tensor(outputs),
+        torch.tensor(expected_of(folder)["outputs"]),
+        rtol=1e-6,
+        atol=1e-7,
+    )
     return EQUAL if equal else f"outputs are {outputs}"
 
 
@@ -117,14 +151,26 @@ def outcome_of_pickle(folder, tmp_path):
         return REFUSED if "pickled whole" in str(error) else str(error)
     with torch.no_grad(), cpt.precision(model.eval(), 8):
         outputs = model(make_batch(100))
-    return EQUAL if torch.allclose(outputs, torch.tensor(expected_of(folder)["outputs"]), rtol=1e-6) else str(outputs)
+    return (
+        EQUAL
+        if torch.allclose(
+            outputs, torch.tensor(expected_of(folder)["outputs"]), rtol=1e-6
+        )
+        else str(outputs)
+    )
 
 
 def expected_of(folder):
     return json.loads((folder / "expected.json").read_text())
 
 
-OUTCOMES = (outcome_of_rows, outcome_of_checkpoint, outcome_of_state, outcome_of_program, outcome_of_pickle)
+OUTCOMES = (
+    outcome_of_rows,
+    outcome_of_checkpoint,
+    outcome_of_state,
+    outcome_of_program,
+    outcome_of_pickle,
+)
 CASES = [
     pytest.param(name, outcome, word, id=f"{name}: {item}")
     for name, words in EXPECTED.items()
@@ -140,28 +186,42 @@ def test_item_of_a_release_is_as_the_table_says(name, outcome, word, tmp_path):
 
 def test_corpus_is_what_the_table_names():
     """Every folder has its line, here and in the documentation, and the whole is small."""
-    assert {folder.name for folder in CORPUS.iterdir() if (folder / "rows.jsonl").exists()} == set(EXPECTED)
-    files = [path for path in CORPUS.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    assert {
+        folder.name for folder in CORPUS.iterdir() if (folder / "rows.jsonl").exists()
+    } == set(EXPECTED)
+    files = [
+        path
+        for path in CORPUS.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    ]
     assert sum(path.stat().st_size for path in files) < 300_000
     text = DOCS.read_text()
     for name, words in EXPECTED.items():
         cells = " | ".join(words)
-        assert f"| {name} | {cells} |" in text, f"docs/sweeps.md lacks the line of {name}"
+        assert f"| {name} | {cells} |" in text, (
+            f"docs/sweeps.md lacks the line of {name}"
+        )
 
 
 def test_missing_module_explains_pickles(tmp_path):
     """The sentence is that of the import system: other imports fail as before."""
-    with pytest.raises(ModuleNotFoundError, match="loads only in the release that wrote it") as caught:
+    with pytest.raises(
+        ModuleNotFoundError, match="loads only in the release that wrote it"
+    ) as caught:
         importlib.import_module("cpt_core.quantization.layers")
     assert caught.value.name == "cpt_core.quantization.layers"
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec("from cpt_core.quantization import no_such_name")
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^No module named 'no_such_package'$"
+    ):
         importlib.import_module("no_such_package")
 
 
 def test_program_names_its_numerics():
-    program = torch.export.load(io.BytesIO(lzma.decompress((CORPUS / "0.3.0" / "program.pt2.xz").read_bytes())))
+    program = torch.export.load(
+        io.BytesIO(lzma.decompress((CORPUS / "0.3.0" / "program.pt2.xz").read_bytes()))
+    )
     assert int(program.state_dict["cpt_numerics"]) == NUMERICS
 
 
@@ -181,5 +241,7 @@ def test_recording_this_tree_gives_the_corpus(tmp_path, monkeypatch):
     folder = release_corpus.record("0.3.0", "today", release_corpus.ROOT)
     names = {path.name for path in (CORPUS / "0.3.0").iterdir()}
     assert {path.name for path in folder.iterdir()} == names
-    stored, fresh = (load_rows(place / "rows.jsonl") for place in (CORPUS / "0.3.0", folder))
+    stored, fresh = (
+        load_rows(place / "rows.jsonl") for place in (CORPUS / "0.3.0", folder)
+    )
     assert [word_of(*pair) for pair in zip(stored, fresh, strict=True)] == [EQUAL] * 3

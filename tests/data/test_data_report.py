@@ -7,7 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from layouts import annotated_picture, archive, boxes, ogb_folder, picture, planetoid, write
+from layouts import (
+    annotated_picture,
+    archive,
+    boxes,
+    ogb_folder,
+    picture,
+    planetoid,
+    write,
+)
 from PIL import Image
 
 from cpt_lab.data.detection import load_detection
@@ -45,7 +53,12 @@ def class_folders(count=6):
 
 def split_folders():
     """Return the same in train/ and val/."""
-    names = [f"{part}/{kind}/{i}.png" for part in ("train", "val") for kind in ("cat", "dog") for i in range(4)]
+    names = [
+        f"{part}/{kind}/{i}.png"
+        for part in ("train", "val")
+        for kind in ("cat", "dog")
+        for i in range(4)
+    ]
     return {name: picture((12, 12), "PNG", seed) for seed, name in enumerate(names)}
 
 
@@ -55,7 +68,9 @@ def image_archives(**more):
     parts = {"train": 12, "test": 6}
     return {
         f"{part}.npz": archive(
-            data=rng.integers(0, 256, (count, 12, 12, 3), dtype=np.uint8), labels=np.arange(count) % 3, **more
+            data=rng.integers(0, 256, (count, 12, 12, 3), dtype=np.uint8),
+            labels=np.arange(count) % 3,
+            **more,
         )
         for part, count in parts.items()
     }
@@ -73,9 +88,19 @@ def annotated_pictures():
 def graph_arrays(**more):
     """Return a graph of twelve nodes with a split."""
     edges = np.array([np.arange(11), np.arange(1, 12)])
-    split = {"train_idx": np.arange(6), "valid_idx": np.arange(6, 8), "test_idx": np.arange(8, 12)}
+    split = {
+        "train_idx": np.arange(6),
+        "valid_idx": np.arange(6, 8),
+        "test_idx": np.arange(8, 12),
+    }
     features = np.random.default_rng(0).random((12, 3), dtype=np.float32)
-    return {"edge_index": edges, "features": features, "labels": np.arange(12) % 3, **split, **more}
+    return {
+        "edge_index": edges,
+        "features": features,
+        "labels": np.arange(12) % 3,
+        **split,
+        **more,
+    }
 
 
 def lines(seed, count):
@@ -108,16 +133,33 @@ def pair_frame(split, count):
 def pairs(change=lambda split, frame: frame):
     """Return sentence pairs as .jsonl, changed split by split."""
     sizes = {"train": 12, "validation": 6, "test": 6}
-    frames = {split: change(split, pair_frame(split, count)) for split, count in sizes.items()}
-    return {f"{split}.jsonl": frame.to_json(orient="records", lines=True).encode() for split, frame in frames.items()}
+    frames = {
+        split: change(split, pair_frame(split, count)) for split, count in sizes.items()
+    }
+    return {
+        f"{split}.jsonl": frame.to_json(orient="records", lines=True).encode()
+        for split, frame in frames.items()
+    }
 
 
 LAYOUTS = {  # name -> task, files, folders in which a stray file may lie
     "class folders": ("image", class_folders, ("", "cat/", "cat/more/")),
-    "split folders": ("image", split_folders, ("", "train/", "val/", "train/cat/", "val/dog/more/")),
+    "split folders": (
+        "image",
+        split_folders,
+        ("", "train/", "val/", "train/cat/", "val/dog/more/"),
+    ),
     "image archives": ("image", image_archives, ("",)),
-    "boxes": ("detection", annotated_pictures, ("", "JPEGImages/", "Annotations/", "ImageSets/Main/")),
-    "OGB folder": ("graph", lambda: ogb_folder(graph_arrays_for_ogb()), ("", "raw/", "split/time/")),
+    "boxes": (
+        "detection",
+        annotated_pictures,
+        ("", "JPEGImages/", "Annotations/", "ImageSets/Main/"),
+    ),
+    "OGB folder": (
+        "graph",
+        lambda: ogb_folder(graph_arrays_for_ogb()),
+        ("", "raw/", "split/time/"),
+    ),
     "Planetoid": ("graph", planetoid, ("",)),
     "texts": ("language_model", texts, ("",)),
     "pairs": ("entailment", pairs, ("",)),
@@ -134,12 +176,16 @@ def told(data_folder):
 
     def load(task, files, dataset="mine/", **changes):
         write(data_folder / "mine", files)
-        asked = replace(recipe("smoke", dataset, task=task), **{**CHANGES.get(task, {}), **changes})
+        asked = replace(
+            recipe("smoke", dataset, task=task), **{**CHANGES.get(task, {}), **changes}
+        )
         try:
             found = LOAD[task](asked)
         except (ValueError, DataNotFoundError) as error:
             return str(error), None
-        return "\n".join(f"{topic}: {text}" for topic, text in found.report.facts), found
+        return "\n".join(
+            f"{topic}: {text}" for topic, text in found.report.facts
+        ), found
 
     return load
 
@@ -163,12 +209,16 @@ def test_report_of_sound_data_has_split_sizes_and_no_file_left_out(layout, told)
     task, files, _ = LAYOUTS[layout]
     text, found = told(task, files())
     assert found is not None, text
-    assert "left out" not in [fact.topic for fact in found.report.facts if "file" in fact.text]
+    assert "left out" not in [
+        fact.topic for fact in found.report.facts if "file" in fact.text
+    ]
     topics = {fact.topic for fact in found.report.facts}
     assert {"read", "split"} <= topics <= set(TOPICS)
 
 
-@pytest.mark.parametrize("dataset", ["digits", "digits-graph", "digit-scenes", "templates", "pydoc"])
+@pytest.mark.parametrize(
+    "dataset", ["digits", "digits-graph", "digit-scenes", "templates", "pydoc"]
+)
 def test_report_of_embedded_data_has_facts_and_an_equal_digest_each_time(dataset):
     asked = recipe("smoke", dataset)
     first, second = (LOAD[asked.task](asked).report for _ in range(2))
@@ -178,25 +228,49 @@ def test_report_of_embedded_data_has_facts_and_an_equal_digest_each_time(dataset
 
 
 # --- files that are not read ----------------------------------------------------------------------
-STRAY = ["photo.heic", "scan.dcm", "moving.gif", "notes.docx", "old.zip", "README", "table.xlsx", "x.pt"]
+STRAY = [
+    "photo.heic",
+    "scan.dcm",
+    "moving.gif",
+    "notes.docx",
+    "old.zip",
+    "README",
+    "table.xlsx",
+    "x.pt",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STRAY)
 def test_report_names_stray_files_in_every_folder(layout, name, told):
     task, files, folders = LAYOUTS[layout]
-    stray = {f"{folder}{i}-{name}": b"no data of this task" for i, folder in enumerate(folders)}
+    stray = {
+        f"{folder}{i}-{name}": b"no data of this task"
+        for i, folder in enumerate(folders)
+    }
     text, _ = told(task, files() | stray)
     missing = [path for path in stray if path.rpartition("/")[2] not in text]
-    assert not missing or f"{len(stray)} files" in text, f"{missing} of {sorted(stray)} not named in:\n{text}"
+    assert not missing or f"{len(stray)} files" in text, (
+        f"{missing} of {sorted(stray)} not named in:\n{text}"
+    )
 
 
-HIDDEN = [".ipynb_checkpoints", "@eaDir", ".thumbnails", "__MACOSX", ".git", ".Trash-1000", ".AppleDouble"]
+HIDDEN = [
+    ".ipynb_checkpoints",
+    "@eaDir",
+    ".thumbnails",
+    "__MACOSX",
+    ".git",
+    ".Trash-1000",
+    ".AppleDouble",
+]
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hidden_folders_play_no_part_at_any_depth_and_are_counted(layout, hidden, told, data_folder):
+def test_hidden_folders_play_no_part_at_any_depth_and_are_counted(
+    layout, hidden, told, data_folder
+):
     task, files, folders = LAYOUTS[layout]
     sound = files()
     _, before = told(task, sound)
@@ -216,7 +290,9 @@ def test_hidden_folders_play_no_part_at_any_depth_and_are_counted(layout, hidden
 
 @pytest.mark.parametrize("name", ["._1.jpg", ".DS_Store", "Thumbs.db", "desktop.ini"])
 def test_report_counts_files_that_systems_leave(name, told):
-    text, found = told("image", class_folders() | {f"cat/{name}": picture((12, 12), "JPEG", 1)})
+    text, found = told(
+        "image", class_folders() | {f"cat/{name}": picture((12, 12), "JPEG", 1)}
+    )
     assert sizes_of(found) == [10, 0, 2]
     assert_named(text, "left out")
     assert "hidden" in text or name in text, text
@@ -231,10 +307,18 @@ def saved(image, kind="PNG", **more):
 
 @pytest.mark.parametrize("bits", [9, 10, 12, 13, 14, 16])
 @pytest.mark.parametrize(("kind", "ending"), [("PNG", "png"), ("TIFF", "tif")])
-def test_grey_pictures_keep_their_levels_and_the_depth_is_reported(bits, kind, ending, told):
+def test_grey_pictures_keep_their_levels_and_the_depth_is_reported(
+    bits, kind, ending, told
+):
     files = {}
-    for seed, name in enumerate(f"{c}/{i}.{ending}" for c in ("cat", "dog") for i in range(6)):
-        values = np.random.default_rng(seed).permutation(np.linspace(0, 2**bits - 1, 144)).reshape(12, 12)
+    for seed, name in enumerate(
+        f"{c}/{i}.{ending}" for c in ("cat", "dog") for i in range(6)
+    ):
+        values = (
+            np.random.default_rng(seed)
+            .permutation(np.linspace(0, 2**bits - 1, 144))
+            .reshape(12, 12)
+        )
         files[name] = saved(Image.fromarray(values.astype(np.uint16)), kind)
     text, found = told("image", files)
     assert found is not None, text
@@ -246,8 +330,15 @@ def test_grey_pictures_keep_their_levels_and_the_depth_is_reported(bits, kind, e
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "1"])
 def test_report_names_converted_modes(mode, told):
     kind, ending = ("JPEG", "jpg") if mode == "CMYK" else ("PNG", "png")
-    images = (Image.open(io.BytesIO(picture((12, 12), "PNG", seed))).convert(mode) for seed in range(4))
-    text, found = told("image", class_folders() | {f"cat/c{i}.{ending}": saved(x, kind) for i, x in enumerate(images)})
+    images = (
+        Image.open(io.BytesIO(picture((12, 12), "PNG", seed))).convert(mode)
+        for seed in range(4)
+    )
+    text, found = told(
+        "image",
+        class_folders()
+        | {f"cat/c{i}.{ending}": saved(x, kind) for i, x in enumerate(images)},
+    )
     assert found is not None, text
     changed = [fact.text for fact in found.report.facts if fact.topic == "changed"]
     assert any(mode in fact and "4" in fact for fact in changed), text
@@ -259,14 +350,25 @@ def test_orientation_of_pictures_is_applied_and_reported(orientation, told):
     exif[0x0112] = orientation
     shown = np.zeros((12, 12, 3), np.uint8)
     shown[:4, :6] = 255  # in the upper left corner, as a viewer shows it
-    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]  # of PIL's transpositions
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[
+        orientation
+    ]  # of PIL's transpositions
     turned = Image.fromarray(shown).transpose(Image.Transpose(undo))
-    files = class_folders() | {f"cat/turned{i}.png": saved(turned, exif=exif) for i in range(6)}
+    files = class_folders() | {
+        f"cat/turned{i}.png": saved(turned, exif=exif) for i in range(6)
+    }
     text, found = told("image", files)
     assert found is not None, text
     everything = np.concatenate([found.train.images.numpy(), found.test.images.numpy()])
-    white = [image for image in everything if (image == 255).mean() > 0.1 and (image == 0).mean() > 0.5]
-    assert len(white) in (5, 6)  # copies of training pictures do not stand in the test part
+    white = [
+        image
+        for image in everything
+        if (image == 255).mean() > 0.1 and (image == 0).mean() > 0.5
+    ]
+    assert len(white) in (
+        5,
+        6,
+    )  # copies of training pictures do not stand in the test part
     assert all((image[:, :4, :6] == 255).all() for image in white)
     assert_named(text, "orientation", "6")
 
@@ -279,7 +381,12 @@ def test_boxes_lie_on_pictures_as_viewers_show_them(orientation, told):
     shown[1:20, 1:20] = 255  # inside the box of ``BOX``
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]
     files = annotated_pictures()
-    turned = saved(Image.fromarray(shown).transpose(Image.Transpose(undo)), "JPEG", exif=exif, quality=95)
+    turned = saved(
+        Image.fromarray(shown).transpose(Image.Transpose(undo)),
+        "JPEG",
+        exif=exif,
+        quality=95,
+    )
     files["JPEGImages/a.jpg"] = turned
     text, found = told("detection", files)
     assert found is not None, text
@@ -292,12 +399,24 @@ def test_boxes_lie_on_pictures_as_viewers_show_them(orientation, told):
 
 
 # --- arrays and columns that are not used ---------------------------------------------------------
-UNUSED = ["edge_weight", "edge_attr", "edge_type", "node_type", "node_year", "anything", "mean"]
+UNUSED = [
+    "edge_weight",
+    "edge_attr",
+    "edge_type",
+    "node_type",
+    "node_year",
+    "anything",
+    "mean",
+]
 
 
 @pytest.mark.parametrize("name", UNUSED)
 def test_report_names_unused_arrays_of_archives(name, told):
-    text, _ = told("graph", {"g.npz": archive(**graph_arrays(**{name: np.arange(11)}))}, "mine/g.npz")
+    text, _ = told(
+        "graph",
+        {"g.npz": archive(**graph_arrays(**{name: np.arange(11)}))},
+        "mine/g.npz",
+    )
     assert name in text, text
     text, _ = told("image", image_archives(**{name: np.arange(12)}))
     assert name in text, text
@@ -305,15 +424,21 @@ def test_report_names_unused_arrays_of_archives(name, told):
 
 @pytest.mark.parametrize("name", ["genre", "language_of_origin", "id", "explanation_1"])
 def test_report_names_unused_columns_of_pairs(name, told):
-    text, found = told("entailment", pairs(lambda split, frame: frame.assign(**{name: "x"})))
+    text, found = told(
+        "entailment", pairs(lambda split, frame: frame.assign(**{name: "x"}))
+    )
     assert found is not None, text
     assert name in text, text
 
 
 def test_report_counts_edges_that_are_merged_and_self_loops(told):
     arrays = graph_arrays()
-    edges = np.concatenate([arrays["edge_index"], arrays["edge_index"][::-1], [[3, 4], [3, 4]]], axis=1)
-    text, found = told("graph", {"g.npz": archive(**{**arrays, "edge_index": edges})}, "mine/g.npz")
+    edges = np.concatenate(
+        [arrays["edge_index"], arrays["edge_index"][::-1], [[3, 4], [3, 4]]], axis=1
+    )
+    text, found = told(
+        "graph", {"g.npz": archive(**{**arrays, "edge_index": edges})}, "mine/g.npz"
+    )
     assert found is not None, text
     assert_named(text, "self-loop", "both directions")
 
@@ -337,38 +462,82 @@ OVERLAPS = {
         "image",
         lambda: {
             **{n: c for n, c in split_folders().items() if n.startswith("train/")},
-            **{n.replace("train/", "val/"): c for n, c in split_folders().items() if n.startswith("train/")},
+            **{
+                n.replace("train/", "val/"): c
+                for n, c in split_folders().items()
+                if n.startswith("train/")
+            },
         },
     ),
     "one test picture is a training picture": (
         "image",
-        lambda: split_folders() | {"val/cat/other-name.png": split_folders()["train/cat/1.png"]},
+        lambda: (
+            split_folders()
+            | {"val/cat/other-name.png": split_folders()["train/cat/1.png"]}
+        ),
     ),
     "a training picture stands in another class of the test": (
         "image",
-        lambda: split_folders() | {"val/dog/other-name.png": split_folders()["train/cat/1.png"]},
+        lambda: (
+            split_folders()
+            | {"val/dog/other-name.png": split_folders()["train/cat/1.png"]}
+        ),
     ),
     "archives": (
         "image",
-        lambda: {"train.npz": image_archives()["train.npz"], "test.npz": image_archives()["train.npz"]},
+        lambda: {
+            "train.npz": image_archives()["train.npz"],
+            "test.npz": image_archives()["train.npz"],
+        },
     ),
-    "a picture is in both lists": ("detection", lambda: annotated_pictures() | boxes(train="abcd", test="def")),
+    "a picture is in both lists": (
+        "detection",
+        lambda: annotated_pictures() | boxes(train="abcd", test="def"),
+    ),
     "a copy under another name": (
         "detection",
-        lambda: annotated_pictures() | {"JPEGImages/e.jpg": annotated_pictures()["JPEGImages/a.jpg"]},
+        lambda: (
+            annotated_pictures()
+            | {"JPEGImages/e.jpg": annotated_pictures()["JPEGImages/a.jpg"]}
+        ),
     ),
-    "test text": ("language_model", lambda: texts() | {"test.txt": texts()["train.txt"]}),
-    "valid text": ("language_model", lambda: texts() | {"valid.txt": texts()["train.txt"]}),
-    "test text is the valid text": ("language_model", lambda: texts() | {"test.txt": texts()["valid.txt"]}),
+    "test text": (
+        "language_model",
+        lambda: texts() | {"test.txt": texts()["train.txt"]},
+    ),
+    "valid text": (
+        "language_model",
+        lambda: texts() | {"valid.txt": texts()["train.txt"]},
+    ),
+    "test text is the valid text": (
+        "language_model",
+        lambda: texts() | {"test.txt": texts()["valid.txt"]},
+    ),
     "part of the training text": (
         "language_model",
-        lambda: texts() | {"test.txt": b"\n".join(texts()["train.txt"].splitlines()[5:30]) + b"\n"},
+        lambda: (
+            texts()
+            | {"test.txt": b"\n".join(texts()["train.txt"].splitlines()[5:30]) + b"\n"}
+        ),
     ),
-    "test pairs": ("entailment", lambda: pairs() | {"test.jsonl": pairs()["train.jsonl"]}),
-    "valid pairs": ("entailment", lambda: pairs() | {"validation.jsonl": pairs()["train.jsonl"]}),
+    "test pairs": (
+        "entailment",
+        lambda: pairs() | {"test.jsonl": pairs()["train.jsonl"]},
+    ),
+    "valid pairs": (
+        "entailment",
+        lambda: pairs() | {"validation.jsonl": pairs()["train.jsonl"]},
+    ),
     "one pair": (
         "entailment",
-        lambda: pairs() | {"test.jsonl": pairs()["test.jsonl"] + b"\n" + pairs()["train.jsonl"].splitlines()[0]},
+        lambda: (
+            pairs()
+            | {
+                "test.jsonl": pairs()["test.jsonl"]
+                + b"\n"
+                + pairs()["train.jsonl"].splitlines()[0]
+            }
+        ),
     ),
     "a node in two splits": (
         "graph",
@@ -387,7 +556,9 @@ def test_overlap_between_splits_is_refused(case, told):
 
 def test_equal_pixels_in_other_files_are_counted(told):
     pixels = Image.open(io.BytesIO(split_folders()["train/cat/1.png"]))
-    text, found = told("image", split_folders() | {"val/cat/again.bmp": saved(pixels, "BMP")})
+    text, found = told(
+        "image", split_folders() | {"val/cat/again.bmp": saved(pixels, "BMP")}
+    )
     assert found is not None, text
     overlap = [fact.text for fact in found.report.facts if fact.topic == "overlap"]
     assert any("1 " in fact for fact in overlap), text
@@ -395,7 +566,9 @@ def test_equal_pixels_in_other_files_are_counted(told):
 
 def test_copies_in_class_folders_never_stand_on_both_sides(told):
     files = class_folders(10)
-    files |= {path.replace(".png", " copy.png"): content for path, content in files.items()}
+    files |= {
+        path.replace(".png", " copy.png"): content for path, content in files.items()
+    }
     text, found = told("image", files)
     assert found is not None, text
     train = {image.numpy().tobytes() for image in found.train.images}
@@ -428,12 +601,17 @@ def test_report_refuses_unknown_topics():
 
 def test_report_survives_being_stored_and_its_digest_tells_changes():
     report = DataReport("x/", [("split", "9 training samples"), ("read", "ten files")])
-    report.leave_out("pictures of this kind are not read", [f"{i}.HEIC" for i in range(100)])
+    report.leave_out(
+        "pictures of this kind are not read", [f"{i}.HEIC" for i in range(100)]
+    )
     again = DataReport.from_dict(report.to_dict())
     assert (str(again), again.digest) == (str(report), report.digest)
     assert [fact.topic for fact in report.facts] == ["read", "left out", "split"]
     assert [fact.topic for fact in report.notices] == ["left out"]
-    assert "100 files .heic: pictures of this kind are not read (0.HEIC, 1.HEIC, 10.HEIC, ...)" in str(report)
+    assert (
+        "100 files .heic: pictures of this kind are not read (0.HEIC, 1.HEIC, 10.HEIC, ...)"
+        in str(report)
+    )
     again.add("changed", "something")
     assert again.digest != report.digest
 
@@ -448,5 +626,7 @@ def test_report_escapes_what_terminals_obey():
 
 def test_lists_of_names_and_counts_are_cut():
     assert list_some(["a", "b"]) == "a, b"
-    assert list_counts({str(i): 100 - i for i in range(20)}).endswith("and 8 more from 81 up")
+    assert list_counts({str(i): 100 - i for i in range(20)}).endswith(
+        "and 8 more from 81 up"
+    )
     assert set(NOTICES) < set(TOPICS)

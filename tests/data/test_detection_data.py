@@ -15,14 +15,28 @@ from cpt_lab import data as data_sets
 from cpt_lab.data import detection
 from cpt_lab.data.detection import annotated, load_detection, scenes
 from cpt_lab.data.detection import annotated_picture as in_memory
-from cpt_lab.data.detection_batches import _coin, aspect_groups, batches, evaluation_batches
+from cpt_lab.data.detection_batches import (
+    _coin,
+    aspect_groups,
+    batches,
+    evaluation_batches,
+)
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.recipes import recipe
 
 
 def small(dataset, **changes):
-    settings = dict(model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5, size=64, max_size=96)
+    settings = dict(
+        model="retinanet",
+        quantized="all",
+        steps=4,
+        batch=2,
+        lr=1e-3,
+        q_min=5,
+        size=64,
+        max_size=96,
+    )
     return DetectionRecipe(task="detection", dataset=dataset, **{**settings, **changes})
 
 
@@ -44,8 +58,18 @@ def refused(message, error=ValueError, dataset="pets/"):
 def own(data_folder):
     """A folder of five pictures in VOC's layout, as dataset "pets/" in the data folder."""
     folder = data_folder / "pets" / "VOCdevkit" / "VOC2007"
-    write_picture(folder, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40), DIFFICULT)])
-    write_picture(folder, "b", (90, 60), [("person", (5, 6, 7, 8), "<difficult>0</difficult>", PART)])
+    write_picture(
+        folder,
+        "a",
+        (60, 90),
+        [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40), DIFFICULT)],
+    )
+    write_picture(
+        folder,
+        "b",
+        (90, 60),
+        [("person", (5, 6, 7, 8), "<difficult>0</difficult>", PART)],
+    )
     write_picture(folder, "c", (60, 60))  # nothing to be seen
     write_picture(folder, "d", (60, 90), [("cat", (3, 4, 50, 44))], mode="L")
     write_picture(folder, "e", (60, 90), [("dog", (2, 2, 20, 20))])
@@ -73,7 +97,11 @@ def test_own_pictures_are_read_as_they_are(own):
     assert grey.shape == (3, 60, 90)
     assert torch.equal(grey[0], grey[1])
     # processes that read are sent them by the thousand, and each tensor through a file descriptor of its own
-    assert not any(isinstance(part, torch.Tensor) for picture in data.train for part in vars(picture).values())
+    assert not any(
+        isinstance(part, torch.Tensor)
+        for picture in data.train
+        for part in vars(picture).values()
+    )
 
 
 def test_splits_subsets_and_checksum(own):
@@ -82,12 +110,16 @@ def test_splits_subsets_and_checksum(own):
     for name in "fgh":
         write_picture(own, name, (60, 90), [("dog", (2, 2, 20, 20))])
     write(own, boxes(test="defgh"))  # preferred to val
-    some = [one.picture.stem for one in load_detection(small("pets/", test_images=3)).test]
+    some = [
+        one.picture.stem for one in load_detection(small("pets/", test_images=3)).test
+    ]
     assert len(some) == 3
     assert some != [*"def"]  # drawn: frames of a film stand one after the other
     (own / "ImageSets" / "Main" / "test.txt").unlink()
     seen = [load_detection(small("pets/")).checksum for _ in range(2)]
-    write_picture(own, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40))])  # not difficult any more
+    write_picture(
+        own, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40))]
+    )  # not difficult any more
     seen.append(load_detection(small("pets/")).checksum)
     write_picture(own, "b", (90, 60), [("person", (5, 6, 7, 9))])
     seen.append(load_detection(small("pets/")).checksum)
@@ -118,8 +150,16 @@ def test_official_layout(data_folder, dataset):
 @pytest.mark.parametrize(
     ("name", "box", "message"),
     [
-        ("dog", (1, 1, 92, 60), r"\(1, 1\) to \(92, 60\) is not inside the 90 x 60 picture"),
-        ("dog", (0, 1, 10, 10), "is not inside .*: VOC counts pixels from 1, and this file probably from 0; add 1 to"),
+        (
+            "dog",
+            (1, 1, 92, 60),
+            r"\(1, 1\) to \(92, 60\) is not inside the 90 x 60 picture",
+        ),
+        (
+            "dog",
+            (0, 1, 10, 10),
+            "is not inside .*: VOC counts pixels from 1, and this file probably from 0; add 1 to",
+        ),
         ("dog", (5, 0, 10, 10), "probably from 0; add 1 to xmin and ymin"),
         ("dog", (-1, 5, 10, 10), "is not inside the 90 x 60 picture"),
         ("dog", (5, 5, 10, 62.5), "is not inside"),
@@ -141,7 +181,9 @@ def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message
         annotated(image, xml, ("cat", "dog"))
 
 
-def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_later_too(own):
+def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_later_too(
+    own,
+):
     image = own / "JPEGImages" / "b.jpg"
     whole = image.read_bytes()
     image.write_bytes(whole + bytes(200))  # some cameras write more behind the end
@@ -196,7 +238,10 @@ BOX = (2, 2, 20, 20)
 
 
 def saved(seed, kind="JPEG", size=(30, 40), **options):
-    out, values = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    out, values = (
+        io.BytesIO(),
+        np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8),
+    )
     Image.fromarray(values).save(out, kind, **options)
     return out.getvalue()
 
@@ -217,7 +262,10 @@ def voc(ids="abcdef", train="abcd", test="ef", ending=".jpg", kind="JPEG"):
     """Return six pictures of a thing each."""
     files = boxes(train=train, test=test)
     for seed, name in enumerate(ids):
-        files |= {f"JPEGImages/{name}{ending}": saved(seed, kind), f"Annotations/{name}.xml": xml(thing())}
+        files |= {
+            f"JPEGImages/{name}{ending}": saved(seed, kind),
+            f"Annotations/{name}.xml": xml(thing()),
+        }
     return files
 
 
@@ -233,7 +281,11 @@ def turned(orientation, size=(30, 40), seed=70):
 
 def grey(high, seed):
     out = io.BytesIO()
-    values = np.random.default_rng(seed).permutation(np.linspace(0, high, 1200)).reshape(30, 40)
+    values = (
+        np.random.default_rng(seed)
+        .permutation(np.linspace(0, high, 1200))
+        .reshape(30, 40)
+    )
     Image.fromarray(values.astype(np.uint16)).save(out, "PNG")
     return out.getvalue()
 
@@ -242,7 +294,9 @@ SPACES = [f"my picture {i}" for i in range(6)]
 NUMBERED = [f"{name} 1" for name in "abcdef"]
 FACTS = {  # what is there -> its files, what the report must say
     "not listed": (
-        lambda: voc() | {"JPEGImages/z.jpg": saved(60), "Annotations/z.xml": xml(thing())},
+        lambda: (
+            voc() | {"JPEGImages/z.jpg": saved(60), "Annotations/z.xml": xml(thing())}
+        ),
         [
             "left out: 1 file .jpg: listed neither in train.txt nor in test.txt (JPEGImages/z.jpg)",
             "left out: 1 file .xml: listed neither in train.txt nor in test.txt (Annotations/z.xml)",
@@ -250,7 +304,12 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "other files": (
         lambda: (
-            voc() | {"ImageSets/Main/val.txt": b"a", "SegmentationClass/a.png": saved(60, "PNG"), "labels.txt": b"cat"}
+            voc()
+            | {
+                "ImageSets/Main/val.txt": b"a",
+                "SegmentationClass/a.png": saved(60, "PNG"),
+                "labels.txt": b"cat",
+            }
         ),
         [
             "left out: 1 file .png: no part of the layout that is read (SegmentationClass/a.png)",
@@ -259,25 +318,49 @@ FACTS = {  # what is there -> its files, what the report must say
         ],
     ),
     "hidden": (
-        lambda: voc() | {"JPEGImages/.thumbs/a.jpg": saved(60), "@eaDir/b.jpg": saved(61)},
-        ["left out: 2 files .jpg: hidden files and folders are not read (@eaDir/b.jpg, JPEGImages/.thumbs/a.jpg)"],
+        lambda: (
+            voc() | {"JPEGImages/.thumbs/a.jpg": saved(60), "@eaDir/b.jpg": saved(61)}
+        ),
+        [
+            "left out: 2 files .jpg: hidden files and folders are not read (@eaDir/b.jpg, JPEGImages/.thumbs/a.jpg)"
+        ],
     ),
-    "spaces in ids": (lambda: voc(SPACES, SPACES[:4], SPACES[4:]), ["read: 6 pictures"]),
-    "numbers after spaces": (lambda: voc(NUMBERED, NUMBERED[:4], NUMBERED[4:]), ["read: 6 pictures"]),
+    "spaces in ids": (
+        lambda: voc(SPACES, SPACES[:4], SPACES[4:]),
+        ["read: 6 pictures"],
+    ),
+    "numbers after spaces": (
+        lambda: voc(NUMBERED, NUMBERED[:4], NUMBERED[4:]),
+        ["read: 6 pictures"],
+    ),
     "flags": (
         lambda: voc(train=["a  1", "b -1", "c  0", "d  1"], test=["e 1", "f -1"]),
-        ["left out: second column of train.txt, 1, -1, 0 in VOC's lists, in 4 lines", "second column of test.txt"],
+        [
+            "left out: second column of train.txt, 1, -1, 0 in VOC's lists, in 4 lines",
+            "second column of test.txt",
+        ],
     ),
-    "ids with endings": (lambda: voc(train=["a.jpg", "b.xml", "c", "d.jpg"]), ["read: 6 pictures"]),
-    "png": (lambda: voc(ending=".png", kind="PNG"), ["read: 6 pictures: formats PNG 6"]),
+    "ids with endings": (
+        lambda: voc(train=["a.jpg", "b.xml", "c", "d.jpg"]),
+        ["read: 6 pictures"],
+    ),
+    "png": (
+        lambda: voc(ending=".png", kind="PNG"),
+        ["read: 6 pictures: formats PNG 6"],
+    ),
     "capitals": (lambda: voc(ending=".JPG"), ["read: 6 pictures: formats JPEG 6"]),
-    "bmp": (lambda: voc(ending=".bmp", kind="BMP"), ["read: 6 pictures: formats BMP 6"]),
+    "bmp": (
+        lambda: voc(ending=".bmp", kind="BMP"),
+        ["read: 6 pictures: formats BMP 6"],
+    ),
     "found by filename": (
         lambda: (
             without("JPEGImages/a.jpg")
             | {
                 "JPEGImages/IMG 1.jpg": saved(60),
-                "Annotations/a.xml": xml(thing(), more="<filename>C:\\x\\IMG 1.jpg</filename>"),
+                "Annotations/a.xml": xml(
+                    thing(), more="<filename>C:\\x\\IMG 1.jpg</filename>"
+                ),
             }
         ),
         ["read: Annotations/a.xml has its picture by <filename>: IMG 1.jpg"],
@@ -293,17 +376,31 @@ FACTS = {  # what is there -> its files, what the report must say
         ["formats JPEG 5, PNG 1", "left out: 1 file .jpg: listed neither"],
     ),
     "another filename": (
-        lambda: voc() | {"Annotations/a.xml": xml(thing(), more="<filename>b.jpg</filename>")},
-        ["1 annotation with another name in <filename> than that of the picture: it plays no part (Annotations/a.xml)"],
+        lambda: (
+            voc()
+            | {"Annotations/a.xml": xml(thing(), more="<filename>b.jpg</filename>")}
+        ),
+        [
+            "1 annotation with another name in <filename> than that of the picture: "
+            "it plays no part (Annotations/a.xml)"
+        ],
     ),
     "sticking out by less than a pixel": (
         lambda: voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))},
-        ["changed: 1 annotation with boxes that stick out by at most 1 pixel: clipped (Annotations/a.xml)"],
+        [
+            "changed: 1 annotation with boxes that stick out by at most 1 pixel: clipped (Annotations/a.xml)"
+        ],
     ),
     "difficult, parts, poses": (
         lambda: (
             voc()
-            | {"Annotations/a.xml": xml(thing(), thing(more=f"{DIFFICULT}{PART}<pose>Left</pose>"), more="<sun/>")}
+            | {
+                "Annotations/a.xml": xml(
+                    thing(),
+                    thing(more=f"{DIFFICULT}{PART}<pose>Left</pose>"),
+                    more="<sun/>",
+                )
+            }
         ),
         [
             "left out: 1 difficult object: not trained on, neither found nor missed in tests",
@@ -315,7 +412,9 @@ FACTS = {  # what is there -> its files, what the report must say
         ["1 annotation without an object: all background (Annotations/a.xml)"],
     ),
     "classes in two spellings": (
-        lambda: voc() | {"Annotations/a.xml": xml(thing(name="Cat"), thing(name=" cat "))},
+        lambda: (
+            voc() | {"Annotations/a.xml": xml(thing(name="Cat"), thing(name=" cat "))}
+        ),
         [
             "classes: Cat and cat differ in spelling alone, and are 2 classes",
             "classes: test has no object of 1 class: Cat",
@@ -331,7 +430,11 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "turned and annotated as stored": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(6)},
-        ["changed: EXIF orientation not applied to 1 picture", "(JPEGImages/a.jpg)", "all 40 x 30 pixels"],
+        [
+            "changed: EXIF orientation not applied to 1 picture",
+            "(JPEGImages/a.jpg)",
+            "all 40 x 30 pixels",
+        ],
     ),
     "upside down": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(3)},
@@ -341,12 +444,21 @@ FACTS = {  # what is there -> its files, what the report must say
         ],
     ),
     "12 bits": (
-        lambda: voc(ending=".png", kind="PNG") | {f"JPEGImages/{c}.png": grey(4095, i) for i, c in enumerate("abcdef")},
-        ["changed: 6 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"],
+        lambda: (
+            voc(ending=".png", kind="PNG")
+            | {f"JPEGImages/{c}.png": grey(4095, i) for i, c in enumerate("abcdef")}
+        ),
+        [
+            "changed: 6 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
+        ],
     ),
     "grey and resized": (
         lambda: (
-            voc() | {"JPEGImages/a.jpg": saved(60, size=(90, 80)), "Annotations/a.xml": xml(thing(), size=(90, 80))}
+            voc()
+            | {
+                "JPEGImages/a.jpg": saved(60, size=(90, 80)),
+                "Annotations/a.xml": xml(thing(), size=(90, 80)),
+            }
         ),
         [
             "2 sizes, 40 to 80 pixels wide and 30 to 90 high",
@@ -380,7 +492,10 @@ ERRORS = {  # what is there -> its files, what the error must say
         lambda: voc(["a", "a 1", "b", "c"], ["a 1", "b"], ["c"]),
         r"train\.txt: 'a 1' may be picture 'a 1', or 'a' and a flag; rename one",
     ),
-    "no picture of an id with spaces": (lambda: voc(train=["a", "my cat 3"]), r"there is no file .*my cat 3\."),
+    "no picture of an id with spaces": (
+        lambda: voc(train=["a", "my cat 3"]),
+        r"there is no file .*my cat 3\.",
+    ),
     "two pictures": (
         lambda: voc() | {"JPEGImages/a.png": saved(60, "PNG")},
         r"a\.jpg and a\.png may both be the picture of 'a'; keep one, or name it in <filename> of a\.xml",
@@ -389,17 +504,26 @@ ERRORS = {  # what is there -> its files, what the error must say
         lambda: without("JPEGImages/a.jpg") | {"JPEGImages/a.heic": b"x"},
         r"a\.heic is of a kind that is not read; save",
     ),
-    "outside of the folder": (lambda: voc(train=["../../secret"]), r"'\.\./\.\./secret' is no picture id"),
+    "outside of the folder": (
+        lambda: voc(train=["../../secret"]),
+        r"'\.\./\.\./secret' is no picture id",
+    ),
     "objects in objects": (
         lambda: voc() | {"Annotations/a.xml": xml(f"<objects>{thing()}</objects>")},
         r"a\.xml: 1 object inside of other elements; <annotation> must hold them",
     ),
     "polygons": (
-        lambda: voc() | {"Annotations/a.xml": xml("<object><name>cat</name><polygon/></object>")},
+        lambda: (
+            voc()
+            | {"Annotations/a.xml": xml("<object><name>cat</name><polygon/></object>")}
+        ),
         r"a\.xml, object 1 \(cat\): there is no bndbox \(found: polygon\)",
     ),
     "difficult in words": (
-        lambda: voc() | {"Annotations/a.xml": xml(thing(more="<difficult>very</difficult>"))},
+        lambda: (
+            voc()
+            | {"Annotations/a.xml": xml(thing(more="<difficult>very</difficult>"))}
+        ),
         r"a\.xml, object 1: difficult must be 0 or 1, got 'very'",
     ),
     "of another size, turned": (
@@ -438,18 +562,26 @@ def test_boxes_that_cannot_be_read_rightly_are_refused(case, data_folder):
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 @pytest.mark.parametrize("as_shown", [True, False])
-def test_boxes_lie_where_the_size_of_the_annotation_says(orientation, as_shown, data_folder):
+def test_boxes_lie_where_the_size_of_the_annotation_says(
+    orientation, as_shown, data_folder
+):
     """A white thing is in its box, drawn on the picture as viewers show it or, by its size, as it is stored."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     drawn = np.zeros((30, 40, 3), np.uint8)
     drawn[1:20, 1:20] = 255
-    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]  # of PIL's transpositions
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[
+        orientation
+    ]  # of PIL's transpositions
     image, out = Image.fromarray(drawn), io.BytesIO()
-    (image.transpose(Image.Transpose(undo)) if as_shown else image).save(out, "PNG", exif=exif)
+    (image.transpose(Image.Transpose(undo)) if as_shown else image).save(
+        out, "PNG", exif=exif
+    )
     if not as_shown and orientation < 5:
         return  # the sizes do not tell
-    found = loaded(data_folder, without("JPEGImages/a.jpg") | {"JPEGImages/a.png": out.getvalue()})
+    found = loaded(
+        data_folder, without("JPEGImages/a.jpg") | {"JPEGImages/a.png": out.getvalue()}
+    )
     picture = next(one for one in found.train if one.picture.name == "a.png")
     x1, y1, x2, y2 = picture.boxes[0].astype(int).tolist()
     assert picture.read()[:, y1:y2, x1:x2].float().mean() == 255
@@ -463,12 +595,16 @@ def test_bits_of_boxes_are_those_of_all_listed_pictures(data_folder):
     }
     whole = loaded(data_folder, files)
     some = loaded(data_folder, files, train_images=1, test_images=1)
-    assert {one.bits for one in (*whole.train, *whole.test, *some.train, *some.test)} == {14}
+    assert {
+        one.bits for one in (*whole.train, *whole.test, *some.train, *some.test)
+    } == {14}
     assert max(one.read().max() for one in whole.test) == 16000 >> 6
 
 
 def test_clipped_boxes_end_at_the_border(data_folder):
-    found = loaded(data_folder, voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))})
+    found = loaded(
+        data_folder, voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))}
+    )
     assert found.train[0].boxes.tolist() == [[0, 1, 40, 30]]
 
 
@@ -504,7 +640,13 @@ def test_scenes_are_a_function_of_split_and_number():
 
 def pictures(*sizes):
     return tuple(
-        in_memory(torch.full((3, h, w), i, dtype=torch.uint8), (h, w), [[0, 0, w / 2, h]], [i], [False])
+        in_memory(
+            torch.full((3, h, w), i, dtype=torch.uint8),
+            (h, w),
+            [[0, 0, w / 2, h]],
+            [i],
+            [False],
+        )
         for i, (h, w) in enumerate(sizes)
     )
 
@@ -515,20 +657,30 @@ def test_groups_hold_pictures_of_like_shape():
 
 
 def test_resizing_padding_and_boxes():
-    (batch,) = evaluation_batches(pictures((50, 100), (100, 50)), small("x/", size=60, max_size=100), workers=0)
+    (batch,) = evaluation_batches(
+        pictures((50, 100), (100, 50)), small("x/", size=60, max_size=100), workers=0
+    )
     # wide: 60 x 120 would be too long, so 50 x 100; both sides of the batch: multiples of 32
     assert batch.sizes == [(100, 50), (50, 100)]
     assert batch.images.shape == (2, 3, 128, 128)
     assert batch.targets[1]["boxes"].tolist() == [[0, 0, 50, 50]]
-    (one,) = evaluation_batches(pictures((300, 400)), small("x/", size=608, max_size=1024), workers=0)
+    (one,) = evaluation_batches(
+        pictures((300, 400)), small("x/", size=608, max_size=1024), workers=0
+    )
     assert one.sizes == [(608, 810)]
     assert one.images.shape == (1, 3, 608, 832)
-    torch.testing.assert_close(one.targets[0]["boxes"], torch.tensor([[0, 0, 405.0, 608.0]]), rtol=0, atol=0.5)
+    torch.testing.assert_close(
+        one.targets[0]["boxes"], torch.tensor([[0, 0, 405.0, 608.0]]), rtol=0, atol=0.5
+    )
 
 
 def test_difficult_objects_are_not_trained_on(own):
     train = load_detection(small("pets/")).train
-    labels = [t["labels"].tolist() for b in evaluation_batches(train, small("pets/"), 0) for t in b.targets]
+    labels = [
+        t["labels"].tolist()
+        for b in evaluation_batches(train, small("pets/"), 0)
+        for t in b.targets
+    ]
     assert sorted(labels) == [[], [1], [2]]
 
 
@@ -537,12 +689,18 @@ def test_batches_are_a_function_of_seed_and_step(own):
     r = small("pets/", flip=True)
 
     def first(n, start=0, seed=0, workers=0):
-        return [b.images for b in itertools.islice(batches(train, r, seed, start, workers), n)]
+        return [
+            b.images
+            for b in itertools.islice(batches(train, r, seed, start, workers), n)
+        ]
 
     whole = first(8)
     assert identical(whole[3:], first(5, start=3))
     assert identical(whole, first(8, workers=1))
-    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(whole, first(8, seed=1), strict=True))
+    assert any(
+        a.shape != b.shape or not torch.equal(a, b)
+        for a, b in zip(whole, first(8, seed=1), strict=True)
+    )
 
 
 def test_mirroring_moves_the_boxes():
@@ -564,7 +722,12 @@ def test_mirroring_moves_the_boxes():
 
 
 def test_half_of_the_pictures_are_mirrored():
-    tosses = [_coin(seed, epoch, index) for seed in range(3) for epoch in range(10) for index in range(100)]
+    tosses = [
+        _coin(seed, epoch, index)
+        for seed in range(3)
+        for epoch in range(10)
+        for index in range(100)
+    ]
     assert abs(sum(tosses) / 3000 - 0.5) < 0.035  # four standard deviations
 
 
@@ -573,11 +736,24 @@ def test_half_of_the_pictures_are_mirrored():
 
 def test_downloads_go_through_torchvision(data_folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(torchvision.datasets, "VOCDetection", lambda *a, **k: asked.append((*a[1:], k["download"])))
+    monkeypatch.setattr(
+        torchvision.datasets,
+        "VOCDetection",
+        lambda *a, **k: asked.append((*a[1:], k["download"])),
+    )
     data_sets.download("voc2012")
     data_sets.download("voc2007")
-    assert asked == [("2012", "train", True), ("2012", "val", True), ("2007", "trainval", True), ("2007", "test", True)]
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, *a, **k: asked.append((url, k)))
+    assert asked == [
+        ("2012", "train", True),
+        ("2012", "val", True),
+        ("2007", "trainval", True),
+        ("2007", "test", True),
+    ]
+    monkeypatch.setattr(
+        torch.hub,
+        "load_state_dict_from_url",
+        lambda url, *a, **k: asked.append((url, k)),
+    )
     assert data_sets.download("resnet18").parent == data_folder
     url, options = asked[-1]
     assert url.endswith(detection.WEIGHTS)
@@ -587,5 +763,7 @@ def test_downloads_go_through_torchvision(data_folder, monkeypatch):
 def test_recipes_of_pictures():
     assert recipe("paper", "voc2007").pretrained
     assert not recipe("demo", "my/", task="detection").pretrained
-    with pytest.raises(ValueError, match="size must be at least 32 and below max_size 96, got 96"):
+    with pytest.raises(
+        ValueError, match="size must be at least 32 and below max_size 96, got 96"
+    ):
         small("x/", size=96)

@@ -23,7 +23,11 @@ from cpt_lab.experiments.recipes import recipe
 @pytest.fixture(autouse=True)
 def offline(data_folder, monkeypatch):
     """Nothing may ask the network, or look at data that happens to be on this machine."""
-    monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("something asked the network"))
+    monkeypatch.setattr(
+        socket.socket,
+        "connect",
+        lambda *args: pytest.fail("something asked the network"),
+    )
 
 
 def own(dataset, **changes):
@@ -37,7 +41,9 @@ def write_hub(folder, languages=("en", "de"), shards=1):
         for split in PAIRS:
             rows = pair_rows(split, language)
             for i in range(shards):
-                rows[i::shards].to_parquet(folder / language / f"{split}-{i:05}-of-{shards:05}.parquet")
+                rows[i::shards].to_parquet(
+                    folder / language / f"{split}-{i:05}-of-{shards:05}.parquet"
+                )
     return folder
 
 
@@ -48,7 +54,11 @@ def write_official(folder, languages=("en", "es"), train=("en",)):
         parts = []
         for language in languages:
             rows = pair_rows(split, language).rename(
-                columns={"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+                columns={
+                    "premise": "sentence1",
+                    "hypothesis": "sentence2",
+                    "label": "gold_label",
+                }
             )
             rows["gold_label"] = [LABELS[i] for i in rows.gold_label]
             parts.append(rows.assign(language=language, genre="", match="False"))
@@ -56,7 +66,9 @@ def write_official(folder, languages=("en", "es"), train=("en",)):
     for language in train:
         rows = pair_rows("train", language).rename(columns={"hypothesis": "hypo"})
         rows["label"] = [(*LABELS[:2], "contradictory")[i] for i in rows.label]
-        (folder / "XNLI-MT-1.0-part" / "multinli" / f"multinli.train.{language}.tsv").write_bytes(tsv(rows))
+        (
+            folder / "XNLI-MT-1.0-part" / "multinli" / f"multinli.train.{language}.tsv"
+        ).write_bytes(tsv(rows))
     return folder
 
 
@@ -88,32 +100,48 @@ def test_xnlis_official_files(tmp_path):
     check(found, tests=("es", "en"))
     assert found.title == "XNLI, en, 6 training pairs"
     refused(own("xnli", language="es"), r"no train pairs in es; there is en$")
-    refused(own("xnli", test_languages=("ur", "es", "sw")), r"no test pairs in ur, sw; there is en, es$")
+    refused(
+        own("xnli", test_languages=("ur", "es", "sw")),
+        r"no test pairs in ur, sw; there is en, es$",
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_hubs_layout(tmp_path, shards):
     found = load_entailment(
-        own(write_hub(tmp_path / "mine", shards=shards), language="de", test_languages=("de", "en"))
+        own(
+            write_hub(tmp_path / "mine", shards=shards),
+            language="de",
+            test_languages=("de", "en"),
+        )
     )
     if shards == 1:
         check(found, "de", ("de", "en"))
     assert sorted(found.train.premise) == [f'"de train premise {i}' for i in range(6)]
     assert found.title == "own pairs (mine), de, 6 training pairs"
-    refused(own(tmp_path / "mine", language="fr"), r"no train pairs in fr; there is de, en$")
+    refused(
+        own(tmp_path / "mine", language="fr"), r"no train pairs in fr; there is de, en$"
+    )
 
 
 @pytest.mark.parametrize(
     ("ending", "valid"),
     [
-        ("parquet", "validation"), ("jsonl", "validation"), ("json", "validation"), ("tsv", "validation"),
-        ("csv", "validation"), ("csv", "valid"), ("csv", "dev"),
+        ("parquet", "validation"),
+        ("jsonl", "validation"),
+        ("json", "validation"),
+        ("tsv", "validation"),
+        ("csv", "validation"),
+        ("csv", "valid"),
+        ("csv", "dev"),
     ],
-)  # fmt: skip
+)
 def test_flat_files(tmp_path, ending, valid):
     found = load_entailment(own(write_flat(tmp_path / "mine", ending, valid=valid)))
     check(found)
-    assert found.title == "own pairs (mine), 6 training pairs"  # "en" is the recipe's word, not theirs
+    assert (
+        found.title == "own pairs (mine), 6 training pairs"
+    )  # "en" is the recipe's word, not theirs
 
 
 def test_names_of_labels_and_a_column_of_languages(tmp_path):
@@ -131,12 +159,19 @@ def test_names_of_labels_and_a_column_of_languages(tmp_path):
 
 def test_limits_are_a_fixed_choice_and_the_checksum_sees_everything(tmp_path):
     folder = write_flat(tmp_path / "mine", "csv")
-    whole, few = load_entailment(own(folder)), load_entailment(own(folder, train_pairs=3))
+    whole, few = (
+        load_entailment(own(folder)),
+        load_entailment(own(folder, train_pairs=3)),
+    )
     assert len(few.train) == 3
     assert few.train.equals(load_entailment(own(folder, train_pairs=3)).train)
     assert set(few.train.premise) < set(whole.train.premise)
     assert few.checksum != whole.checksum == load_entailment(own(folder)).checksum
-    flipped = write_flat(tmp_path / "flipped", "csv", change=lambda split, rows: rows.assign(label=2 - rows.label))
+    flipped = write_flat(
+        tmp_path / "flipped",
+        "csv",
+        change=lambda split, rows: rows.assign(label=2 - rows.label),
+    )
     assert load_entailment(own(flipped)).checksum != whole.checksum
 
 
@@ -145,7 +180,9 @@ def test_undecided_pairs_are_left_out_and_counted(tmp_path, caplog):
         return rows.assign(label=["-", *rows.label[1:]])
 
     with caplog.at_level("INFO"):
-        found = load_entailment(own(write_flat(tmp_path / "mine", "csv", change=change)))
+        found = load_entailment(
+            own(write_flat(tmp_path / "mine", "csv", change=change))
+        )
     assert [len(found.train), len(found.valid), len(found.test["en"])] == [5, 2, 3]
     assert found.train.label.tolist() == [1, 2, 0, 1, 2]
     assert "train.csv: 1 pairs without an agreed label left out" in caplog.text
@@ -167,17 +204,34 @@ def put(split, row, column, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("train", 2, "label", 3), r"train\.csv, row 3: label '3'; allowed are entailment, neutral, contradiction"),
-        (put("test", 0, "label", "maybe"), r"test\.csv, row 1: label 'maybe'; allowed are"),
+        (
+            put("train", 2, "label", 3),
+            r"train\.csv, row 3: label '3'; allowed are entailment, neutral, contradiction",
+        ),
+        (
+            put("test", 0, "label", "maybe"),
+            r"test\.csv, row 1: label 'maybe'; allowed are",
+        ),
         (put("test", 1, "label", ""), r"test\.csv, row 2: label ''; allowed are"),
         (put("train", 5, "premise", "  "), r"train\.csv, row 6: the premise is empty"),
-        (put("validation", 0, "hypothesis", ""), r"validation\.csv, row 1: the hypothesis is empty"),
-        (lambda split, rows: rows.rename(columns={"premise": "text"}),
-         r"train\.csv: needs the columns premise; it has text, hypothesis, label"),
-        (lambda split, rows: rows[: 0 if split == "test" else None], r"test\.csv has no rows"),
-        (lambda split, rows: rows.assign(label="-"), r"mine: no train pair in en has a label"),
+        (
+            put("validation", 0, "hypothesis", ""),
+            r"validation\.csv, row 1: the hypothesis is empty",
+        ),
+        (
+            lambda split, rows: rows.rename(columns={"premise": "text"}),
+            r"train\.csv: needs the columns premise; it has text, hypothesis, label",
+        ),
+        (
+            lambda split, rows: rows[: 0 if split == "test" else None],
+            r"test\.csv has no rows",
+        ),
+        (
+            lambda split, rows: rows.assign(label="-"),
+            r"mine: no train pair in en has a label",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_rows(tmp_path, change, message):
     refused(own(write_flat(tmp_path / "mine", "csv", change=change)), message)
 
@@ -187,17 +241,33 @@ def test_rows_are_named_by_their_number_in_the_file(tmp_path):
     path = folder / "XNLI-1.0" / "xnli.test.tsv"
     path.write_text(path.read_text().replace("neutral", "netural"))
     wanted = own(folder, test_languages=("es",))
-    refused(wanted, r"xnli\.test\.tsv, row 6: label 'netural'")  # the second of four in es
+    refused(
+        wanted, r"xnli\.test\.tsv, row 6: label 'netural'"
+    )  # the second of four in es
 
 
 def test_files_that_cannot_be_read(tmp_path):
     for ending, mark in (("csv", ","), ("tsv", "\t")):
         folder = write_flat(tmp_path / ending, ending)
-        rows = [["premise", "hypothesis", "label"], *[["a", "b", "0"]] * 2, *[["a", "b", "0", "c"]] * 2]
-        (folder / f"train.{ending}").write_text("\n".join(mark.join(row) for row in rows))
-        refused(own(folder), rf"train\.{ending} cannot be read: .*Expected 3 fields in line 4, saw 4")
-        (folder / f"train.{ending}").write_text("\n".join(mark.join(row) for row in (rows[0], *rows[:0:-1])))
-        refused(own(folder), rf"train\.{ending} .*row 1 has more fields than the header has names; are quotes missing")
+        rows = [
+            ["premise", "hypothesis", "label"],
+            *[["a", "b", "0"]] * 2,
+            *[["a", "b", "0", "c"]] * 2,
+        ]
+        (folder / f"train.{ending}").write_text(
+            "\n".join(mark.join(row) for row in rows)
+        )
+        refused(
+            own(folder),
+            rf"train\.{ending} cannot be read: .*Expected 3 fields in line 4, saw 4",
+        )
+        (folder / f"train.{ending}").write_text(
+            "\n".join(mark.join(row) for row in (rows[0], *rows[:0:-1]))
+        )
+        refused(
+            own(folder),
+            rf"train\.{ending} .*row 1 has more fields than the header has names; are quotes missing",
+        )
     folder = write_flat(tmp_path / "other", "parquet")
     (folder / "train.parquet").write_bytes(b"nonsense")
     refused(own(folder), r"train\.parquet.*this is not a parquet file")
@@ -206,14 +276,23 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_missing_data(tmp_path):
     refused(own("nowhere/"), r"no folder .*nowhere$", DataNotFoundError)
     (tmp_path / "empty").mkdir()
-    refused(own("empty/"), r"empty holds no sentence pairs; it needs one of: XNLI-1\.0.*; <lang.*; \{tr")
+    refused(
+        own("empty/"),
+        r"empty holds no sentence pairs; it needs one of: XNLI-1\.0.*; <lang.*; \{tr",
+    )
     folder = write_flat(tmp_path / "mine", "csv")
     (folder / "train.tsv").touch()
     refused(own(folder), r"needs one file for train, it has train\.csv, train\.tsv")
     (folder / "train.tsv").unlink()
     (folder / "test.csv").unlink()
-    refused(own(folder), r"no test split; its layout is \{train,validation,test\}.*; it has train\.csv, val")
-    refused(replace(own("mine/"), dataset="snli"), "unknown dataset 'snli'; choose from templates, xnli, or files of y")
+    refused(
+        own(folder),
+        r"no test split; its layout is \{train,validation,test\}.*; it has train\.csv, val",
+    )
+    refused(
+        replace(own("mine/"), dataset="snli"),
+        "unknown dataset 'snli'; choose from templates, xnli, or files of y",
+    )
 
 
 def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
@@ -227,7 +306,11 @@ def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert data.download("xnli", "fr") == tmp_path / "xnli"
     assert asked == [("facebook/xnli", "dataset", ["fr/*"], tmp_path / "xnli")]
-    check(load_entailment(own("xnli", language="fr", test_languages=("fr",))), "fr", ("fr",))
+    check(
+        load_entailment(own("xnli", language="fr", test_languages=("fr",))),
+        "fr",
+        ("fr",),
+    )
     data.download("bert-base-multilingual-cased")
     assert asked[1][:2] == ("google-bert/bert-base-multilingual-cased", "model")
     assert {"config.json", "model.safetensors", "vocab.txt"} <= set(asked[1][2])
@@ -240,15 +323,28 @@ def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
 def test_templates_are_balanced_distinct_and_the_same_every_time():
     found = load_entailment(recipe("demo", "templates"))
     parts = {"train": found.train, "valid": found.valid, "test": found.test["en"]}
-    assert {name: len(pairs) for name, pairs in parts.items()} == {"train": 4998, "valid": 999, "test": 999}
+    assert {name: len(pairs) for name, pairs in parts.items()} == {
+        "train": 4998,
+        "valid": 999,
+        "test": 999,
+    }
     for pairs in parts.values():
-        assert pairs.label.value_counts().to_dict() == dict.fromkeys(range(3), len(pairs) // 3)
-    every = [pair for pairs in parts.values() for pair in zip(pairs.premise, pairs.hypothesis, strict=True)]
+        assert pairs.label.value_counts().to_dict() == dict.fromkeys(
+            range(3), len(pairs) // 3
+        )
+    every = [
+        pair
+        for pairs in parts.values()
+        for pair in zip(pairs.premise, pairs.hypothesis, strict=True)
+    ]
     assert len(set(every)) == len(every)
     assert not any(premise == hypothesis for premise, hypothesis in every)
     assert "synthetic sentence pairs" in found.title
     assert load_entailment(recipe("demo", "templates")).checksum == found.checksum
-    refused(own("templates", test_languages=("en", "de")), "templates: no language de; there is en")
+    refused(
+        own("templates", test_languages=("en", "de")),
+        "templates: no language de; there is en",
+    )
 
 
 WET, CLEAN = ["wet", "dry", "damp"], ["clean", "dirty", "dusty"]
@@ -259,10 +355,21 @@ class World:
 
     def __init__(self, rng, leaves, spoken):
         # few kinds, colours and so on to a world, so that there are worlds with many, or none, of those spoken of
-        colours = ["grey", *(colour for colour in templates.COLOURS if colour in spoken)]
-        some = [rng.sample(w, min(len(w), rng.choice((1, 1, 2, 9)))) for w in (leaves, colours, WET, CLEAN)]
+        colours = [
+            "grey",
+            *(colour for colour in templates.COLOURS if colour in spoken),
+        ]
+        some = [
+            rng.sample(w, min(len(w), rng.choice((1, 1, 2, 9))))
+            for w in (leaves, colours, WET, CLEAN)
+        ]
         owned = rng.choice((0.1, 0.5, 0.95))
-        acts = [(p, v) for p in templates.PEOPLE for v in templates.DOES if {p, v.removesuffix("s")} <= spoken]
+        acts = [
+            (p, v)
+            for p in templates.PEOPLE
+            for v in templates.DOES
+            if {p, v.removesuffix("s")} <= spoken
+        ]
         self.things = [
             {
                 "is": {word for words in some for word in _line(rng.choice(words))},
@@ -272,8 +379,11 @@ class World:
         ]
         self.met = {
             (a, v, b)
-            for a in templates.PEOPLE for b in templates.PEOPLE for v in ("help", "call") if rng.random() < 0.5
-        }  # fmt: skip
+            for a in templates.PEOPLE
+            for b in templates.PEOPLE
+            for v in ("help", "call")
+            if rng.random() < 0.5
+        }
 
     def such(self, words):
         wanted = {word.removesuffix("s") for word in words}
@@ -284,10 +394,14 @@ class World:
         if "are" in words:
             quantifier, *noun, _, state = words
             found = [state in thing["is"] for thing in self.such(noun)]
-            return {"all": all, "some": any, "no": lambda f: not any(f)}[quantifier](found)
+            return {"all": all, "some": any, "no": lambda f: not any(f)}[quantifier](
+                found
+            )
         if words[1] in templates.DOES:
             who, verb, *rest = words
-            least = 1 if rest[0] == "some" else int(rest[2]) + 1 if rest[0] == "more" else 0
+            least = (
+                1 if rest[0] == "some" else int(rest[2]) + 1 if rest[0] == "more" else 0
+            )
             noun = rest[3:] if rest[0] == "more" else rest[1:]
             count = sum((who, verb) in thing["by"] for thing in self.such(noun))
             return count == 0 if rest[0] == "no" else count >= least
@@ -297,7 +411,10 @@ class World:
         else:
             who, whom, verb = words[0], words[-1], words[-2].removesuffix("s")
         true = any(
-            v == verb and who in (a, "someone", "nobody") and whom in (b, "someone", "nobody") for a, v, b in self.met
+            v == verb
+            and who in (a, "someone", "nobody")
+            and whom in (b, "someone", "nobody")
+            for a, v, b in self.met
         )
         return true != (negative or "nobody" in (who, whom))
 
@@ -309,7 +426,9 @@ def _line(kind):
 def test_labels_follow_from_what_the_words_mean():
     rng = random.Random(0)
     leaves = [kind for kind in templates.PARENT if kind not in templates.KINDS]
-    for premise, hypothesis, label in random.Random(1).sample(sentence_pairs(4000), 100):
+    for premise, hypothesis, label in random.Random(1).sample(
+        sentence_pairs(4000), 100
+    ):
         words = {word.removesuffix("s") for word in f"{premise} {hypothesis}".split()}
         near = [leaf for leaf in leaves if _line(leaf) & words]
         seen = set()
@@ -348,25 +467,77 @@ def repeat_first(label):
 
 
 def other_languages(split, rows):
-    return pd.concat([rows.assign(language=code, premise=code + rows.premise) for code in ("en", "it", "fr")])
+    return pd.concat(
+        [
+            rows.assign(language=code, premise=code + rows.premise)
+            for code in ("en", "it", "fr")
+        ]
+    )
 
 
 FACTS = {  # change of the rows, what the recipe changes, facts
-    "columns": (lambda split, rows: rows.assign(genre="x", idx=1), {}, ["left out: train: the columns genre, idx"]),
-    "a column": (lambda split, rows: rows.assign(idx=1), {}, ["left out: test: the column idx, which nothing reads"]),
-    "no label": (put("train", 0, "label", -1), {}, ["left out: train: 1 pair of train.jsonl without an agreed label"]),
-    "a limit": (lambda split, rows: rows, {"train_pairs": 4}, ["left out: all but 4 of 6 pairs of train, a fixed"]),
-    "languages": (other_languages, {}, ["left out: train: pairs in fr, it; the recipe takes en"]),
-    "no language": (lambda split, rows: rows.assign(language=["en"] * (len(rows) - 1) + [" "]), {},
-                    ["left out: train: 1 pair of train.jsonl without a language"]),
-    "numbers": (lambda split, rows: rows, {}, ["markers: valid: labels 0, 1, 2 are read as entailment, neutral"]),
+    "columns": (
+        lambda split, rows: rows.assign(genre="x", idx=1),
+        {},
+        ["left out: train: the columns genre, idx"],
+    ),
+    "a column": (
+        lambda split, rows: rows.assign(idx=1),
+        {},
+        ["left out: test: the column idx, which nothing reads"],
+    ),
+    "no label": (
+        put("train", 0, "label", -1),
+        {},
+        ["left out: train: 1 pair of train.jsonl without an agreed label"],
+    ),
+    "a limit": (
+        lambda split, rows: rows,
+        {"train_pairs": 4},
+        ["left out: all but 4 of 6 pairs of train, a fixed"],
+    ),
+    "languages": (
+        other_languages,
+        {},
+        ["left out: train: pairs in fr, it; the recipe takes en"],
+    ),
+    "no language": (
+        lambda split, rows: rows.assign(language=["en"] * (len(rows) - 1) + [" "]),
+        {},
+        ["left out: train: 1 pair of train.jsonl without a language"],
+    ),
+    "numbers": (
+        lambda split, rows: rows,
+        {},
+        ["markers: valid: labels 0, 1, 2 are read as entailment, neutral"],
+    ),
     "repeated": (repeat_first(None), {}, ["values: train: 1 pair given again"]),
-    "another label": (repeat_first(2), {}, ["values: train: 1 pair given again, 1 with another label"]),
-    "classes": (put("test", 0, "label", 1), {}, ["classes: test: neutral 2, entailment 1, contradiction 1"]),
-    "premises": (in_all("premise", "it rains"), {}, ["overlap: 4 of 4 test pairs have the premise of a training pair"]),
-    "letters": (lambda split, rows: rows, {}, ["changed: letters become small and lose their accents"]),
-    "splits": (lambda split, rows: rows, {}, ["split: train: 6 pairs", "read: valid: validation.jsonl"]),
-}  # fmt: skip
+    "another label": (
+        repeat_first(2),
+        {},
+        ["values: train: 1 pair given again, 1 with another label"],
+    ),
+    "classes": (
+        put("test", 0, "label", 1),
+        {},
+        ["classes: test: neutral 2, entailment 1, contradiction 1"],
+    ),
+    "premises": (
+        in_all("premise", "it rains"),
+        {},
+        ["overlap: 4 of 4 test pairs have the premise of a training pair"],
+    ),
+    "letters": (
+        lambda split, rows: rows,
+        {},
+        ["changed: letters become small and lose their accents"],
+    ),
+    "splits": (
+        lambda split, rows: rows,
+        {},
+        ["split: train: 6 pairs", "read: valid: validation.jsonl"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", FACTS)
@@ -383,11 +554,22 @@ def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
 
 def test_report_names_files_that_are_not_read(tmp_path):
     folder = write_flat(tmp_path / "mine", "csv")
-    write(folder, {"README.md": b"x", "old/train.csv": b"x", "de/train-0.parquet.lock": b"", "._train.csv": b"x"})
+    write(
+        folder,
+        {
+            "README.md": b"x",
+            "old/train.csv": b"x",
+            "de/train-0.parquet.lock": b"",
+            "._train.csv": b"x",
+        },
+    )
     facts, _ = told(folder)
     for name in ("README.md", "old/train.csv", "de/train-0.parquet.lock"):
         assert name in facts
-    assert "left out: 1 file .csv: hidden files and folders are not read (._train.csv)" in facts
+    assert (
+        "left out: 1 file .csv: hidden files and folders are not read (._train.csv)"
+        in facts
+    )
 
 
 def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
@@ -396,7 +578,9 @@ def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
     assert "file .parquet" not in facts
 
 
-@pytest.mark.parametrize("folder", ["data", "plain_text", "default", "all_languages", "mnli", ""])
+@pytest.mark.parametrize(
+    "folder", ["data", "plain_text", "default", "all_languages", "mnli", ""]
+)
 def test_folders_of_the_hub_that_are_no_languages_are_read(folder, tmp_path):
     place = tmp_path / "mine" / folder
     place.mkdir(parents=True)
@@ -412,7 +596,9 @@ def test_several_folders_of_the_hub_are_refused(tmp_path):
     for folder in ("data", "plain_text"):
         (tmp_path / "mine" / folder).mkdir(parents=True)
         for split in PAIRS:
-            pair_rows(split).to_parquet(tmp_path / "mine" / folder / f"{split}-0.parquet")
+            pair_rows(split).to_parquet(
+                tmp_path / "mine" / folder / f"{split}-0.parquet"
+            )
     refused(own(tmp_path / "mine"), r"several folders: data/, plain_text/; keep one")
 
 
@@ -425,15 +611,23 @@ def test_parts_of_a_download_that_lack_are_refused(tmp_path):
 def test_official_files_twice_are_refused(tmp_path):
     folder = write_official(tmp_path / "mine")
     shutil.copytree(folder / "XNLI-MT-1.0-part", folder / "XNLI-MT-1.0")
-    refused(own(folder), r"mine has several files for train in en; keep one folder XNLI-MT-1\.0\*")
+    refused(
+        own(folder),
+        r"mine has several files for train in en; keep one folder XNLI-MT-1\.0\*",
+    )
 
 
 def all_languages(split, rows):
     """Return XNLI's configuration all_languages: tables of languages for sentences."""
     return pd.DataFrame(
         {
-            "premise": [{"en": premise, "de": f"de {premise}"} for premise in rows.premise],
-            "hypothesis": [{"language": ["de", "en"], "translation": [f"de {h}", h]} for h in rows.hypothesis],
+            "premise": [
+                {"en": premise, "de": f"de {premise}"} for premise in rows.premise
+            ],
+            "hypothesis": [
+                {"language": ["de", "en"], "translation": [f"de {h}", h]}
+                for h in rows.hypothesis
+            ],
             "label": rows.label,
         }
     )
@@ -467,18 +661,25 @@ def test_columns_of_snli_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "order", [("entailment", "neutral", "contradiction"), ("contradiction", "entailment", "neutral")]
+    "order",
+    [
+        ("entailment", "neutral", "contradiction"),
+        ("contradiction", "entailment", "neutral"),
+    ],
 )
 def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
-    stored = {"info": {"features": {"label": {"names": list(order), "_type": "ClassLabel"}}}}
+    stored = {
+        "info": {"features": {"label": {"names": list(order), "_type": "ClassLabel"}}}
+    }
     for split in PAIRS:
         rows = pair_rows(split)
         rows["label"] = [order.index(LABELS[i]) for i in rows.label]
         table = pyarrow.Table.from_pandas(rows)
         parquet.write_table(
-            table.replace_schema_metadata({b"huggingface": json.dumps(stored)}), folder / f"{split}.parquet"
+            table.replace_schema_metadata({b"huggingface": json.dumps(stored)}),
+            folder / f"{split}.parquet",
         )
     facts, found = told(folder)
     check(found)
@@ -486,7 +687,11 @@ def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
 
 
 def test_labels_with_fractions_of_zero_are_read(tmp_path):
-    folder = write_flat(tmp_path / "mine", "jsonl", change=lambda split, rows: rows.assign(label=rows.label / 1.0))
+    folder = write_flat(
+        tmp_path / "mine",
+        "jsonl",
+        change=lambda split, rows: rows.assign(label=rows.label / 1.0),
+    )
     check(load_entailment(own(folder)))
 
 
@@ -497,13 +702,21 @@ def test_labels_with_fractions_of_zero_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"fr": "un"}, "is a table, not a sentence; of a table of languages as in XNLI's all_languages, save the rows"),
+        (
+            {"fr": "un"},
+            "is a table, not a sentence; of a table of languages as in XNLI's all_languages, save the rows",
+        ),
         (["a", "man"], "is a list, not a sentence; join its words with blanks"),
-        (7, "is a number, not a sentence"), (2.5, "is a number, not a sentence"),
-        (True, "is a truth value, not a sentence"), (b"a man", "is bytes, not a sentence; decode it"),
-        (float("nan"), "is empty"), (None, "is empty"), ("", "is empty"), (" \n", "is empty"),
+        (7, "is a number, not a sentence"),
+        (2.5, "is a number, not a sentence"),
+        (True, "is a truth value, not a sentence"),
+        (b"a man", "is bytes, not a sentence; decode it"),
+        (float("nan"), "is empty"),
+        (None, "is empty"),
+        ("", "is empty"),
+        (" \n", "is empty"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sentence_is_refused(column, value, message, tmp_path):
     def change(split, rows):
         rows = rows.astype(object)
@@ -534,15 +747,36 @@ def shared(part, other, count):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shared("test", "train", 1), "1 of 5 test pairs are training pairs, too, the first in row 5 of the test file"),
-        (shared("validation", "train", 2), "2 of 5 validation pairs are training pairs, too, the first in row 4"),
-        (shared("test", "validation", 3), "3 of 7 test pairs are validation pairs, too, the first in row 5"),
-        (lambda split, rows: pair_rows("train").assign(label=1 - rows.label % 2 if split == "x" else [0, 1] * 3),
-         "6 of 6 test pairs are training pairs"),
-        (lambda split, rows: pair_rows("train").assign(premise=f"a {' ' * len(split)} b"), "6 of 6 test pairs"),
-        (in_all("label", "neutral"), "all 6 training pairs have the label neutral; there is nothing to learn"),
+        (
+            shared("test", "train", 1),
+            "1 of 5 test pairs are training pairs, too, the first in row 5 of the test file",
+        ),
+        (
+            shared("validation", "train", 2),
+            "2 of 5 validation pairs are training pairs, too, the first in row 4",
+        ),
+        (
+            shared("test", "validation", 3),
+            "3 of 7 test pairs are validation pairs, too, the first in row 5",
+        ),
+        (
+            lambda split, rows: pair_rows("train").assign(
+                label=1 - rows.label % 2 if split == "x" else [0, 1] * 3
+            ),
+            "6 of 6 test pairs are training pairs",
+        ),
+        (
+            lambda split, rows: pair_rows("train").assign(
+                premise=f"a {' ' * len(split)} b"
+            ),
+            "6 of 6 test pairs",
+        ),
+        (
+            in_all("label", "neutral"),
+            "all 6 training pairs have the label neutral; there is nothing to learn",
+        ),
     ],
-)  # fmt: skip
+)
 def test_pairs_of_two_splits_are_refused(change, message, tmp_path):
     refused(own(write_flat(tmp_path / "mine", "jsonl", change=change)), message)
 

@@ -42,29 +42,44 @@ from cpt_lab.paths import cards_dir
 from cpt_lab.tasks.base import read_whole
 
 LOAD = {
-    "image": load_images, "detection": load_detection, "graph": load_graph, "language_model": load_text,
+    "image": load_images,
+    "detection": load_detection,
+    "graph": load_graph,
+    "language_model": load_text,
     "entailment": load_entailment,
-}  # fmt: skip
+}
 pytestmark = pytest.mark.usefixtures("data_folder")
-CHANGES = {"entailment": {"language": "en", "test_languages": ("en",)}, "language_model": {"batch": 2}}
+CHANGES = {
+    "entailment": {"language": "en", "test_languages": ("en",)},
+    "language_model": {"batch": 2},
+}
 
 
 def own(task, dataset, **changes):
-    return replace(recipe("smoke", dataset, task=task), **{**CHANGES.get(task, {}), **changes})
+    return replace(
+        recipe("smoke", dataset, task=task), **{**CHANGES.get(task, {}), **changes}
+    )
 
 
 # --- one small data set of every layout -----------------------------------------------------------
 
 
 GRAPH = {
-    "edge_index": np.array([[0, 1, 2, 3], [1, 2, 3, 4]]), "features": np.eye(6, 3, dtype=np.float32),
-    "labels": np.array([0, 1, 0, 1, 0, 1]), "train_idx": np.array([0, 1]), "valid_idx": np.array([2]),
+    "edge_index": np.array([[0, 1, 2, 3], [1, 2, 3, 4]]),
+    "features": np.eye(6, 3, dtype=np.float32),
+    "labels": np.array([0, 1, 0, 1, 0, 1]),
+    "train_idx": np.array([0, 1]),
+    "valid_idx": np.array([2]),
     "test_idx": np.array([3, 4]),
-}  # fmt: skip
+}
 
 
 def without_split():
-    return {"x": GRAPH["features"], "y": GRAPH["labels"], "edge_index": GRAPH["edge_index"]}
+    return {
+        "x": GRAPH["features"],
+        "y": GRAPH["labels"],
+        "edge_index": GRAPH["edge_index"],
+    }
 
 
 def voc_folder():
@@ -73,19 +88,34 @@ def voc_folder():
 
 
 LAYOUTS = {  # name -> task, its files
-    "images in archives": ("image", image_archives), "packed images": ("image", lambda: image_archives(packed=True)),
-    "folders of images": ("image", image_folder), "boxes": ("detection", voc_folder),
+    "images in archives": ("image", image_archives),
+    "packed images": ("image", lambda: image_archives(packed=True)),
+    "folders of images": ("image", image_folder),
+    "boxes": ("detection", voc_folder),
     "classes without a split": ("image", class_folders),
     "graph in an archive": ("graph", lambda: {"g.npz": archive(**GRAPH)}),
-    "OGB's layout": ("graph", lambda: ogb_folder(GRAPH)), "Planetoid": ("graph", planetoid),
+    "OGB's layout": ("graph", lambda: ogb_folder(GRAPH)),
+    "Planetoid": ("graph", planetoid),
     "a graph without a split": ("graph", lambda: {"g.npz": archive(**without_split())}),
     "tiles without a split": (
-        "image", lambda: {n.replace("png", "TIF"): picture(kind="TIFF", seed=i) for i, n in enumerate(class_folders())},
+        "image",
+        lambda: {
+            n.replace("png", "TIF"): picture(kind="TIFF", seed=i)
+            for i, n in enumerate(class_folders())
+        },
     ),
     "one text": ("language_model", lambda: {"novel.txt": b"one two three\n" * 30}),
-    "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * (9 - i) for i, part in enumerate(SPLITS)}),
-    **{f"pairs as {e}": ("entailment", partial(pair_files, e)) for e in ("csv", "parquet", "jsonl", "tsv")},
-}  # fmt: skip
+    "text": (
+        "language_model",
+        lambda: {
+            f"{part}.txt": b"one two three\n" * (9 - i) for i, part in enumerate(SPLITS)
+        },
+    ),
+    **{
+        f"pairs as {e}": ("entailment", partial(pair_files, e))
+        for e in ("csv", "parquet", "jsonl", "tsv")
+    },
+}
 
 
 def own_data(folder, files):
@@ -141,7 +171,9 @@ def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
     LOAD[task](own(task, dataset))
     seen = set()
     for name in files:
-        if (kind := name.replace("test", "").replace("y.", "x.").replace("/b/", "/a/")) in seen or name[-5] in "123":
+        if (
+            kind := name.replace("test", "").replace("y.", "x.").replace("/b/", "/a/")
+        ) in seen or name[-5] in "123":
             continue  # one of a kind is enough
         seen.add(kind)
         path = data_folder / "mine" / name
@@ -149,9 +181,15 @@ def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
             path.write_bytes(change(files[name]))
             said = refusal(own(task, dataset))
             if said is None:
-                assert (damage, path.suffix) in {("half", s) for s in HALVES_MAY_BE_WHOLE}, (name, damage)
+                assert (damage, path.suffix) in {
+                    ("half", s) for s in HALVES_MAY_BE_WHOLE
+                }, (name, damage)
             else:
-                assert str(data_folder / "mine") in said or "mine/" in said, (name, damage, said)
+                assert str(data_folder / "mine") in said or "mine/" in said, (
+                    name,
+                    damage,
+                    said,
+                )
                 assert "\n" not in said, (name, damage, said)
                 assert len(said) < 400, (name, damage, said)
         path.write_bytes(files[name])
@@ -160,7 +198,9 @@ def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
 def huge(shape, kind="|u1"):
     """An .npz whose only member says that it is as large as ``shape``."""
     out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": kind, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": kind, "fortran_order": False, "shape": shape}
+    )
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as z:
         z.writestr("data.npy", out.getvalue())
@@ -182,18 +222,31 @@ def bomb():
 
 
 def graph(**changes):
-    return {"g.npz": archive(**{k: v for k, v in {**GRAPH, **changes}.items() if v is not None})}
+    return {
+        "g.npz": archive(
+            **{k: v for k, v in {**GRAPH, **changes}.items() if v is not None}
+        )
+    }
 
 
 def sparse(**changes):
-    csr = {"feat_indptr": np.arange(7), "feat_indices": np.zeros(6, int), "feat_shape": np.array([6, 3]), **changes}
+    csr = {
+        "feat_indptr": np.arange(7),
+        "feat_indices": np.zeros(6, int),
+        "feat_shape": np.array([6, 3]),
+        **changes,
+    }
     return graph(features=None, **csr)
 
 
 def masks(form):
     """The split as masks of one form, of which the first is the split."""
     out = {}
-    for name, part in (("train", "train_idx"), ("val", "valid_idx"), ("test", "test_idx")):
+    for name, part in (
+        ("train", "train_idx"),
+        ("val", "valid_idx"),
+        ("test", "test_idx"),
+    ):
         mask = np.zeros((3, 6), bool)
         mask[0, GRAPH[part]] = True
         out[f"{name}_mask" + "s" * (form(mask).ndim == 2)] = form(mask)
@@ -201,8 +254,15 @@ def masks(form):
 
 
 def images(**changes):
-    whole = {"data": np.zeros((12, 16, 16), np.uint8), "labels": np.arange(12) % 2, **changes}
-    return {"train.npz": archive(**whole), "test.npz": archive(**whole | {"data": whole["data"] + 1})}
+    whole = {
+        "data": np.zeros((12, 16, 16), np.uint8),
+        "labels": np.arange(12) % 2,
+        **changes,
+    }
+    return {
+        "train.npz": archive(**whole),
+        "test.npz": archive(**whole | {"data": whole["data"] + 1}),
+    }
 
 
 WHOLE = "labels must be whole numbers"
@@ -211,46 +271,131 @@ WHOLE = "labels must be whole numbers"
 def changed(files, **contents):
     """Replace the content of files by the ends of their names."""
     ends = {end.replace("_", "."): content for end, content in contents.items()}
-    return {name: next((c for e, c in ends.items() if name.endswith(e)), whole) for name, whole in files.items()}
+    return {
+        name: next((c for e, c in ends.items() if name.endswith(e)), whole)
+        for name, whole in files.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("task", "files", "message"),
     [
-        ("image", lambda: image_folder(val=("b", "c")),
-         r"mine/val: class 'c' is unknown; those of train/ are a, b"),
-        ("image", lambda: {**image_folder(), "train/a/0.png": bomb()},
-         r"train/a/0\.png cannot be read: DecompressionBombError"),
-        ("image", lambda: {"train.npz": huge((1 << 20,) * 3), "test.npz": b""},
-         r"train\.npz cannot be read: .*(Memory|allocate|too big)"),
-        ("image", lambda: images(data=np.zeros((12, 8, 8, 4), np.uint8)),
-         r"train\.npz: images must have 1 or 3 channels, .* got 4"),
-        ("image", lambda: {**images(), "test.npz": images(labels=np.full(12, 7))["test.npz"]},
-         r"test\.npz: label 7 is unknown; train\.npz has 0\.\.1"),
-        ("image", lambda: {**images(), "test.npz": image_archives()["test.npz"]}, "images have 1 and 3 channels"),
-        ("image", lambda: images(labels=np.linspace(0, 2.99, 12)), rf"train\.npz: {WHOLE}, number 1 is 0\.27"),
-        ("image", lambda: images(labels=np.arange(12) * 1j), rf"train\.npz: {WHOLE} .* got complex128"),
-        ("image", lambda: images(labels=np.zeros((12, 2), int)), rf"{WHOLE} of shape \(n,\), got int64 \(12, 2\)"),
-        ("detection", lambda: changed(voc_folder(), x_xml=b'<?xml version="1.0" encoding="klingon"?>'),
-         r"x\.xml cannot be read: LookupError"),
-        ("detection", lambda: changed(voc_folder(), x_jpg=bomb()), r"x\.jpg cannot be read: DecompressionBombError"),
-        ("graph", lambda: graph(features=np.full((6, 3), 1e300)),
-         r"18 features are NaN or infinite, the first in node 0 \(as float32\)"),
-        ("graph", lambda: graph(features=np.eye(6, 3) * 1j), r"features must be real numbers, got complex128"),
-        ("graph", lambda: sparse(feat_indices=np.array([0, 1, 2, -1, 0, 0])), r"do not fit feat_shape \(6, 3\)"),
-        ("graph", lambda: sparse(feat_indptr=np.array([0, 4, 2, 3, 4, 5, 6])), r"do not fit feat_shape \(6, 3\)"),
-        ("graph", lambda: sparse(feat_shape=np.array([6, 1 << 50])), r"shape \(6, 1125899906842624\) would take"),
-        ("graph", lambda: masks(lambda m: m[:, :5]), r"masks of the train split must be .* N = 6, got \(3, 5\)"),
-        ("graph", lambda: masks(lambda m: np.tile(m, (2, 1))), r"\(6, 6\) could be either: keep one mask"),
-        ("graph", lambda: changed(ogb_folder(GRAPH), edge_csv_gz=table([[0, 1, 2]] * 4)),
-         r"edge\.csv\.gz cannot be read: 2 columns expected, got 3"),
-        ("graph", lambda: changed(ogb_folder(GRAPH), label_csv_gz=table(np.arange(6) / 4, "%.2f")),
-         rf"node-label\.csv\.gz: {WHOLE}, number 1 is 0\.25"),
-        ("graph", lambda: changed(ogb_folder(GRAPH), feat_csv_gz=gzip.compress(b"a,b\n" * 6)),
-         r"node-feat\.csv\.gz cannot be read: .*could not convert"),
-        ("graph", lambda: changed(planetoid(), test_index=b"-7\n8\n9"), r"test\.index names node -7"),
+        (
+            "image",
+            lambda: image_folder(val=("b", "c")),
+            r"mine/val: class 'c' is unknown; those of train/ are a, b",
+        ),
+        (
+            "image",
+            lambda: {**image_folder(), "train/a/0.png": bomb()},
+            r"train/a/0\.png cannot be read: DecompressionBombError",
+        ),
+        (
+            "image",
+            lambda: {"train.npz": huge((1 << 20,) * 3), "test.npz": b""},
+            r"train\.npz cannot be read: .*(Memory|allocate|too big)",
+        ),
+        (
+            "image",
+            lambda: images(data=np.zeros((12, 8, 8, 4), np.uint8)),
+            r"train\.npz: images must have 1 or 3 channels, .* got 4",
+        ),
+        (
+            "image",
+            lambda: {**images(), "test.npz": images(labels=np.full(12, 7))["test.npz"]},
+            r"test\.npz: label 7 is unknown; train\.npz has 0\.\.1",
+        ),
+        (
+            "image",
+            lambda: {**images(), "test.npz": image_archives()["test.npz"]},
+            "images have 1 and 3 channels",
+        ),
+        (
+            "image",
+            lambda: images(labels=np.linspace(0, 2.99, 12)),
+            rf"train\.npz: {WHOLE}, number 1 is 0\.27",
+        ),
+        (
+            "image",
+            lambda: images(labels=np.arange(12) * 1j),
+            rf"train\.npz: {WHOLE} .* got complex128",
+        ),
+        (
+            "image",
+            lambda: images(labels=np.zeros((12, 2), int)),
+            rf"{WHOLE} of shape \(n,\), got int64 \(12, 2\)",
+        ),
+        (
+            "detection",
+            lambda: changed(
+                voc_folder(), x_xml=b'<?xml version="1.0" encoding="klingon"?>'
+            ),
+            r"x\.xml cannot be read: LookupError",
+        ),
+        (
+            "detection",
+            lambda: changed(voc_folder(), x_jpg=bomb()),
+            r"x\.jpg cannot be read: DecompressionBombError",
+        ),
+        (
+            "graph",
+            lambda: graph(features=np.full((6, 3), 1e300)),
+            r"18 features are NaN or infinite, the first in node 0 \(as float32\)",
+        ),
+        (
+            "graph",
+            lambda: graph(features=np.eye(6, 3) * 1j),
+            r"features must be real numbers, got complex128",
+        ),
+        (
+            "graph",
+            lambda: sparse(feat_indices=np.array([0, 1, 2, -1, 0, 0])),
+            r"do not fit feat_shape \(6, 3\)",
+        ),
+        (
+            "graph",
+            lambda: sparse(feat_indptr=np.array([0, 4, 2, 3, 4, 5, 6])),
+            r"do not fit feat_shape \(6, 3\)",
+        ),
+        (
+            "graph",
+            lambda: sparse(feat_shape=np.array([6, 1 << 50])),
+            r"shape \(6, 1125899906842624\) would take",
+        ),
+        (
+            "graph",
+            lambda: masks(lambda m: m[:, :5]),
+            r"masks of the train split must be .* N = 6, got \(3, 5\)",
+        ),
+        (
+            "graph",
+            lambda: masks(lambda m: np.tile(m, (2, 1))),
+            r"\(6, 6\) could be either: keep one mask",
+        ),
+        (
+            "graph",
+            lambda: changed(ogb_folder(GRAPH), edge_csv_gz=table([[0, 1, 2]] * 4)),
+            r"edge\.csv\.gz cannot be read: 2 columns expected, got 3",
+        ),
+        (
+            "graph",
+            lambda: changed(
+                ogb_folder(GRAPH), label_csv_gz=table(np.arange(6) / 4, "%.2f")
+            ),
+            rf"node-label\.csv\.gz: {WHOLE}, number 1 is 0\.25",
+        ),
+        (
+            "graph",
+            lambda: changed(ogb_folder(GRAPH), feat_csv_gz=gzip.compress(b"a,b\n" * 6)),
+            r"node-feat\.csv\.gz cannot be read: .*could not convert",
+        ),
+        (
+            "graph",
+            lambda: changed(planetoid(), test_index=b"-7\n8\n9"),
+            r"test\.index names node -7",
+        ),
     ],
-)  # fmt: skip
+)
 def test_hostile_content_is_refused_with_its_reason(task, files, message, data_folder):
     dataset = own_data(data_folder, files())
     refused(message, LOAD[task], own(task, dataset))
@@ -266,29 +411,52 @@ def test_hostile_content_is_refused_with_its_reason(task, files, message, data_f
 )
 def test_masks_of_every_form(form, data_folder):
     found = load_graph(own("graph", own_data(data_folder, masks(form))))
-    assert [found.train.tolist(), found.valid.tolist(), found.test.tolist()] == [[0, 1], [2], [3, 4]]
+    assert [found.train.tolist(), found.valid.tolist(), found.test.tolist()] == [
+        [0, 1],
+        [2],
+        [3, 4],
+    ]
     assert found.answers.tolist() == found.labels[3:5].tolist()
 
 
 @pytest.mark.parametrize("size", [16, 72])  # in memory and from disk
 def test_classes_of_val_are_numbered_by_those_of_train(size, data_folder):
     dataset = own_data(data_folder, image_folder(("a", "b", "c"), ("b", "c")))
-    found = load_images(own("image", dataset, size=size, valid_images=0, train_images=None))
-    labels = found.test.labels.tolist() if size == 16 else [label for _, label in found.test]
+    found = load_images(
+        own("image", dataset, size=size, valid_images=0, train_images=None)
+    )
+    labels = (
+        found.test.labels.tolist() if size == 16 else [label for _, label in found.test]
+    )
     assert labels == [1] * 4 + [2] * 4
     assert found.classes == 3
 
 
 @pytest.mark.parametrize("size", [16, 72])
 def test_who_guesses_says_the_commonest_class_of_the_test_data(size, data_folder):
-    files = {name: file for name, file in image_folder().items() if name not in ("val/a/0.png", "val/a/1.png")}
-    assert read_whole(own("image", own_data(data_folder, files), size=size)) == pytest.approx(4 / 6)
+    files = {
+        name: file
+        for name, file in image_folder().items()
+        if name not in ("val/a/0.png", "val/a/1.png")
+    }
+    assert read_whole(
+        own("image", own_data(data_folder, files), size=size)
+    ) == pytest.approx(4 / 6)
 
 
 def test_labels_in_a_column_and_as_whole_floats(data_folder):
-    found = load_images(own("image", own_data(data_folder, images(labels=(np.arange(12.0) % 2)[:, None])), size=16))
+    found = load_images(
+        own(
+            "image",
+            own_data(data_folder, images(labels=(np.arange(12.0) % 2)[:, None])),
+            size=16,
+        )
+    )
     assert found.test.labels.tolist() == [0, 1] * 6
-    assert whole_numbers("labels", np.array([1.0, np.nan]), missing=-1).tolist() == [1, -1]
+    assert whole_numbers("labels", np.array([1.0, np.nan]), missing=-1).tolist() == [
+        1,
+        -1,
+    ]
 
 
 def test_pictures_of_every_kind_become_rgb(tmp_path):
@@ -297,16 +465,24 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
     with Image.open(tmp_path / "deep.png") as deep:
         assert deep.mode.startswith("I;16")
         assert np.array_equal(np.asarray(rgb(deep))[..., 0], ramp >> 8)
-    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    colours = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    )
     for mode in ("RGBA", "CMYK"):
-        assert np.array_equal(np.asarray(rgb(colours.convert(mode))), np.asarray(colours)), mode
+        assert np.array_equal(
+            np.asarray(rgb(colours.convert(mode))), np.asarray(colours)
+        ), mode
     few = colours.quantize(8)
     assert np.array_equal(np.asarray(rgb(few)), np.asarray(few.convert("RGB")))
     grey = np.asarray(rgb(colours.convert("L")))
     assert (grey == grey[..., :1]).all()
     dark = Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16))
     refused("16 bits whose values end at 255 would be black; save it with 8", rgb, dark)
-    refused("8 or 16 bits expected, got PIL's mode F", rgb, Image.fromarray(np.ones((2, 2), np.float32)))
+    refused(
+        "8 or 16 bits expected, got PIL's mode F",
+        rgb,
+        Image.fromarray(np.ones((2, 2), np.float32)),
+    )
 
 
 # --- at a glance ----------------------------------------------------------------------------------
@@ -320,7 +496,11 @@ def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
     assert (cards_dir() / EXPERIMENTS[right].card).is_file()
     check_data(own(right, dataset))
     for task in set(EXPERIMENTS) - {right}:
-        refused(rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md", check_data, own(task, dataset))
+        refused(
+            rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md",
+            check_data,
+            own(task, dataset),
+        )
 
 
 VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
@@ -330,27 +510,44 @@ VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
     ("file", "way"),
     [
         ("a.JPG", "the pictures of every class a folder"),
-        ("a.jpg a.xml", VOC), ("train/a.jpg train/a.xml valid/b.jpg valid/b.xml", VOC),
+        ("a.jpg a.xml", VOC),
+        ("train/a.jpg train/a.xml valid/b.jpg valid/b.xml", VOC),
         ("JPEGImages/a.jpg Annotations/a.xml", "ImageSets/Main/train.txt"),
-        ("cat/a.heic dog/b.HEIC", r"save them as \.jpg or \.png"), ("cat/a.GIF", r"save them as \.jpg or \.png"),
+        ("cat/a.heic dog/b.HEIC", r"save them as \.jpg or \.png"),
+        ("cat/a.GIF", r"save them as \.jpg or \.png"),
         ("cat/a.avif dog/b.avif", r"save them as \.jpg or \.png"),
         ("training/cat/a.jpg testing/cat/a.jpg", "call the folders train/ and test/"),
-        ("data/train/cat/a.jpg data/val/cat/a.jpg", "the folder in which the folders of the classes, or train/, lie"),
+        (
+            "data/train/cat/a.jpg data/val/cat/a.jpg",
+            "the folder in which the folders of the classes, or train/, lie",
+        ),
         ("MNIST/raw/train-images-idx3-ubyte.gz", r"train\.npz and test\.npz"),
-        ("labels/train/a.txt", VOC), ("labels/a.txt images/a.jpg", VOC), ("train/labels/a.txt train/images/a.jpg", VOC),
+        ("labels/train/a.txt", VOC),
+        ("labels/a.txt images/a.jpg", VOC),
+        ("train/labels/a.txt train/images/a.jpg", VOC),
         ("train.json train/a.jpg", VOC),
         ("annotations/instances_train2017.json train2017/a.jpg", VOC),
         ("train/_annotations.coco.json train/a.jpg valid/a.jpg", VOC),
-        ("Train/cat/a.jpg Test/cat/a.jpg", "call the folders train/ and test/, in small letters"),
+        (
+            "Train/cat/a.jpg Test/cat/a.jpg",
+            "call the folders train/ and test/, in small letters",
+        ),
         ("processed/data.pt", "PyTorch Geometric with numpy.savez"),
         ("train/data-0.arrow train/dataset_info.json", "Hugging Face's datasets"),
-        ("snli_1.0_train.jsonl snli_1.0_test.jsonl", "sentence pairs train, validation and test, such as train.jsonl"),
-        ("wiki.train.tokens", "call the files of a text train, valid and test"), ("karate.gml", "numpy.savez"),
+        (
+            "snli_1.0_train.jsonl snli_1.0_test.jsonl",
+            "sentence pairs train, validation and test, such as train.jsonl",
+        ),
+        ("wiki.train.tokens", "call the files of a text train, valid and test"),
+        ("karate.gml", "numpy.savez"),
     ],
-)  # fmt: skip
+)
 def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
     write(data_folder / "mine", dict.fromkeys(file.split(), b""))
-    with pytest.raises(ValueError, match=rf"mine is not laid out as any task needs it; found [^;]+; .*{way}") as said:
+    with pytest.raises(
+        ValueError,
+        match=rf"mine is not laid out as any task needs it; found [^;]+; .*{way}",
+    ) as said:
         task_of_data("mine/")
     assert len(str(said.value)) < 300  # and not what every task needs
     refused(way, check_data, own("graph", "mine/"))
@@ -358,36 +555,76 @@ def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
 
 def test_what_is_misnamed_is_said(data_folder):
     np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
-    refused(r"mine\.npz is not .*; found the array x, the array y\. .*edge_index", task_of_data, "mine.npz")
-    write(data_folder / "voc", {"JPEGImages/a.jpg": b"", "annotation/a.xml": b"", "ImageSets/Main/train.txt": b"a"})
-    refused(r"found ImageSets/, JPEGImages/, annotation/; boxes need Pascal VOC's layout: Ann", task_of_data, "voc/")
+    refused(
+        r"mine\.npz is not .*; found the array x, the array y\. .*edge_index",
+        task_of_data,
+        "mine.npz",
+    )
+    write(
+        data_folder / "voc",
+        {
+            "JPEGImages/a.jpg": b"",
+            "annotation/a.xml": b"",
+            "ImageSets/Main/train.txt": b"a",
+        },
+    )
+    refused(
+        r"found ImageSets/, JPEGImages/, annotation/; boxes need Pascal VOC's layout: Ann",
+        task_of_data,
+        "voc/",
+    )
 
 
 def test_all_wrong_files_are_named_at_once(data_folder):
-    files = {n: b"" if n[:6] == "train/" and n[-5] in "12" else f for n, f in image_folder(counts=(12, 4)).items()}
+    files = {
+        n: b"" if n[:6] == "train/" and n[-5] in "12" else f
+        for n, f in image_folder(counts=(12, 4)).items()
+    }
     said = refusal(own("image", own_data(data_folder, files)))
     assert said.splitlines()[0] == "6 files are wrong:"  # of two classes 1, 2 and 11
     assert said.count("cannot be read: it is empty") == 6
     names = [str(i) for i in range(15)]
-    refused(r"15 files are wrong:\n(.*\n){10}and 5 more", common.each, lambda name: whole_numbers(name, ["a"]), names)
+    refused(
+        r"15 files are wrong:\n(.*\n){10}and 5 more",
+        common.each,
+        lambda name: whole_numbers(name, ["a"]),
+        names,
+    )
 
 
 @pytest.mark.parametrize("task", EXPERIMENTS)
 def test_own_data_that_is_not_there(task):
     for dataset in ("nowhere/", "nowhere.npz", "nowhere.txt"):
-        refused(r"there is no file or folder .*nowhere", check_data, own(task, dataset), error=DataNotFoundError)
+        refused(
+            r"there is no file or folder .*nowhere",
+            check_data,
+            own(task, dataset),
+            error=DataNotFoundError,
+        )
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_named_data_that_is_not_there(dataset, data_folder):
     found = DATASETS[dataset]
-    asked = recipe(next(scale for scale in ("smoke", "paper") if scale in found.recipes or found.like), dataset)
+    asked = recipe(
+        next(
+            scale
+            for scale in ("smoke", "paper")
+            if scale in found.recipes or found.like
+        ),
+        dataset,
+    )
     if found.embedded:
         check_data(asked)
         assert fingerprint(asked) == ""
         return
     for look in (check_data, LOAD[asked.task]):
-        refused(f"python -m cpt_lab download {dataset}", look, asked, error=DataNotFoundError)
+        refused(
+            f"python -m cpt_lab download {dataset}",
+            look,
+            asked,
+            error=DataNotFoundError,
+        )
     (data_folder / found.folders[0]).mkdir(parents=True)
     check_data(asked)
 
@@ -395,7 +632,9 @@ def test_named_data_that_is_not_there(dataset, data_folder):
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["graph in an archive", "images in archives", "folders of images"])
+@pytest.mark.parametrize(
+    "layout", ["graph in an archive", "images in archives", "folders of images"]
+)
 def test_a_changed_file_is_another_fingerprint(layout, data_folder):
     task, make = LAYOUTS[layout]
     files = make()
@@ -424,7 +663,9 @@ def test_files_behind_links_count(data_folder):
     assert fingerprint(asked) != before
 
 
-def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_path_factory, monkeypatch):
+def test_what_was_loaded_is_loaded_again_when_anything_changed(
+    data_folder, tmp_path_factory, monkeypatch
+):
     monkeypatch.setattr(common, "_last", {})
     task, make = LAYOUTS["text"]
     files = make()
@@ -432,7 +673,9 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
     fields = ("unit", "batch")
     first = load_once(load_text, words, *fields)
     assert load_once(load_text, replace(words, steps=words.steps + 1), *fields) is first
-    assert len(load_once(load_text, replace(words, unit="characters"), *fields).train) > len(first.train)
+    assert len(
+        load_once(load_text, replace(words, unit="characters"), *fields).train
+    ) > len(first.train)
     assert load_once(load_text, words, *fields) is not first  # the last alone is kept
     (data_folder / "mine" / "train.txt").write_bytes(b"quite another one\n" * 9)
     assert "another" in load_once(load_text, words, *fields).vocabulary
@@ -453,11 +696,16 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
 @pytest.mark.parametrize(
     ("wanted", "there", "sizes"),
     [
-        ((500, 100), 600, (500, 100)), ((500, 100), 360, (324, 36)), ((500, 10), 360, (350, 10)),
-        ((500, 0), 360, (360, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
-        ((10, 10), 3, (2, 1)), ((350, 100), 400, (350, 40)),
+        ((500, 100), 600, (500, 100)),
+        ((500, 100), 360, (324, 36)),
+        ((500, 10), 360, (350, 10)),
+        ((500, 0), 360, (360, 0)),
+        ((None, 5), 12, (None, 5)),
+        ((None, 5_000), 600, (None, 60)),
+        ((10, 10), 3, (2, 1)),
+        ((350, 100), 400, (350, 40)),
     ],
-)  # fmt: skip
+)
 def test_sizes_follow_ones_own_data(wanted, there, sizes):
     asked = own("image", "mine/", train_images=wanted[0], valid_images=wanted[1])
     assert split_sizes(asked, there) == sizes
@@ -465,7 +713,12 @@ def test_sizes_follow_ones_own_data(wanted, there, sizes):
     rest = range(there - held)[:used]
     assert (titled("mine", asked, rest, range(held)) == "mine") == (sizes == wanted)
     if sum(filter(None, wanted)) > there:
-        refused(rf"images wanted, there are {there}", split_sizes, replace(asked, dataset="cifar10"), there)
+        refused(
+            rf"images wanted, there are {there}",
+            split_sizes,
+            replace(asked, dataset="cifar10"),
+            there,
+        )
 
 
 @pytest.mark.parametrize("size", [16, 72])

@@ -38,7 +38,13 @@ CPU = torch.device("cpu")
 
 
 def small(dataset, **changes):
-    base = replace(recipe("demo", "cifar10"), dataset=dataset, batch=4, train_images=None, valid_images=2)
+    base = replace(
+        recipe("demo", "cifar10"),
+        dataset=dataset,
+        batch=4,
+        train_images=None,
+        valid_images=2,
+    )
     return replace(base, **{"test_images": None, **changes})
 
 
@@ -64,7 +70,10 @@ def batches_of(images, seed=0, start=0, **changes):
 def test_an_epoch_holds_every_image_once_and_the_last_batch_is_small():
     images = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 1, 6, 6)
     batches = list(itertools.islice(batches_of(images), 6))
-    for x, labels in batches:  # whatever the crop, there is some of the image in the middle
+    for (
+        x,
+        labels,
+    ) in batches:  # whatever the crop, there is some of the image in the middle
         assert torch.equal(x[:, 0, 3, 3], labels.float())
     numbers = [labels for _, labels in batches]
     epochs = [torch.cat(numbers[:3]).tolist(), torch.cat(numbers[3:]).tolist()]
@@ -77,10 +86,20 @@ def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
     image = torch.randint(0, 256, (1, 6, 6), dtype=torch.uint8)
     x, _ = next(batches_of(image.expand(2500, 1, 6, 6), batch=2500))
     padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
-    windows = [padded[:, dy : dy + 6, dx : dx + 6] for dy in range(5) for dx in range(5)]
-    places = [(w.flip(-1) if flip else w).float().numpy().tobytes() for w in windows for flip in (False, True)]
+    windows = [
+        padded[:, dy : dy + 6, dx : dx + 6] for dy in range(5) for dx in range(5)
+    ]
+    places = [
+        (w.flip(-1) if flip else w).float().numpy().tobytes()
+        for w in windows
+        for flip in (False, True)
+    ]
     assert len(set(places)) == 50
-    counts = torch.tensor([places.index(found.numpy().tobytes()) for found in x]).bincount(minlength=50).view(25, 2)
+    counts = (
+        torch.tensor([places.index(found.numpy().tobytes()) for found in x])
+        .bincount(minlength=50)
+        .view(25, 2)
+    )
     assert 60 < counts.sum(1).min() <= counts.sum(1).max() < 150  # of 100
     assert abs(float(counts.sum(0)[1]) / 2500 - 0.5) < 0.04  # four standard deviations
 
@@ -100,13 +119,20 @@ def write_cifar10(folder, monkeypatch):
         return [name, hashlib.md5(raw).hexdigest()]
 
     def images(n):
-        return {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(n)]}
+        return {
+            "data": rng.integers(0, 256, (n, 3072), dtype=np.uint8),
+            "labels": [i % 10 for i in range(n)],
+        }
 
     kind = torchvision.datasets.CIFAR10
-    monkeypatch.setattr(kind, "train_list", [part(f"data_batch_{i}", images(10)) for i in range(1, 6)])
+    monkeypatch.setattr(
+        kind, "train_list", [part(f"data_batch_{i}", images(10)) for i in range(1, 6)]
+    )
     monkeypatch.setattr(kind, "test_list", [part("test_batch", images(10))])
     meta = part("batches.meta", {"label_names": [f"class {i}" for i in range(10)]})
-    monkeypatch.setattr(kind, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
+    monkeypatch.setattr(
+        kind, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]}
+    )
 
 
 def test_cifar_through_torchvision(data_folder, monkeypatch):
@@ -115,9 +141,13 @@ def test_cifar_through_torchvision(data_folder, monkeypatch):
     assert [len(s) for s in (images.train, images.valid, images.test)] == [45, 5, 10]
     assert images.title == "CIFAR-10"
     original = torchvision.datasets.CIFAR10(data_folder, train=False).data[3]
-    assert torch.equal(images.test.images[3], torch.from_numpy(original).permute(2, 0, 1))
+    assert torch.equal(
+        images.test.images[3], torch.from_numpy(original).permute(2, 0, 1)
+    )
     x, _ = next(evaluation_batches(images.test, images, 32, CPU, 0))
-    for channel, (mean, std) in enumerate(((0.4914, 0.2023), (0.4822, 0.1994), (0.4465, 0.2010))):
+    for channel, (mean, std) in enumerate(
+        ((0.4914, 0.2023), (0.4822, 0.1994), (0.4465, 0.2010))
+    ):
         wanted = (torch.from_numpy(original[..., channel]) / 255 - mean) / std
         assert torch.allclose(x[3, channel], wanted, atol=1e-5)
     shrunk = load_images(small("cifar10", size=16))
@@ -129,14 +159,19 @@ def test_cifar_through_torchvision(data_folder, monkeypatch):
 def test_damaged_cifar_is_refused(data_folder, monkeypatch):
     write_cifar10(data_folder, monkeypatch)
     (data_folder / "cifar-10-batches-py" / "test_batch").write_bytes(b"damaged")
-    refused("or is damaged", load_images, small("cifar10", size=32), error=DataNotFoundError)
+    refused(
+        "or is damaged", load_images, small("cifar10", size=32), error=DataNotFoundError
+    )
 
 
 # --- own images -----------------------------------------------------------------------------------
 
 
 def image_files(folder, size=20):
-    write(folder, image_folder(("cat", "dog"), ("cat", "dog"), (6, 3), (size, size + 4), "JPEG"))
+    write(
+        folder,
+        image_folder(("cat", "dog"), ("cat", "dog"), (6, 3), (size, size + 4), "JPEG"),
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -149,7 +184,9 @@ def test_archives(packed, data_folder):
     assert (by_folder.classes, by_folder.channels, len(by_folder.test)) == (3, 3, 6)
     if not packed:
         with np.load(folder / "val.npz") as z:
-            assert torch.equal(by_folder.test.images, torch.from_numpy(z["data"]).permute(0, 3, 1, 2))
+            assert torch.equal(
+                by_folder.test.images, torch.from_numpy(z["data"]).permute(0, 3, 1, 2)
+            )
 
 
 def test_a_folder_with_train_and_test_is_read(data_folder):
@@ -159,17 +196,25 @@ def test_a_folder_with_train_and_test_is_read(data_folder):
     for before, after in (("val", "valid"), ("valid", "test")):
         (data_folder / "pets" / before).rename(data_folder / "pets" / after)
         check_data(small("pets/", size=16))
-        assert torch.equal(load_images(small("pets/", size=16)).test.images, images.test.images)
+        assert torch.equal(
+            load_images(small("pets/", size=16)).test.images, images.test.images
+        )
 
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
 @pytest.mark.parametrize("place", ["pets/", "pets/train/"])
-def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(size, place, data_folder):
+def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(
+    size, place, data_folder
+):
     write(data_folder / place, class_folders(10))
     data = load_images(small("pets/", size=size))
     assert "own images (pets), a fifth drawn to test on" in data.title
     assert (len(data.train) + len(data.valid), len(data.test)) == (16, 4)
-    labels = data.test.labels if size == 16 else torch.tensor([data.test[i][1] for i in range(4)])
+    labels = (
+        data.test.labels
+        if size == 16
+        else torch.tensor([data.test[i][1] for i in range(4)])
+    )
     assert labels.bincount().tolist() == [2, 2]
     if size == 16:
         pixels = [*data.train.images, *data.valid.images, *data.test.images]
@@ -182,30 +227,43 @@ def test_some_of_the_test_images_of_folders_are_of_all_classes(size, data_folder
     names = [f"kind{i}" for i in range(4)]
     write(data_folder / "pets", image_folder(names, names, (4, 16)))
     some = load_images(small("pets/", size=size, test_images=20)).test
-    labels = some.labels if size == 16 else torch.tensor([some[i][1] for i in range(20)])
+    labels = (
+        some.labels if size == 16 else torch.tensor([some[i][1] for i in range(20)])
+    )
     assert len(some) == 20
     assert labels.bincount(minlength=4).min() >= 2
 
 
 def test_some_of_the_test_images_in_mixed_order_are_the_first(data_folder):
     write(data_folder / "mine", image_archives())
-    whole, some = (load_images(small("mine/", size=8, test_images=n)).test for n in (None, 4))
+    whole, some = (
+        load_images(small("mine/", size=8, test_images=n)).test for n in (None, 4)
+    )
     assert torch.equal(some.images, whole.images[:4])
 
 
 def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
     image_files(data_folder / "pets")
     before = load_images(small("pets/", size=16)).checksum
-    write(data_folder / "pets", {f"train/{name}/._0.png": b"\0" for name in ("cat", "dog")})
+    write(
+        data_folder / "pets",
+        {f"train/{name}/._0.png": b"\0" for name in ("cat", "dog")},
+    )
     write(data_folder / "pets", {"train/.DS_Store": b"\0", "train/notes.txt": b"cats"})
     assert load_images(small("pets/", size=16)).checksum == before
 
 
 def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
     write(data_folder / "pets", class_folders(4))
-    refused(r"pets: no class has the five pictures of which one is tested on", load_images, small("pets/", size=16))
+    refused(
+        r"pets: no class has the five pictures of which one is tested on",
+        load_images,
+        small("pets/", size=16),
+    )
     (data_folder / "pets/a").rename(data_folder / "pets/val")
-    with pytest.raises(DataNotFoundError, match=r"pets has val/ and no train/; it needs train/<class>/"):
+    with pytest.raises(
+        DataNotFoundError, match=r"pets has val/ and no train/; it needs train/<class>/"
+    ):
         load_images(small("pets/", size=16))
 
 
@@ -227,14 +285,19 @@ def test_image_folder_from_disk_resumes(data_folder):
     x, y = next(file_batches(images.train, r, 0, CPU, 0, 5))
     assert torch.equal(x, batches[5][0])
     assert torch.equal(y, batches[5][1])
-    second, _ = next(file_batches(images.train, r, 0, CPU, 0, 5, share=lambda keys: keys[1:]))
+    second, _ = next(
+        file_batches(images.train, r, 0, CPU, 0, 5, share=lambda keys: keys[1:])
+    )
     assert torch.equal(second, x[1:])  # a process reads no more than its part
     worker_x, _ = next(file_batches(images.train, r, 0, CPU, 1, 5))
     assert torch.equal(worker_x, x)
     x, y = next(evaluation_batches(images.test, images, 72, CPU, 0))
     assert x.shape == (6, 3, 72, 72)
     assert sorted(images.train.indices + images.valid.indices) == list(range(12))
-    assert images.valid.indices not in ([0, 1], [10, 11])  # files come class by class: a part at an end is one class
+    assert images.valid.indices not in (
+        [0, 1],
+        [10, 11],
+    )  # files come class by class: a part at an end is one class
     red = Image.new("RGB", (80, 80), (255, 0, 0))
     (pixel,) = next(evaluation_batches([(red, 0)], images, 72, CPU, 0))[0][..., 36, 36]
     wanted = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
@@ -258,7 +321,10 @@ def npz(count=4, grey=0, **changes):
 
 
 def two(*labels):
-    return {f"{name}.npz": npz(len(labels), grey, labels=np.array(labels)) for grey, name in enumerate("ab")}
+    return {
+        f"{name}.npz": npz(len(labels), grey, labels=np.array(labels))
+        for grey, name in enumerate("ab")
+    }
 
 
 @pytest.mark.parametrize(
@@ -267,19 +333,58 @@ def two(*labels):
         ("nowhere/", {}, DataNotFoundError, "there is no folder"),
         ("a.npz,b.npz", {}, DataNotFoundError, "there is no file .*a.npz"),
         ("a.npz,b.npz,c.npz", {}, ValueError, "two archives expected"),
-        ("two/", {f"two/{n}.npz": npz() for n in ("x_train", "y_train", "t_test")}, ValueError,
-         "archives there: t_test.npz, x_train.npz, y_train.npz"),
-        ("a.npz,a.npz", {"a.npz": archive(images=np.zeros(3))}, ValueError, "needs labels and either"),
-        ("a.npz,a.npz", {"a.npz": npz(data=np.zeros((4, 8, 8)))}, ValueError, "must be uint8"),
+        (
+            "two/",
+            {f"two/{n}.npz": npz() for n in ("x_train", "y_train", "t_test")},
+            ValueError,
+            "archives there: t_test.npz, x_train.npz, y_train.npz",
+        ),
+        (
+            "a.npz,a.npz",
+            {"a.npz": archive(images=np.zeros(3))},
+            ValueError,
+            "needs labels and either",
+        ),
+        (
+            "a.npz,a.npz",
+            {"a.npz": npz(data=np.zeros((4, 8, 8)))},
+            ValueError,
+            "must be uint8",
+        ),
         ("a.npz,a.npz", {"a.npz": npz(labels=np.arange(2))}, ValueError, "2 labels"),
-        ("a.npz,a.npz", {"a.npz": npz(2, labels=np.array([-1, 0]))}, ValueError, r"labels must be 0, 1"),
+        (
+            "a.npz,a.npz",
+            {"a.npz": npz(2, labels=np.array([-1, 0]))},
+            ValueError,
+            r"labels must be 0, 1",
+        ),
         ("mnist", {}, ValueError, "unknown dataset 'mnist'"),
-        ("a.npz,b.npz", two(0, 1, 10**6), ValueError, "training images: label 1000000 of 3; classes"),
-        ("a.npz,b.npz", two(1, 2, 3), ValueError, "training images: labels are 1 to 3; classes must"),
-        ("a.npz,b.npz", two(2, 2, 2), ValueError, "all 3 labels are 2; there is nothing to learn"),
-        ("a.npz,a.npz", {"a.npz": npz()}, ValueError, "the 4 test images are the training images"),
+        (
+            "a.npz,b.npz",
+            two(0, 1, 10**6),
+            ValueError,
+            "training images: label 1000000 of 3; classes",
+        ),
+        (
+            "a.npz,b.npz",
+            two(1, 2, 3),
+            ValueError,
+            "training images: labels are 1 to 3; classes must",
+        ),
+        (
+            "a.npz,b.npz",
+            two(2, 2, 2),
+            ValueError,
+            "all 3 labels are 2; there is nothing to learn",
+        ),
+        (
+            "a.npz,a.npz",
+            {"a.npz": npz()},
+            ValueError,
+            "the 4 test images are the training images",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_data_is_named(dataset, files, error, message, data_folder):
     write(data_folder, files)
     refused(message, load_images, small(dataset, size=8), error=error)
@@ -289,10 +394,20 @@ def test_bad_data_is_named(dataset, files, error, message, data_folder):
 def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     image_files(data_folder / "pets")
     for split in ("train", "val"):
-        shutil.copytree(data_folder / "pets" / split / "cat", data_folder / "one" / split / "cat")
+        shutil.copytree(
+            data_folder / "pets" / split / "cat", data_folder / "one" / split / "cat"
+        )
         shutil.copytree(data_folder / "pets" / "train", data_folder / "same" / split)
-    refused("the only class is 'cat'; there is nothing to learn from one class", load_images, small("one/", size=size))
-    refused("the 12 test images are the training images", load_images, small("same/", size=size))
+    refused(
+        "the only class is 'cat'; there is nothing to learn from one class",
+        load_images,
+        small("one/", size=size),
+    )
+    refused(
+        "the 12 test images are the training images",
+        load_images,
+        small("same/", size=size),
+    )
     (data_folder / "pets/val/dog/.ipynb_checkpoints").mkdir()
     (data_folder / "pets/val/.ipynb_checkpoints").mkdir()
     images = load_images(small("pets/", size=size))
@@ -300,7 +415,11 @@ def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     shutil.copytree(data_folder / "pets/val", data_folder / "pets/test")
     assert ", tested on val/" in load_images(small("pets/", size=size)).title
     (data_folder / "pets/train/empty").mkdir()
-    refused(r"pets/train/empty is the folder of a class, and has no picture", load_images, small("pets/", size=size))
+    refused(
+        r"pets/train/empty is the folder of a class, and has no picture",
+        load_images,
+        small("pets/", size=size),
+    )
 
 
 # --- what the report says, and what is refused ----------------------------------------------------
@@ -313,7 +432,9 @@ def saved(image, kind="PNG", **options):
 
 
 def noise(seed, size=(20, 24)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    )
 
 
 def pets(seed=0, kind="PNG", make=None):
@@ -324,14 +445,22 @@ def pets(seed=0, kind="PNG", make=None):
 
 
 def split_pets():
-    return {f"{part}/{name}": file for part, seed in (("train", 0), ("val", 50)) for name, file in pets(seed).items()}
+    return {
+        f"{part}/{name}": file
+        for part, seed in (("train", 0), ("val", 50))
+        for name, file in pets(seed).items()
+    }
 
 
 def deep(high, kind="PNG", dtype=np.uint16):
     """Return a maker of grey pictures of 16 bits with values up to a limit."""
 
     def make(seed):
-        values = np.random.default_rng(seed).permutation(np.linspace(0, high, 480)).reshape(20, 24)
+        values = (
+            np.random.default_rng(seed)
+            .permutation(np.linspace(0, high, 480))
+            .reshape(20, 24)
+        )
         return saved(Image.fromarray(values.astype(dtype)), kind)
 
     return make
@@ -341,14 +470,23 @@ def deep_colours(high):
     """Return a maker of PNG files of 16 bits per channel, which Pillow cannot write."""
 
     def chunk(name, content):
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     def make(seed):
         values = np.random.default_rng(seed).integers(0, high, (20, 24, 3))
         values[0, 0] = high
         rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
         header = struct.pack(">IIBBBBB", 24, 20, 16, 2, 0, 0, 0)
-        parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+        parts = (
+            chunk(b"IHDR", header),
+            chunk(b"IDAT", zlib.compress(rows)),
+            chunk(b"IEND", b""),
+        )
         return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
     return make
@@ -371,7 +509,13 @@ def loosely(*names):
 
 FACTS = {  # what is there -> its files, what the report must say
     "other kinds": (
-        lambda: pets() | dict.fromkeys(["cat/a.heic", "dog/b.HEIC", "dog/c.gif", "d.avif", "cat/notes.docx"], b"x"),
+        lambda: (
+            pets()
+            | dict.fromkeys(
+                ["cat/a.heic", "dog/b.HEIC", "dog/c.gif", "d.avif", "cat/notes.docx"],
+                b"x",
+            )
+        ),
         [
             "left out: 2 files .heic: pictures of this kind are not read; save them as .jpg or .png (cat/a.heic, dog/b",
             "left out: 1 file .gif",
@@ -380,21 +524,44 @@ FACTS = {  # what is there -> its files, what the report must say
         ],
     ),
     "jpeg by another name": (
-        lambda: pets() | {"cat/a.jfif": saved(noise(80), "JPEG"), "dog/b.JPE": saved(noise(81), "JPEG")},
+        lambda: (
+            pets()
+            | {
+                "cat/a.jfif": saved(noise(80), "JPEG"),
+                "dog/b.JPE": saved(noise(81), "JPEG"),
+            }
+        ),
         ["read: 14 pictures: formats PNG 12, JPEG 2"],
     ),
     "hidden": (
         lambda: (
-            pets() | loosely("cat/.a.png", "cat/__x/1.png", "cat/deep/@eaDir/2.png", ".git/3.png", "lost+found/4.png")
+            pets()
+            | loosely(
+                "cat/.a.png",
+                "cat/__x/1.png",
+                "cat/deep/@eaDir/2.png",
+                ".git/3.png",
+                "lost+found/4.png",
+            )
         ),
-        ["left out: 5 files .png: hidden files and folders are not read (.git/3.png, cat/.a.png, cat/__x/1.png, ...)"],
+        [
+            "left out: 5 files .png: hidden files and folders are not read (.git/3.png, cat/.a.png, cat/__x/1.png, ...)"
+        ],
     ),
     "in folders of a class": (
-        lambda: pets() | loosely("cat/kittens/1.png", "cat/kittens/2.png", "dog/old/3.png"),
-        ["changed: 3 pictures in folders inside of class folders belong to that class (cat/kittens 2, dog/old 1)"],
+        lambda: (
+            pets() | loosely("cat/kittens/1.png", "cat/kittens/2.png", "dog/old/3.png")
+        ),
+        [
+            "changed: 3 pictures in folders inside of class folders belong to that class (cat/kittens 2, dog/old 1)"
+        ],
     ),
     "beside the splits": (
-        lambda: split_pets() | loosely("test/cat/1.png", "extra/2.png", "3.png", "train/4.png") | {"old.npz": b"x"},
+        lambda: (
+            split_pets()
+            | loosely("test/cat/1.png", "extra/2.png", "3.png", "train/4.png")
+            | {"old.npz": b"x"}
+        ),
         [
             "left out: 1 file .png: val/ is tested on (test/cat/1.png)",
             "left out: 1 file .png: only train/ and a folder to test on are read (extra/2.png)",
@@ -408,25 +575,42 @@ FACTS = {  # what is there -> its files, what the report must say
         ["classes: Cat and cat differ in spelling alone, and are 2 classes"],
     ),
     "names that differ in composed letters": (
-        lambda: pets() | loosely(*(f"\u00e9/{i}.png" for i in range(5)), *(f"e\u0301/{i}0.png" for i in range(5))),
+        lambda: (
+            pets()
+            | loosely(
+                *(f"\u00e9/{i}.png" for i in range(5)),
+                *(f"e\u0301/{i}0.png" for i in range(5)),
+            )
+        ),
         ["differ in spelling alone, and are 2 classes"],
     ),
     "12 bits": (
         lambda: pets(make=deep(4095)),
-        ["changed: 12 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"],
+        [
+            "changed: 12 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
+        ],
     ),
-    "10 bits in TIFF": (lambda: pets(kind="TIFF", make=deep(1000, "TIFF")), ["values up to 1,000: read as 10 bits"]),
+    "10 bits in TIFF": (
+        lambda: pets(kind="TIFF", make=deep(1000, "TIFF")),
+        ["values up to 1,000: read as 10 bits"],
+    ),
     "16 bits beside 8": (
         lambda: pets() | {"cat/deep.png": deep(65535)(90)},
         ["changed: 1 grey picture of 16 bits", "read as 16 bits"],
     ),
     "16 bits per channel": (
         lambda: pets() | {"cat/deep.png": deep_colours(60000)(90)},
-        ["changed: 1 picture with 16 bits per channel: the upper 8 are read (cat/deep.png)"],
+        [
+            "changed: 1 picture with 16 bits per channel: the upper 8 are read (cat/deep.png)"
+        ],
     ),
     "modes": (
         lambda: (
-            pets() | {f"cat/{mode}.tif": saved(noise(90).convert(mode), "TIFF") for mode in ("L", "1", "CMYK", "LA")}
+            pets()
+            | {
+                f"cat/{mode}.tif": saved(noise(90).convert(mode), "TIFF")
+                for mode in ("L", "1", "CMYK", "LA")
+            }
         ),
         [
             "modes RGB 12",
@@ -445,23 +629,56 @@ FACTS = {  # what is there -> its files, what the report must say
         ["read: 1 picture with a colour profile, which is not applied (cat/p.jpg)"],
     ),
     "pages": (
-        lambda: pets() | {"cat/a.tif": pages("TIFF"), "cat/b.png": pages("PNG"), "dog/c.webp": pages("WEBP")},
-        ["changed: 3 pictures of several frames or pages: the first alone is read (cat/a.tif, cat/b.png, dog/c.webp)"],
+        lambda: (
+            pets()
+            | {
+                "cat/a.tif": pages("TIFF"),
+                "cat/b.png": pages("PNG"),
+                "dog/c.webp": pages("WEBP"),
+            }
+        ),
+        [
+            "changed: 3 pictures of several frames or pages: the first alone is read (cat/a.tif, cat/b.png, dog/c.webp)"
+        ],
     ),
     "orientation": (
-        lambda: pets() | {f"cat/{k}.jpg": saved(noise(90 + k), "JPEG", exif=turned(k)) for k in (3, 6, 8)},
-        ["changed: EXIF orientation applied to 3 pictures, as viewers do", "cat/3.jpg, cat/6.jpg, cat/8.jpg"],
+        lambda: (
+            pets()
+            | {
+                f"cat/{k}.jpg": saved(noise(90 + k), "JPEG", exif=turned(k))
+                for k in (3, 6, 8)
+            }
+        ),
+        [
+            "changed: EXIF orientation applied to 3 pictures, as viewers do",
+            "cat/3.jpg, cat/6.jpg, cat/8.jpg",
+        ],
     ),
     "a picture of one value": (
-        lambda: {**pets(), **pets(make=lambda seed: saved(Image.new("RGB", (24, 20), (seed, seed, seed))))},
+        lambda: {
+            **pets(),
+            **pets(
+                make=lambda seed: saved(Image.new("RGB", (24, 20), (seed, seed, seed)))
+            ),
+        },
         ["of one value throughout"],
     ),
     "copies": (
-        lambda: pets() | {name.replace("/", "/copy of "): file for name, file in list(pets().items())[:3]},
-        ["changed: copies of other files, byte for byte: 3; each is in the split of its original"],
+        lambda: (
+            pets()
+            | {
+                name.replace("/", "/copy of "): file
+                for name, file in list(pets().items())[:3]
+            }
+        ),
+        [
+            "changed: copies of other files, byte for byte: 3; each is in the split of its original"
+        ],
     ),
     "classes without a test picture": (
-        lambda: {name: file for name, file in split_pets().items() if "val/cat" not in name},
+        lambda: {
+            name: file for name, file in split_pets().items() if "val/cat" not in name
+        },
         ["classes: test has no picture of 1 class: cat"],
     ),
 }
@@ -485,7 +702,10 @@ def test_report_of_images_names_what_is_left_out_or_changed(case, size, data_fol
     assert [word for word in words if word not in facts] == [], facts
     assert str(data_folder) not in facts
     again = load_images(small("pets/", size=size))
-    assert (again.report.digest, again.checksum) == (found.report.digest, found.checksum)
+    assert (again.report.digest, again.checksum) == (
+        found.report.digest,
+        found.checksum,
+    )
 
 
 ERRORS = {  # what is there -> its files, what the error must say
@@ -494,7 +714,10 @@ ERRORS = {  # what is there -> its files, what the error must say
         r"pets/bird is the folder of a class, .* \(found: 3 files \.heic\); save pictures as \.jpg or \.png",
     ),
     "pictures of val/ without classes": (
-        lambda: {n: f for n, f in split_pets().items() if "train" in n} | loosely("val/1.png", "val/2.png"),
+        lambda: (
+            {n: f for n, f in split_pets().items() if "train" in n}
+            | loosely("val/1.png", "val/2.png")
+        ),
         r"pets/val has no folder of a class in it; 2 pictures lie directly in it .* val/<class>/",
     ),
     "Tiny ImageNet": (
@@ -506,24 +729,41 @@ ERRORS = {  # what is there -> its files, what the error must say
         r"class 'images' is unknown; .* folder of their own, val/<class>/ \(val_annotations.txt may say which\)",
     ),
     "a class in another spelling": (
-        lambda: {name.replace("val/cat", "val/Cat"): file for name, file in split_pets().items()},
+        lambda: {
+            name.replace("val/cat", "val/Cat"): file
+            for name, file in split_pets().items()
+        },
         r"class 'Cat' is unknown; .*'cat' differs in spelling alone: give both folders one name",
     ),
     "splits in capitals": (
-        lambda: {n.replace("val/", "Val/").replace("train", "Train"): f for n, f in split_pets().items()},
+        lambda: {
+            n.replace("val/", "Val/").replace("train", "Train"): f
+            for n, f in split_pets().items()
+        },
         r"pets has Train/ and Val/; call the folders train/ and val/",
     ),
     "a split by another name": (
-        lambda: {name.replace("val/", "dev/"): file for name, file in split_pets().items()},
+        lambda: {
+            name.replace("val/", "dev/"): file for name, file in split_pets().items()
+        },
         r"pets has train/ and dev/; call the second one val/",
     ),
     "12 bits beside 8": (
         lambda: pets() | {"cat/deep.png": deep(4095)(90)},
         r"1 grey picture of 16 bits whose values end at 4,095 \(cat/deep.png\) stand beside 12 of 8 bits .*save all",
     ),
-    "8 bits in 16": (lambda: pets(make=deep(255)), "12 pictures of 16 bits whose values end at 255 would be"),
-    "32 bits": (lambda: pets() | {"cat/f.tif": deep(1e6, "TIFF", np.int32)(0)}, r"cat/f\.tif cannot be .*PIL's mode I"),
-    "floats": (lambda: pets() | {"cat/f.tif": deep(1, "TIFF", np.float32)(0)}, r"cat/f\.tif cannot be .*PIL's mode F"),
+    "8 bits in 16": (
+        lambda: pets(make=deep(255)),
+        "12 pictures of 16 bits whose values end at 255 would be",
+    ),
+    "32 bits": (
+        lambda: pets() | {"cat/f.tif": deep(1e6, "TIFF", np.int32)(0)},
+        r"cat/f\.tif cannot be .*PIL's mode I",
+    ),
+    "floats": (
+        lambda: pets() | {"cat/f.tif": deep(1, "TIFF", np.float32)(0)},
+        r"cat/f\.tif cannot be .*PIL's mode F",
+    ),
     "12 bits per channel": (
         lambda: pets(make=deep_colours(4000)),
         r"12 colour pictures of 16 bits per channel, whose values end below 4,096 of 65,535, would be dark",
@@ -532,7 +772,10 @@ ERRORS = {  # what is there -> its files, what the error must say
         lambda: split_pets() | {"val/dog/new.png": split_pets()["train/cat/0.png"]},
         r"pets/val: 1 of 13 test images are copies of training images \(val/dog/new.png is train/cat/0.png\).*take",
     ),
-    "one class": (lambda: {n: f for n, f in pets().items() if "cat" in n}, "the only class is 'cat'"),
+    "one class": (
+        lambda: {n: f for n, f in pets().items() if "cat" in n},
+        "the only class is 'cat'",
+    ),
 }
 
 
@@ -548,13 +791,22 @@ def test_every_class_of_12_bits_is_scaled_by_the_largest_value_of_all(data_folde
     """One dark picture keeps its distance to the others: the scale is that of the data set."""
     files = pets(make=deep(4095)) | {"cat/0.png": deep(500)(0)}
     found = loaded(data_folder, 80, files)
-    (index,) = (i for i, (path, _) in enumerate(found.train.dataset.samples) if path.endswith("cat/0.png"))
+    (index,) = (
+        i
+        for i, (path, _) in enumerate(found.train.dataset.samples)
+        if path.endswith("cat/0.png")
+    )
     assert np.asarray(found.train.dataset[index][0]).max() == 500 >> 4
-    assert np.asarray(open_rgb(data_folder / "pets/cat/0.png")).max() == 500 >> 1  # alone
+    assert (
+        np.asarray(open_rgb(data_folder / "pets/cat/0.png")).max() == 500 >> 1
+    )  # alone
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
-@pytest.mark.parametrize(("kind", "ending"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("TIFF", "tif")])
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("TIFF", "tif")],
+)
 def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_path):
     image = Image.new("RGB", (48, 32))
     image.paste((255, 255, 255), (0, 0, 16, 16))
@@ -572,11 +824,15 @@ def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_pa
 
 def test_broken_exif_data_does_not_turn_or_stop_a_picture(tmp_path):
     (tmp_path / "a.png").write_bytes(saved(noise(0), exif=b"Exif\0\0II*\0garbage"))
-    assert np.array_equal(np.asarray(open_rgb(tmp_path / "a.png")), np.asarray(noise(0)))
+    assert np.array_equal(
+        np.asarray(open_rgb(tmp_path / "a.png")), np.asarray(noise(0))
+    )
     assert inspect_picture(tmp_path / "a.png").has_damaged_exif
 
 
-def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(data_folder):
+def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(
+    data_folder,
+):
     folder = write(data_folder / "pets", pets()) / "cat"
     (folder / "around").symlink_to(data_folder / "pets")
     (folder / "itself.png").symlink_to(folder / "itself.png")
@@ -593,26 +849,45 @@ def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(dat
 def archives(copied, rows=20, **more):
     """Return archives whose test images are ``copied`` training images and others."""
     rng = np.random.default_rng(0)
-    train, new = (rng.integers(0, 256, (rows, 8, 8, 3), dtype=np.uint8) for _ in range(2))
+    train, new = (
+        rng.integers(0, 256, (rows, 8, 8, 3), dtype=np.uint8) for _ in range(2)
+    )
     test = np.concatenate([train[:copied], new[copied:]])
     labels = np.arange(rows) % 2
-    return {"train.npz": archive(data=train, labels=labels, **more), "test.npz": archive(data=test, labels=labels)}
+    return {
+        "train.npz": archive(data=train, labels=labels, **more),
+        "test.npz": archive(data=test, labels=labels),
+    }
 
 
 def test_archives_count_a_few_copies_and_refuse_more(data_folder):
     facts = facts_of(loaded(data_folder, 8, archives(2)))
-    assert "overlap: 2 of 20 test pictures have the pixels of a training or validation picture at 8 x 8" in facts
+    assert (
+        "overlap: 2 of 20 test pictures have the pixels of a training or validation picture at 8 x 8"
+        in facts
+    )
     write(data_folder / "pets", archives(3))
-    message = r"3 of 20 test images are copies of training images \(test image 0 is training"
+    message = (
+        r"3 of 20 test images are copies of training images \(test image 0 is training"
+    )
     refused(message, load_images, small("pets/", size=8))
     write(data_folder / "pets", archives(20))
-    refused("the 20 test images are the training images", load_images, small("pets/", size=8))
+    refused(
+        "the 20 test images are the training images",
+        load_images,
+        small("pets/", size=8),
+    )
 
 
 def test_report_of_archives_names_arrays_files_and_labels(data_folder):
-    files = archives(0, class_names=np.array(["a", "b"]), meta=np.zeros(3)) | {"more.npz": b"x", "sub/a.txt": b""}
+    files = archives(0, class_names=np.array(["a", "b"]), meta=np.zeros(3)) | {
+        "more.npz": b"x",
+        "sub/a.txt": b"",
+    }
     with np.load(io.BytesIO(files["test.npz"])) as whole:
-        files["test.npz"] = archive(data=whole["data"], labels=whole["labels"].astype(float)[:, None])
+        files["test.npz"] = archive(
+            data=whole["data"], labels=whole["labels"].astype(float)[:, None]
+        )
     facts = facts_of(loaded(data_folder, 8, files))
     for word in (
         "left out: 2 arrays of train.npz: class_names, meta",
@@ -628,13 +903,19 @@ def test_report_of_archives_names_arrays_files_and_labels(data_folder):
 def test_archives_of_one_name_are_told_apart(data_folder):
     def packed(*seeds):
         pictures = [deep(4095 if seed else 1000)(seed) for seed in seeds]
-        raw, offsets = np.frombuffer(b"".join(pictures), np.uint8), np.cumsum([0, *map(len, pictures)])
+        raw, offsets = (
+            np.frombuffer(b"".join(pictures), np.uint8),
+            np.cumsum([0, *map(len, pictures)]),
+        )
         return archive(jpeg=raw, offsets=offsets, labels=np.arange(len(seeds)) % 2)
 
     write(data_folder, {"a/x.npz": packed(1, 2, 3, 4), "b/x.npz": packed(0, 5)})
     found = load_images(small("a/x.npz,b/x.npz", size=20, valid_images=0))
     assert "read: a/x.npz: 4 images" in facts_of(found)
-    assert "6 grey pictures of 16 bits, values up to 4,095: read as 12 bits" in facts_of(found)
+    assert (
+        "6 grey pictures of 16 bits, values up to 4,095: read as 12 bits"
+        in facts_of(found)
+    )
     assert found.test.images[0].max() <= 1000 >> 4  # the scale of both archives
 
 
@@ -645,7 +926,10 @@ def test_validation_pictures_that_are_copies_are_counted(size, data_folder):
     found = loaded(data_folder, size, files, valid_images=10)
     overlaps = [text for topic, text in found.report.facts if topic == "overlap"]
     assert len(overlaps) == 1
-    assert re.match(r"\d of 10 validation pictures (have the pixels of a|are copies of) training picture", overlaps[0])
+    assert re.match(
+        r"\d of 10 validation pictures (have the pixels of a|are copies of) training picture",
+        overlaps[0],
+    )
 
 
 def test_identical_files_are_found_by_their_whole_content(tmp_path):
@@ -658,7 +942,10 @@ def test_identical_files_are_found_by_their_whole_content(tmp_path):
         "longer": b"x" * 901,
         "c": b"x" * 900,
     }
-    paths = {name: str(write(tmp_path, {name: content}) / name) for name, content in contents.items()}
+    paths = {
+        name: str(write(tmp_path, {name: content}) / name)
+        for name, content in contents.items()
+    }
     missing = str(tmp_path / "missing")
     others = [paths[name] for name in contents if name != "a"]
     found = identical_files([paths["a"], missing], [*others, missing])
@@ -675,13 +962,25 @@ def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
 
     upright = [saved(noise(seed, (24, 20)), "JPEG") for seed in range(4)]
     lying = saved(noise(9), "JPEG", exif=turned(6))
-    files = {"train.npz": packed([*upright, lying]), "test.npz": packed([saved(noise(7, (24, 20)))])}
+    files = {
+        "train.npz": packed([*upright, lying]),
+        "test.npz": packed([saved(noise(7, (24, 20)))]),
+    }
     facts = facts_of(loaded(data_folder, 24, files, valid_images=0))
-    assert "EXIF orientation applied to 1 picture, as viewers do (orientation 6: 1; train.npz pi" in facts
-    grey = {"train.npz": [deep(1023)(i) for i in range(4)], "test.npz": [deep(1023)(9 + i) for i in range(4)]}
+    assert (
+        "EXIF orientation applied to 1 picture, as viewers do (orientation 6: 1; train.npz pi"
+        in facts
+    )
+    grey = {
+        "train.npz": [deep(1023)(i) for i in range(4)],
+        "test.npz": [deep(1023)(9 + i) for i in range(4)],
+    }
     files = {name: packed(pictures) for name, pictures in grey.items()}
     found = loaded(data_folder, 20, files, valid_images=0)
-    assert "8 grey pictures of 16 bits, values up to 1,023: read as 10 bits" in facts_of(found)
+    assert (
+        "8 grey pictures of 16 bits, values up to 1,023: read as 10 bits"
+        in facts_of(found)
+    )
     assert found.train.images.max() > 250
 
 
@@ -699,7 +998,9 @@ def test_labels_may_be_many_where_samples_are_too():
     refused("x: label 20000 of 20000", class_count, "x", np.arange(1, 20_001))
 
 
-def test_a_download_goes_through_torchvision_or_says_what_there_is(data_folder, tmp_path_factory, monkeypatch):
+def test_a_download_goes_through_torchvision_or_says_what_there_is(
+    data_folder, tmp_path_factory, monkeypatch
+):
     """The archive comes from a server on the loopback; transport, checksum and unpacking are torchvision's."""
     source = tmp_path_factory.mktemp("server")
     write_cifar10(source, monkeypatch)
@@ -710,14 +1011,24 @@ def test_a_download_goes_through_torchvision_or_says_what_there_is(data_folder, 
     kind = torchvision.datasets.CIFAR10
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(kind, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+        monkeypatch.setattr(
+            kind, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}"
+        )
         monkeypatch.setattr(kind, "tgz_md5", "0" * 32)
-        refused("not found or corrupted", data.download, "cifar10", error=DataNotFoundError)
-        monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+        refused(
+            "not found or corrupted", data.download, "cifar10", error=DataNotFoundError
+        )
+        monkeypatch.setattr(
+            kind, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest()
+        )
         data.download("cifar10")
         server.shutdown()
     assert len(load_images(small("cifar10", size=32)).test) == 10
-    refused("'mnist' cannot be downloaded; choose from cifar10, .*, ogbn-arxiv", data.download, "mnist")
+    refused(
+        "'mnist' cannot be downloaded; choose from cifar10, .*, ogbn-arxiv",
+        data.download,
+        "mnist",
+    )
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -58,12 +58,21 @@ class Call:
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (print, ("run",)), (eval, ("1 + 1",)), (np.zeros, ((2,),)), (operator.attrgetter, ("x",)),
-        (scipy.sparse.csc_matrix, ((2, 2),)), (np.frombuffer, (b"1234",)), (dict, ()),
+        (print, ("run",)),
+        (eval, ("1 + 1",)),
+        (np.zeros, ((2,),)),
+        (operator.attrgetter, ("x",)),
+        (scipy.sparse.csc_matrix, ((2, 2),)),
+        (np.frombuffer, (b"1234",)),
+        (dict, ()),
     ],
-)  # fmt: skip
+)
 def test_names_that_arrays_do_not_need_are_refused(function, arguments, capsys):
-    refused("a file of arrays needs no .*: not unpickled", load_inert, pickle.dumps(Call(function, *arguments), 2))
+    refused(
+        "a file of arrays needs no .*: not unpickled",
+        load_inert,
+        pickle.dumps(Call(function, *arguments), 2),
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -79,11 +88,19 @@ def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):
 
     class Dtype:
         def __reduce__(self):
-            return np.dtype, (kind, False, True), (3, order, None, None, None, -1, -1, 0)
+            return (
+                np.dtype,
+                (kind, False, True),
+                (3, order, None, None, None, -1, -1, 0),
+            )
 
     class Array:
         def __reduce__(self):
-            return np.empty(0).__reduce__()[0], (np.ndarray, (0,), b"b"), (1, shape, Dtype(), False, data)
+            return (
+                np.empty(0).__reduce__()[0],
+                (np.ndarray, (0,), b"b"),
+                (1, shape, Dtype(), False, data),
+            )
 
     return pickle.dumps(Array(), 2)
 
@@ -129,7 +146,11 @@ def test_hostile_steps_are_refused(case):
     """In another process: what is not refused may end it."""
     code = "import sys\nfrom cpt_lab.data.inert_pickle import load_inert\nload_inert(sys.stdin.buffer.read())"
     done = subprocess.run(
-        [sys.executable, "-c", code], input=HOSTILE[case], capture_output=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        input=HOSTILE[case],
+        capture_output=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[-1].startswith("ValueError: ")
@@ -138,7 +159,13 @@ def test_hostile_steps_are_refused(case):
 
 def test_what_is_no_array_is_named():
     refused("an array expected, got dict", array_of, {})
-    refused("a sparse matrix expected, got array", sparse_of, load_inert(pickle.dumps(np.eye(2), 2)))
+    refused(
+        "a sparse matrix expected, got array",
+        sparse_of,
+        load_inert(pickle.dumps(np.eye(2), 2)),
+    )
     matrix = scipy.sparse.csr_matrix(np.eye(2))
     del matrix.__dict__["indices"]
-    refused("a sparse matrix lacks indices", sparse_of, load_inert(pickle.dumps(matrix, 2)))
+    refused(
+        "a sparse matrix lacks indices", sparse_of, load_inert(pickle.dumps(matrix, 2))
+    )

@@ -20,7 +20,12 @@ from cpt_lab.data import common, detection_batches, image_batches
 from cpt_lab.data.common import batch_keys, readers
 from cpt_lab.data.detection import annotated_picture, random_detection
 from cpt_lab.data.detection_batches import _Ready
-from cpt_lab.data.image_batches import EVALUATION_BATCH, evaluation_batches, file_batches, training_files
+from cpt_lab.data.image_batches import (
+    EVALUATION_BATCH,
+    evaluation_batches,
+    file_batches,
+    training_files,
+)
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
@@ -29,15 +34,31 @@ from cpt_lab.tasks.graph import GraphTask, _Samples
 
 CPU = torch.device("cpu")
 MB = 10**6
-IMAGES = smoke_spec("digits", dataset="pets/", batch=4, size=72, crop="resized", flip=True, valid_images=2).recipe
+IMAGES = smoke_spec(
+    "digits",
+    dataset="pets/",
+    batch=4,
+    size=72,
+    crop="resized",
+    flip=True,
+    valid_images=2,
+).recipe
 PICTURES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).recipe
 
 
 @pytest.fixture
 def pets(data_folder):
     """Images of their own sizes, one file for every class and number."""
-    places = [f"{split}/{kind}/{i}.png" for split, n in (("train", 5), ("val", 3)) for kind in "ab" for i in range(n)]
-    write(data_folder / "pets", {name: picture((80 + i, 90), seed=i) for i, name in enumerate(places)})
+    places = [
+        f"{split}/{kind}/{i}.png"
+        for split, n in (("train", 5), ("val", 3))
+        for kind in "ab"
+        for i in range(n)
+    ]
+    write(
+        data_folder / "pets",
+        {name: picture((80 + i, 90), seed=i) for i, name in enumerate(places)},
+    )
     return load_images(IMAGES)
 
 
@@ -47,17 +68,31 @@ READERS = {
     "no limit": (6, None, 1000, 6, None),
     "no more than are of use": (200, None, 1, common.MOST, None),
     "just room for all": (4, 64, 8, 4, None),
-    "room for some": (4, 63, 8, 3, "has 63 MB for this run, and each of 4 processes that read needs 16 MB; start the "
-                      "container with --ipc=host, or --shm-size=65m: as it is only 3 of them read"),
-    "room for none": (4, 64, 38, OSError, r"has 64 MB for this run, .* needs 76 MB; .* --shm-size=305m$"),
-}  # fmt: skip
+    "room for some": (
+        4,
+        63,
+        8,
+        3,
+        "has 63 MB for this run, and each of 4 processes that read needs 16 MB; start the "
+        "container with --ipc=host, or --shm-size=65m: as it is only 3 of them read",
+    ),
+    "room for none": (
+        4,
+        64,
+        38,
+        OSError,
+        r"has 64 MB for this run, .* needs 76 MB; .* --shm-size=305m$",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", READERS)
 def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch):
     cores, room, batch, wanted, said = READERS[case]
     monkeypatch.setattr(common, "usable_cores", lambda: cores)
-    monkeypatch.setattr(common, "shared_memory", lambda: None if room is None else room * MB)
+    monkeypatch.setattr(
+        common, "shared_memory", lambda: None if room is None else room * MB
+    )
     if wanted is OSError:
         refused(said, readers, batch * MB, error=OSError)
     elif said:
@@ -67,29 +102,55 @@ def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch)
         assert readers(batch * MB) == wanted
 
 
-def test_too_little_shared_memory_is_noticed_before_anything_runs(pets, tmp_path, monkeypatch):
+def test_too_little_shared_memory_is_noticed_before_anything_runs(
+    pets, tmp_path, monkeypatch
+):
     monkeypatch.setattr(common, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
     assert task_of(spec)(spec, CPU).workers == common.usable_cores()
     monkeypatch.setattr(common, "shared_memory", lambda: 2 * MB)
-    refused("/dev/shm has 2 MB", run_grid, [spec], tmp_path / "rows.jsonl", workers=0, error=OSError)
+    refused(
+        "/dev/shm has 2 MB",
+        run_grid,
+        [spec],
+        tmp_path / "rows.jsonl",
+        workers=0,
+        error=OSError,
+    )
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-NORMALIZED = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)])
+NORMALIZED = v2.Compose(
+    [v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+)
 
 
 def test_images_are_read_as_bytes_and_normalised_as_torchvision_does(pets, device):
-    batches, data = file_batches(pets.train, IMAGES, 0, device, 0, 0), training_files(pets.train, IMAGES, 0)
+    batches, data = (
+        file_batches(pets.train, IMAGES, 0, device, 0, 0),
+        training_files(pets.train, IMAGES, 0),
+    )
     found, seen = list(itertools.islice(batches, 5)), []
     for keys in itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 5):
         read = [data[key] for key in keys]
-        assert {(image.dtype, image.shape) for image, _ in read} == {(torch.uint8, (3, 72, 72))}
-        seen.append((torch.stack([NORMALIZED(image) for image, _ in read]), torch.tensor([label for _, label in read])))
+        assert {(image.dtype, image.shape) for image, _ in read} == {
+            (torch.uint8, (3, 72, 72))
+        }
+        seen.append(
+            (
+                torch.stack([NORMALIZED(image) for image, _ in read]),
+                torch.tensor([label for _, label in read]),
+            )
+        )
     evaluated = v2.Compose([v2.Resize(82), v2.CenterCrop(72), v2.PILToTensor()])
     tests = [(evaluated(image), label) for image, label in pets.test]
     found += evaluation_batches(pets.test, pets, 72, device, 0)
-    seen.append((torch.stack([NORMALIZED(image) for image, _ in tests]), torch.tensor([label for _, label in tests])))
+    seen.append(
+        (
+            torch.stack([NORMALIZED(image) for image, _ in tests]),
+            torch.tensor([label for _, label in tests]),
+        )
+    )
     assert len(found) == len(seen) == 6
     for (images, labels), (wanted, numbers) in zip(found, seen, strict=True):
         assert images.device.type == labels.device.type == device.type
@@ -103,10 +164,15 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
     generator = torch.Generator().manual_seed(0)
     sizes = ((50, 60), (60, 50), (40, 70))
     pictures = tuple(
-        annotated_picture(torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator), size,
-                          [[0, 0, 9, 9]], [1], [False])
+        annotated_picture(
+            torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator),
+            size,
+            [[0, 0, 9, 9]],
+            [1],
+            [False],
+        )
         for size in sizes
-    )  # fmt: skip
+    )
     groups = detection_batches.aspect_groups(pictures, PICTURES.batch)
     data = _Ready(pictures, PICTURES, None)
     found = list(detection_batches.evaluation_batches(pictures, PICTURES, 0, device))
@@ -116,22 +182,36 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
         assert read.images.dtype == torch.uint8
         wanted = torch.zeros(read.images.shape)
         for place, image, (h, w) in zip(wanted, read.images, read.sizes, strict=True):
-            place[:, :h, :w] = v2.functional.normalize(image[:, :h, :w].float() / 255, IMAGENET_MEAN, IMAGENET_STD)
+            place[:, :h, :w] = v2.functional.normalize(
+                image[:, :h, :w].float() / 255, IMAGENET_MEAN, IMAGENET_STD
+            )
         if device.type == "cpu":
             assert torch.equal(batch.images, wanted)
         torch.testing.assert_close(batch.images.cpu(), wanted)
-        assert {t.device.type for target in batch.targets for t in target.values()} == {device.type}
+        assert {t.device.type for target in batch.targets for t in target.values()} == {
+            device.type
+        }
 
 
 def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
     sampled = itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 3)
-    assert image_batches.bytes_read(IMAGES) == 3 * 72 * 72 * (max(map(len, sampled)) + EVALUATION_BATCH)
+    assert image_batches.bytes_read(IMAGES) == 3 * 72 * 72 * (
+        max(map(len, sampled)) + EVALUATION_BATCH
+    )
     shapes = [(s, math.floor(70 / 40 * s)) for s in (40, 80)]
-    pictures = [annotated_picture(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], []) for s in shapes]
-    turned = [annotated_picture(p.picture.mT.contiguous(), p.size[::-1], [], [], []) for p in pictures]
+    pictures = [
+        annotated_picture(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], [])
+        for s in shapes
+    ]
+    turned = [
+        annotated_picture(p.picture.mT.contiguous(), p.size[::-1], [], [], [])
+        for p in pictures
+    ]
     data = _Ready(pictures + turned, PICTURES, None)
     data.groups = [[0, 2], [1, 3]]  # of shapes that need most
-    assert max(data[0, group].images.numel() for group in (0, 1)) * 2 == detection_batches.bytes_read(PICTURES)
+    assert max(
+        data[0, group].images.numel() for group in (0, 1)
+    ) * 2 == detection_batches.bytes_read(PICTURES)
 
 
 FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
@@ -155,16 +235,23 @@ def files(device):
 @pytest.mark.slow
 def test_workers_ask_for_no_gpu():
     """What they are sent, they load and read in a process that would notice."""
-    pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
+    pictures, graph = (
+        smoke_spec("digit-scenes").recipe,
+        GraphTask(smoke_spec("digits-graph", model="sage"), CPU),
+    )
     sent = [
         (training_files(FILES, RECIPE, 0), (0, 1)),
         (_Ready(random_detection(pictures).train, pictures, 0), (0, 0)),
         (_Samples(graph.graph, graph.rows["train"], [2, 2], 0), (3, [(0, 5), (0, 1)])),
     ]
     worker = [sys.executable, "-c", WORKER]
-    done = subprocess.run(worker, input=pickle.dumps(sent), capture_output=True, check=False)
+    done = subprocess.run(
+        worker, input=pickle.dumps(sent), capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == "['tuple', 'Batch', 'tuple'] []\n"  # nor do they load what trains
+    assert (
+        done.stdout.decode() == "['tuple', 'Batch', 'tuple'] []\n"
+    )  # nor do they load what trains
 
 
 class Loader(DataLoader):
@@ -195,9 +282,15 @@ def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
     with Phantom() as gpu:
         Loader.pinned = []
-        found = [*itertools.islice(files(CUDA), 5), *evaluation_batches(FILES, None, 32, CUDA, 0)]
+        found = [
+            *itertools.islice(files(CUDA), 5),
+            *evaluation_batches(FILES, None, 32, CUDA, 0),
+        ]
         assert not gpu.waits
-        assert Loader.pinned == [True, True]  # a copy from other memory waits for the CPU
+        assert Loader.pinned == [
+            True,
+            True,
+        ]  # a copy from other memory waits for the CPU
         for (x, y), (images, labels) in zip(found, wanted + on_cpu, strict=True):
             assert (x.device, y.device) == (CUDA, CUDA)
             assert torch.equal(x.cpu(), images)

@@ -31,17 +31,32 @@ def fetch_and_fill_the_disk():
 @pytest.mark.parametrize(
     ("get", "error", "message"),
     [
-        (fetch, ConnectionError, r"^ptb was not downloaded: .*refused.*; a download needs a network$"),
-        (fetch_otherwise, ConnectionError, r"^ptb was not downloaded: .*refused.*; a download needs a network$"),
+        (
+            fetch,
+            ConnectionError,
+            r"^ptb was not downloaded: .*refused.*; a download needs a network$",
+        ),
+        (
+            fetch_otherwise,
+            ConnectionError,
+            r"^ptb was not downloaded: .*refused.*; a download needs a network$",
+        ),
         (fetch_and_fill_the_disk, OSError, r"^\[Errno 28\] No space left on device$"),
     ],
 )
-def test_a_download_without_a_network_names_the_data_set(get, error, message, monkeypatch):
-    monkeypatch.setattr(data, "library", lambda name, extra: lambda dataset, language: get())
+def test_a_download_without_a_network_names_the_data_set(
+    get, error, message, monkeypatch
+):
+    monkeypatch.setattr(
+        data, "library", lambda name, extra: lambda dataset, language: get()
+    )
     for _ in range(2):
         refused(message, data.download, "ptb", error=error)
 
 
 def test_archives_that_are_not_there_are_named(data_folder):
-    with pytest.raises(DataNotFoundError, match=r"devkit.* is not present .* See data/cards/imagenet\.md$"):
+    with pytest.raises(
+        DataNotFoundError,
+        match=r"devkit.* is not present .* See data/cards/imagenet\.md$",
+    ):
         data.download("imagenet")

@@ -35,7 +35,11 @@ class Adapted(nn.Module):
 
     def __init__(self, base):
         super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.base, self.down, self.up = (
+            base,
+            nn.Linear(8, 2, bias=False),
+            nn.Linear(2, 8, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -47,7 +51,9 @@ def flat():
 
 
 def nested():
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(8, 8))))
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(8, 8)))
+    )
 
 
 def custom():
@@ -96,7 +102,10 @@ def test_added_layer_is_warned_of_within_few_steps(change, steps):
     replace(model, place, new(model.get_submodule(place)))
     messages = said(train, model, scheduler, max(2, steps))
     assert [f"{ADDED}'{name}" in message for message in messages] == [True]
-    assert "restore_(model), quantize_(model), and make a new PrecisionScheduler" in messages[0]
+    assert (
+        "restore_(model), quantize_(model), and make a new PrecisionScheduler"
+        in messages[0]
+    )
     assert said(train, model, scheduler, STEPS // 4) == []
     reasons = {row.name: row.reason for row in cpt.summary(model).rows}
     assert reasons[name] == "added after quantize_"
@@ -107,7 +116,9 @@ def test_added_layer_is_warned_of_within_few_steps(change, steps):
 TIMES = {
     "precision block": lambda model, scheduler: cpt.precision(model, 8).__enter__(),
     "evaluation": lambda model, scheduler: model.eval(),
-    "scheduler": lambda model, scheduler: cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, STEPS)),
+    "scheduler": lambda model, scheduler: cpt.PrecisionScheduler(
+        model, cpt.StaticSchedule(4, STEPS)
+    ),
     "check": lambda model, scheduler: cpt.check(model, (X,)),
 }
 
@@ -118,7 +129,9 @@ def test_added_layer_is_warned_of_where_mode_or_bits_change(time):
     scheduler = scheduled(model)
     train(model, scheduler, 3)
     model[2] = nn.Linear(8, 3)
-    assert [ADDED in message for message in said(TIMES[time], model, scheduler)] == [True]
+    assert [ADDED in message for message in said(TIMES[time], model, scheduler)] == [
+        True
+    ]
     assert said(TIMES[time], model, scheduler) == []
 
 
@@ -139,7 +152,12 @@ def test_layer_added_to_a_custom_parent_runs_with_its_bits():
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     assert said(train, model, scheduler, 6) == said(model.eval) == []
     assert added_modules(model) == {"head": ""}
-    assert str(cpt.summary(model)).count("quantised, with the bits of (model): added after quantize_") == 1
+    assert (
+        str(cpt.summary(model)).count(
+            "quantised, with the bits of (model): added after quantize_"
+        )
+        == 1
+    )
     with torch.no_grad():
         with cpt.precision(model, "float"):
             plain = model(x)
@@ -151,9 +169,14 @@ def test_layer_added_to_a_custom_parent_runs_with_its_bits():
 def test_layer_added_below_a_float32_parent_is_warned_of():
     """Where only layers were selected, the module that calls them has no bits to give."""
     model = custom()
-    scheduler = scheduled(model, filter_fn=lambda module, name: isinstance(module, nn.Linear))
+    scheduler = scheduled(
+        model, filter_fn=lambda module, name: isinstance(module, nn.Linear)
+    )
     model.head = nn.Linear(8, 3)
-    assert [f"{ADDED}'head' (Linear)" in message for message in said(train, model, scheduler, 1)] == [True]
+    assert [
+        f"{ADDED}'head' (Linear)" in message
+        for message in said(train, model, scheduler, 1)
+    ] == [True]
     assert cpt.check(model, (X,)).quantized_share < 1.0
 
 
@@ -196,7 +219,10 @@ def test_no_warning_of_what_is_no_added_layer(change):
     model = flat()
     scheduled(model)
     changed = HARMLESS[change](model)
-    assert said(lambda: cpt.PrecisionScheduler(changed, cpt.StaticSchedule(4, 9)).step()) == []
+    assert (
+        said(lambda: cpt.PrecisionScheduler(changed, cpt.StaticSchedule(4, 9)).step())
+        == []
+    )
     assert added_modules(changed) == {}
 
 
@@ -207,7 +233,9 @@ def test_copied_scheduler_goes_on_without_the_search():
     for changed, scheduler in (pair, again):
         changed[2] = nn.Linear(8, 3)
         assert said(train, changed, scheduler, 2) == []
-        assert len(said(lambda model: cpt.precision(model, 4).__enter__(), changed)) == 1
+        assert (
+            len(said(lambda model: cpt.precision(model, 4).__enter__(), changed)) == 1
+        )
 
 
 class Functional(nn.Module):
@@ -226,5 +254,8 @@ def test_graph_traced_after_conversion_names_its_products():
         traced = torch.fx.symbolic_trace(model)
     messages = said(lambda: cpt.precision(traced, 4).__enter__())
     assert len(messages) == 1
-    assert "its products linear, matmul run in float32: trace the model first" in messages[0]
+    assert (
+        "its products linear, matmul run in float32: trace the model first"
+        in messages[0]
+    )
     assert said(lambda: cpt.precision(traced, 4).__enter__()) == []

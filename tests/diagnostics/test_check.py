@@ -24,25 +24,46 @@ from cpt_extras.diagnostics.check import Executed, check
 
 
 def rows_of(found):
-    return [(e.layer, e.operation, e.backward, e.quantized, e.macs) for e in found.operations]
+    return [
+        (e.layer, e.operation, e.backward, e.quantized, e.macs)
+        for e in found.operations
+    ]
 
 
-@pytest.mark.parametrize(("read", "layer"), [(lambda w: w, "1.passed"), (lambda w: w.T, "1.passed"),
-                                             (lambda w: w - w.mean(), "1"), (lambda w: w.clone(), "1")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("read", "layer"),
+    [
+        (lambda w: w, "1.passed"),
+        (lambda w: w.T, "1.passed"),
+        (lambda w: w - w.mean(), "1"),
+        (lambda w: w.clone(), "1"),
+    ],
+)
 def test_check_finds_weights_used_by_a_parent(read, layer):
     """A weight has the bits of its layer wherever it is used; what is computed of it has those of the running one."""
     forward = lambda m, x: F.linear(m.called(x), read(m.passed.weight))  # noqa: E731
     used = Does(forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False))
     found = check(quantize_(nn.Sequential(nn.Linear(4, 4), used)), (torch.ones(3, 4),))
     assert (found.ok, found.bypassed, found.unused, found.float32) == (True, (), (), [])
-    assert [e.layer for e in found.operations if not e.backward] == ["0", "1.called", layer]
+    assert [e.layer for e in found.operations if not e.backward] == [
+        "0",
+        "1.called",
+        layer,
+    ]
 
 
 def test_check_finds_weights_used_where_nothing_is_intercepted():
     parts = {"called": nn.Linear(4, 4), "passed": nn.Linear(4, 4, bias=False)}
-    found = check(quantize_(Does(lambda m, x: torch.cdist(m.called(x), m.passed.weight), **parts)), (torch.ones(3, 4),))
+    found = check(
+        quantize_(
+            Does(lambda m, x: torch.cdist(m.called(x), m.passed.weight), **parts)
+        ),
+        (torch.ones(3, 4),),
+    )
     assert (found.ok, found.bypassed) == (False, ("passed",))
-    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [("", False, 48)]
+    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [
+        ("", False, 48)
+    ]
     assert found.quantized_share == 1 / 2
     assert "listed as quantised, but used in float32: passed" in str(found)
 
@@ -55,7 +76,9 @@ def test_a_layer_that_is_not_used_is_not_called_bypassed():
 
 
 def test_check_lists_every_operation():
-    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+    model = quantize_(
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",))
+    )
     assert rows_of(check(model, (torch.ones(5, 4),))) == [
         ("0", "linear", False, True, 60),
         ("1", "linear", False, False, 30),
@@ -67,15 +90,24 @@ def test_check_lists_every_operation():
 def test_what_a_hook_of_a_module_computes_is_the_module_s():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[1].register_forward_pre_hook(lambda module, inputs: inputs[0] @ torch.eye(4))
-    assert [e.layer for e in check(quantize_(model), (torch.ones(3, 4),)).float32] == ["1"]
+    assert [e.layer for e in check(quantize_(model), (torch.ones(3, 4),)).float32] == [
+        "1"
+    ]
 
 
 def backward_of(found):
-    return [(e.layer, e.operation, e.quantized, e.macs) for e in found.operations if e.backward]
+    return [
+        (e.layer, e.operation, e.quantized, e.macs)
+        for e in found.operations
+        if e.backward
+    ]
 
 
 def test_check_finds_complex_matmuls():
-    model = Does(lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real, layer=nn.Linear(4, 4))
+    model = Does(
+        lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real,
+        layer=nn.Linear(4, 4),
+    )
     model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
     found = check(quantize_(model), (torch.randn(3, 4),))
     assert not found.ok
@@ -87,7 +119,10 @@ UNKNOWN = {  # a function -> what it computes of a weight and of four rows of fo
     "cdist": (lambda m, y: torch.cdist(y, m.w), 64),
     "cdist of many": (lambda m, y: torch.cdist(y.repeat(10, 1), m.w), 640),
     "cdist by absolute values": (lambda m, y: torch.cdist(y, m.w, 1.0), 64),
-    "conv_tbc": (lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)), 64),
+    "conv_tbc": (
+        lambda m, y: torch.conv_tbc(y[:, None], m.w[None], y.new_zeros(4)),
+        64,
+    ),
     "matrix_exp": (lambda m, y: y + torch.matrix_exp(m.w)[0], 5 * 64),
     "cov": (lambda m, y: torch.cov(y), 64),
     "corrcoef": (lambda m, y: torch.corrcoef(y), 64),
@@ -95,17 +130,26 @@ UNKNOWN = {  # a function -> what it computes of a weight and of four rows of fo
     "sparse": (lambda m, y: EDGES @ y, 64),  # as of a dense one
     "_sparse_addmm": (lambda m, y: torch.sparse.addmm(y, EDGES, y), 4 * 4),
     "deform_conv2d": (
-        lambda m, y: deform_conv2d(y[None, None], y.new_zeros(1, 2, 4, 4), m.w[None, None, :1, :1]), 16,
+        lambda m, y: deform_conv2d(
+            y[None, None], y.new_zeros(1, 2, 4, 4), m.w[None, None, :1, :1]
+        ),
+        16,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_check_finds_operations_that_nothing_intercepts(name):
     function, macs = UNKNOWN[name]
-    model = Does(lambda m, x: function(m, m.layer(x)), layer=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4, 4)))
+    model = Does(
+        lambda m, x: function(m, m.layer(x)),
+        layer=nn.Linear(4, 4),
+        w=nn.Parameter(torch.randn(4, 4)),
+    )
     found = check(quantize_(model), (torch.randn(4, 4),))
-    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [("", False, macs)]
+    assert [(e.layer, e.intercepted, e.macs) for e in found.float32] == [
+        ("", False, macs)
+    ]
     assert not found.ok
 
 
@@ -131,9 +175,16 @@ WRAPPED = {
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_backward_pass_is_seen_or_missed_aloud(kind):
     wrap, seen = WRAPPED[kind]
-    found = check(quantize_(Does(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))), (torch.randn(3, 4),))
+    found = check(
+        quantize_(Does(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))),
+        (torch.randn(3, 4),),
+    )
     assert len(backward_of(found)) == seen
-    assert (found.ok, found.no_gradient, "no parameter got a gradient" in str(found)) == (seen, not seen, not seen)
+    assert (
+        found.ok,
+        found.no_gradient,
+        "no parameter got a gradient" in str(found),
+    ) == (seen, not seen, not seen)
 
 
 def test_an_input_that_needs_a_gradient_gets_one():
@@ -159,21 +210,33 @@ def test_parameters_that_forward_writes_to_are_put_back():
             torch.mul(m.layer.weight, 2, out=m.layer.weight)
         return y * m.mean
 
-    model = Does(forward, layer=nn.Linear(4, 4), mean=nn.Parameter(torch.randn(2, 1, 4), requires_grad=False))
+    model = Does(
+        forward,
+        layer=nn.Linear(4, 4),
+        mean=nn.Parameter(torch.randn(2, 1, 4), requires_grad=False),
+    )
     before = copy.deepcopy(model.state_dict())
     check(quantize_(model), (torch.randn(3, 4),))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+        if name in before
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model = Does(
-        lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant), first=nn.Linear(4, 4), block=block
+        lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
+        first=nn.Linear(4, 4),
+        block=block,
     )
     x = torch.randn(3, 4)
     if reentrant:
-        refused("set use_reentrant=False", check, quantize_(model), (x,), error=RuntimeError)
+        refused(
+            "set use_reentrant=False", check, quantize_(model), (x,), error=RuntimeError
+        )
         return
     found = check(quantize_(model), (x,))
     assert found.ok, str(found)
@@ -190,8 +253,13 @@ def test_a_forward_that_is_called_directly_is_its_module_s(kind):
     for call in (lambda m, x: m.inner(x), lambda m, x: m.inner.forward(x)):
         model = quantize_(Does(call, inner=kind(8, 8)))
         if found:
-            model.inner.register_forward_hook(lambda *_: 1 / 0)  # which torch does not call either
-        checked, plan = check(model, (x,)), count_bitops(model, (x,), StaticSchedule(2, 1))
+            model.inner.register_forward_hook(
+                lambda *_: 1 / 0
+            )  # which torch does not call either
+        checked, plan = (
+            check(model, (x,)),
+            count_bitops(model, (x,), StaticSchedule(2, 1)),
+        )
         assert (checked.ok, checked.quantized_share) == (True, 1)
         found.append((rows_of(checked), plan.bitops))
         assert "forward" not in vars(model.inner)
@@ -208,7 +276,13 @@ def test_a_model_that_multiplies_at_random_is_checked():
             x = layer(x) if random.random() < 0.5 and np.random.rand() < 0.9 else x  # noqa: NPY002
         return m.last(x)
 
-    model = quantize_(Does(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), last=nn.Linear(4, 4)))
+    model = quantize_(
+        Does(
+            forward,
+            layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)),
+            last=nn.Linear(4, 4),
+        )
+    )
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     assert all(check(model, (torch.randn(3, 4),)).ok for _ in range(3))
@@ -221,17 +295,31 @@ def test_a_model_that_multiplies_at_random_is_checked():
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_check_finds_flex_attention():
     def forward(m, x):
-        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1)
+        )
         return m.out(flex_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    attention = Does(forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)).requires_grad_(False)
-    model, x = quantize_(nn.Sequential(attention, nn.Linear(8, 4))), torch.randn(2, 5, 8)
+    attention = Does(forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)).requires_grad_(
+        False
+    )
+    model, x = (
+        quantize_(nn.Sequential(attention, nn.Linear(8, 4))),
+        torch.randn(2, 5, 8),
+    )
     found = check(model, (x,))
-    assert (found.ok, [(e.layer, e.macs) for e in found.float32]) == (False, [("0", 2 * 2 * 2 * 5 * 5 * 4)])
+    assert (found.ok, [(e.layer, e.macs) for e in found.float32]) == (
+        False,
+        [("0", 2 * 2 * 2 * 5 * 5 * 4)],
+    )
 
 
 def test_what_no_gradient_reaches_has_no_backward_price():
-    model = Does(lambda m, x: m.head(m.encoder(x).detach()), encoder=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    model = Does(
+        lambda m, x: m.head(m.encoder(x).detach()),
+        encoder=nn.Linear(4, 4),
+        head=nn.Linear(4, 2),
+    )
     x = torch.randn(3, 4)
     assert count_bitops(model, (x,)).bitops["encoder"] == {"forward": 48 * 32**2}
     found = check(quantize_(model), (x,))
@@ -259,17 +347,28 @@ def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_i
     check(model, (2 * x,))
     count_bitops(model, (2 * x,))
     after = {n: p.grad for n, p in model.named_parameters()} | held_by(model)
-    assert all(torch.equal(after[name], value) for name, value in held.items()), scheduler
+    assert all(torch.equal(after[name], value) for name, value in held.items()), (
+        scheduler
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_check_leaves_the_model_as_it_was(training):
     torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8)]
+    layers = [
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+    ]
     model = quantize_(nn.Sequential(*layers), QuantConfig(execution="integer"))
     schedule = make("CR", total_steps=40, n_cycles=2)
     twins = model, copy.deepcopy(model)
-    drivers = [(PrecisionScheduler(m, schedule), torch.optim.SGD(m.parameters(), lr=0.1)) for m in twins]
+    drivers = [
+        (PrecisionScheduler(m, schedule), torch.optim.SGD(m.parameters(), lr=0.1))
+        for m in twins
+    ]
 
     def train(model, scheduler, optimizer):
         torch.manual_seed(1)
@@ -281,7 +380,9 @@ def test_check_leaves_the_model_as_it_was(training):
 
     for twin, driver in zip(twins, drivers, strict=True):
         train(twin, *driver)
-        twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
+        twin[4](
+            torch.randn(2, 64)
+        ).sum().backward()  # some gradients are there, others are None
         twin.train(training)
         twin[1].eval()  # frozen statistics
     before = [(m.training, len(m._forward_pre_hooks)) for m in model.modules()]
@@ -289,7 +390,9 @@ def test_check_leaves_the_model_as_it_was(training):
     check(model, inputs)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [(m.training, len(m._forward_pre_hooks)) for m in model.modules()] == before
-    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
+    assert [p.grad is None for p in model.parameters()] == [
+        p.grad is None for p in twins[1].parameters()
+    ]
     assert identical(*([*m.parameters(), *held_by(m).values()] for m in twins))
     assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
     for twin, driver in zip(twins, drivers, strict=True):
@@ -300,7 +403,12 @@ def test_check_leaves_the_model_as_it_was(training):
 @pytest.mark.parametrize("function", [check, count_bitops, summary])
 def test_inputs_must_be_a_tuple(function):
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
-    refused("inputs must be a tuple of the arguments of forward, got a Tensor", function, model, torch.randn(1, 4))
+    refused(
+        "inputs must be a tuple of the arguments of forward, got a Tensor",
+        function,
+        model,
+        torch.randn(1, 4),
+    )
 
 
 def test_the_model_is_left_as_it_was_when_it_fails():
@@ -310,7 +418,10 @@ def test_the_model_is_left_as_it_was_when_it_fails():
             raise KeyError("broken")
 
     model = quantize_(Fails(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    before, hooks = copy.deepcopy(model[1].running_mean), [len(m._forward_pre_hooks) for m in model.modules()]
+    before, hooks = (
+        copy.deepcopy(model[1].running_mean),
+        [len(m._forward_pre_hooks) for m in model.modules()],
+    )
     refused("broken", check, model, (torch.randn(3, 4),), error=KeyError)
     assert torch.equal(model[1].running_mean, before)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
@@ -330,11 +441,19 @@ class Recurrent(nn.LSTM):
 
 def experts():
     """The first has no token."""
-    return Does(lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    return Does(
+        lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]),
+        first=nn.Linear(4, 4),
+        second=nn.Linear(4, 4),
+    )
 
 
-@pytest.mark.parametrize("kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), experts])
-def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(kind):
+@pytest.mark.parametrize(
+    "kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), experts]
+)
+def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(
+    kind,
+):
     model = quantize_(kind())
     assert check(model, (torch.randn(5, 4),)).ok
     if isinstance(model, nn.LSTM):
@@ -349,10 +468,16 @@ def test_check_lists_the_matmuls_of_an_lstm():
     ]
 
 
-@pytest.mark.parametrize("make", [
-    lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)), torch.randn(2, 3, 6, 6)),
-    lambda: (nn.LSTM(4, 3), torch.randn(5, 2, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)),
+            torch.randn(2, 3, 6, 6),
+        ),
+        lambda: (nn.LSTM(4, 3), torch.randn(5, 2, 4)),
+    ],
+)
 def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
     torch.manual_seed(0)
     model, x = make()
@@ -365,7 +490,9 @@ def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
         assert (found.operations, found.quantized_share) == (wanted.operations, 1)
         assert {p.execution for p in layer_precisions(model).values()} == {"integer"}
         after = model(x)
-    for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True):
+    for a, b in zip(
+        *((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True
+    ):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
 
 
@@ -384,26 +511,47 @@ class ByHand(torch.autograd.Function):
 
 
 def test_check_finds_float32_matmuls_of_a_backward_pass():
-    own = Does(lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4)))
+    own = Does(
+        lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4))
+    )
     found = check(quantize_(nn.Sequential(nn.Linear(4, 4), own)), (torch.randn(5, 4),))
     assert (found.ok, found.float32) == (False, [])
-    assert [e for e in found.operations if not e.intercepted] == [Executed("1", "mm", True, False, False, 160)]
+    assert [e for e in found.operations if not e.intercepted] == [
+        Executed("1", "mm", True, False, False, 160)
+    ]
 
 
 def test_the_print_has_a_line_per_layer_and_the_details_one_per_operation():
     parts = {"layer": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
-    model = Does(lambda m, x: m.head(torch.cdist(h := m.layer(x), m.layer.weight) + h @ h.T @ h), **parts)
+    model = Does(
+        lambda m, x: m.head(torch.cdist(h := m.layer(x), m.layer.weight) + h @ h.T @ h),
+        **parts,
+    )
     model = quantize_(model, QuantConfig(float32=("head",)))
     found = check(model, (torch.randn(4, 4),), invariances=False)
     lines = [line.split() for line in str(found).splitlines()]
     assert lines[:4] == [
         ["layer", "operations", "forward", "MACs", "backward", "MACs", "precision"],
         ["layer", "linear", "64", "64", "quantised"],
-        ["(model)", "matmul,", "_cdist_forward,", "_cdist_backward", "192", "384", "67%", "quantised", "(not",
-         "intercepted:", "_cdist_forward,", "_cdist_backward)"],
+        [
+            "(model)",
+            "matmul,",
+            "_cdist_forward,",
+            "_cdist_backward",
+            "192",
+            "384",
+            "67%",
+            "quantised",
+            "(not",
+            "intercepted:",
+            "_cdist_forward,",
+            "_cdist_backward)",
+        ],
         ["head", "linear", "32", "64", "float32"],
-    ]  # fmt: skip
+    ]
     details = found.details().splitlines()
     assert len(details) == 1 + len(found.operations)
-    assert str(check(model, (torch.randn(4, 4),), details=True)).startswith(found.details())
+    assert str(check(model, (torch.randn(4, 4),), details=True)).startswith(
+        found.details()
+    )
     assert details[1].split() == ["layer", "linear", "forward", "64", "quantised"]

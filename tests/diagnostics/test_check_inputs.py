@@ -97,12 +97,28 @@ def test_the_hidden_state_of_a_loop_is_an_input(kind, function):
 def test_the_gradient_of_a_picture_is_checked_and_priced():
     _, x = picture()
     model = quantize_(nn.Sequential(nn.Linear(4, 2)))
-    for value, gradients in ((x, 2), (x.detach(), 1)):  # dx = dy w only where someone waits for it
-        assert sum(e.macs for e in check(model, (value,)).operations if e.backward) == gradients * 24
+    for value, gradients in (
+        (x, 2),
+        (x.detach(), 1),
+    ):  # dx = dy w only where someone waits for it
+        assert (
+            sum(e.macs for e in check(model, (value,)).operations if e.backward)
+            == gradients * 24
+        )
         assert len(count_bitops(model, (value,)).bitops["0"]) == 1 + gradients
 
 
 def test_check_counts_a_parameter_that_is_an_input_as_a_weight():
-    model = quantize_(Does(lambda m, x, w: m.layer(x) @ w, layer=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4, 4))))
-    assert [e.layer for e in check(model, (torch.randn(3, 4), model.w)).operations if not e.backward] == ["layer", ""]
+    model = quantize_(
+        Does(
+            lambda m, x, w: m.layer(x) @ w,
+            layer=nn.Linear(4, 4),
+            w=nn.Parameter(torch.randn(4, 4)),
+        )
+    )
+    assert [
+        e.layer
+        for e in check(model, (torch.randn(3, 4), model.w)).operations
+        if not e.backward
+    ] == ["layer", ""]
     assert check(model, (torch.randn(3, 4), model.w)).unused == ()

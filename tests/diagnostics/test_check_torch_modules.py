@@ -12,7 +12,9 @@ from cpt_extras.diagnostics.check import check
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
 ]
 
 # class -> (its arguments, shapes of its inputs); what a loss, an index or a mask is, is made below
@@ -31,7 +33,10 @@ GIVEN = {
     "TransformerEncoderLayer": ((4, 2, 6), [(5, 3, 4)]),
     "TransformerDecoderLayer": ((4, 2, 6), [(5, 3, 4), (6, 3, 4)]),
     "TransformerEncoder": ((nn.TransformerEncoderLayer(4, 2, 6), 2), [(5, 3, 4)]),
-    "TransformerDecoder": ((nn.TransformerDecoderLayer(4, 2, 6), 2), [(5, 3, 4), (6, 3, 4)]),
+    "TransformerDecoder": (
+        (nn.TransformerDecoderLayer(4, 2, 6), 2),
+        [(5, 3, 4), (6, 3, 4)],
+    ),
     "PairwiseDistance": ((), [(3, 4), (3, 4)]),
     "CosineSimilarity": ((), [(3, 4), (3, 4)]),
     "CircularPad3d": ((1,), [(2, 4, 3, 3, 3)]),
@@ -44,7 +49,11 @@ class Around(nn.Module):
 
     def __init__(self, module, width):
         super().__init__()
-        self.first, self.module, self.last = nn.Linear(width, width), module, nn.LazyLinear(2)
+        self.first, self.module, self.last = (
+            nn.Linear(width, width),
+            module,
+            nn.LazyLinear(2),
+        )
 
     def forward(self, x, *others):
         y = self.module(self.first(x) if x.is_floating_point() else x, *others)
@@ -61,14 +70,26 @@ def beside(m, *inputs):
 def modules():
     """Every class of torch.nn with what it is tried on: what ``GIVEN`` says, or a few shapes and no arguments."""
     for name, kind in vars(nn).items():
-        if not (inspect.isclass(kind) and issubclass(kind, nn.Module)) or GIVEN.get(name, ()) is None:
+        if (
+            not (inspect.isclass(kind) and issubclass(kind, nn.Module))
+            or GIVEN.get(name, ()) is None
+        ):
             continue
         for arguments, shapes in [GIVEN[name]] if name in GIVEN else tried():
             try:
-                model, inputs = kind(*arguments), [torch.rand(shape) for shape in shapes]
+                model, inputs = (
+                    kind(*arguments),
+                    [torch.rand(shape) for shape in shapes],
+                )
                 y = Around(model, shapes[0][-1])
                 y(*inputs)
-            except (TypeError, ValueError, RuntimeError, IndexError, AssertionError):  # not called like this
+            except (
+                TypeError,
+                ValueError,
+                RuntimeError,
+                IndexError,
+                AssertionError,
+            ):  # not called like this
                 continue
             yield name, y, tuple(inputs)
             break
@@ -78,7 +99,14 @@ def modules():
 
 def tried():
     for arguments in ((), (2,), (4,), (2, 4), (1, 4)):
-        for shapes in ([(4, 4)], [(2, 4, 4, 4)], [(2, 4, 4, 4, 4)], [(4, 4, 4)], [(4, 4)] * 2, [(4, 4)] * 3):
+        for shapes in (
+            [(4, 4)],
+            [(2, 4, 4, 4)],
+            [(2, 4, 4, 4, 4)],
+            [(4, 4, 4)],
+            [(4, 4)] * 2,
+            [(4, 4)] * 3,
+        ):
             yield arguments, shapes
 
 
@@ -88,7 +116,11 @@ def test_no_module_of_torch_crashes_the_check():
     assert len(tested) > 100
     products = set()
     # the gradients of torch's product of three factors have nothing in common, and take more than is priced
-    for group in ({"Bilinear"}, GIVEN.keys() - {"Bilinear"}, tested.keys() - GIVEN.keys()):
+    for group in (
+        {"Bilinear"},
+        GIVEN.keys() - {"Bilinear"},
+        tested.keys() - GIVEN.keys(),
+    ):
         models = {name: model for name, (model, _) in tested.items() if name in group}
         found = check(
             quantize_(Does(beside, each=nn.ModuleDict(models))),
@@ -98,5 +130,10 @@ def test_no_module_of_torch_crashes_the_check():
         assert found.ok, str(found)
         layers = [e.layer.split(".") for e in found.operations if not e.backward]
         products |= {name for _, name, part, *_ in layers if part == "module"}
-    without = {"PairwiseDistance", "CosineSimilarity", "CircularPad3d", "LinearCrossEntropyLoss"}
+    without = {
+        "PairwiseDistance",
+        "CosineSimilarity",
+        "CircularPad3d",
+        "LinearCrossEntropyLoss",
+    }
     assert products == GIVEN.keys() - without

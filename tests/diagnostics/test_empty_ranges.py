@@ -35,7 +35,11 @@ def conv_net():
 MODELS = {  # model, shape of its inputs, and the layer and role that are named
     "linear": (net, (5, 8), "layer '0' has no running range of its input"),
     "convolution": (conv_net, (5, 3, 8), "layer '0' has no running range of its input"),
-    "lstm": (lambda: Recurrent(nn.LSTM(4, 6)), (3, 5, 4), "layer 'layer' has no running range of its "),
+    "lstm": (
+        lambda: Recurrent(nn.LSTM(4, 6)),
+        (3, 5, 4),
+        "layer 'layer' has no running range of its ",
+    ),
 }
 
 
@@ -81,7 +85,9 @@ def test_loaded_model_without_ranges_is_warned_of_once(name):
 def test_loaded_model_with_a_fresh_scheduler_is_warned_of():
     model, _ = trained(net, (5, 8))
     loaded = cpt.quantize_(net())
-    cpt.PrecisionScheduler(loaded, cpt.StaticSchedule(4, total_steps=STEPS), eval_bits="q_max")
+    cpt.PrecisionScheduler(
+        loaded, cpt.StaticSchedule(4, total_steps=STEPS), eval_bits="q_max"
+    )
     loaded.load_state_dict(model.state_dict())
     assert len(said(lambda: loaded.eval()(torch.randn(5, 8)))) == 1
 
@@ -112,7 +118,10 @@ def before_training(model, x):
 
 SILENT = {  # what is done -> config, and what is done to a model without ranges
     "batches in training mode": (None, run_in_training_mode),
-    "ranges of the authors, which start at zero": (cpt.QuantConfig(running_start="zero"), evaluate),
+    "ranges of the authors, which start at zero": (
+        cpt.QuantConfig(running_start="zero"),
+        evaluate,
+    ),
     "float32": (None, lambda model, x: evaluate(model, x, bits="float")),
     "dry runs": (None, check_in_evaluation_mode),
     "evaluation before a training": (None, before_training),

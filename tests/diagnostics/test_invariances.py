@@ -49,15 +49,24 @@ class Rounds(nn.Module):
 def answers_of(model, *inputs):
     """Return the answers of ``check`` by name."""
     torch.manual_seed(0)
-    found = {answer.name: answer for answer in check(quantize_(model), inputs).invariances}
+    found = {
+        answer.name: answer for answer in check(quantize_(model), inputs).invariances
+    }
     assert found
     return found
 
 
 def around(rounds, before=lambda x: x):
     """Return a model of three layers, the middle one of which may round too widely."""
-    model = nn.ModuleDict({"first": nn.Linear(4, 4), "odd": rounds, "last": nn.Linear(4, 4)})
-    return Does(lambda m, x, *more: m.parts["last"](m.parts["odd"](before(m.parts["first"](x), *more))), parts=model)
+    model = nn.ModuleDict(
+        {"first": nn.Linear(4, 4), "odd": rounds, "last": nn.Linear(4, 4)}
+    )
+    return Does(
+        lambda m, x, *more: m.parts["last"](
+            m.parts["odd"](before(m.parts["first"](x), *more))
+        ),
+        parts=model,
+    )
 
 
 def masked_mean(x, mask):
@@ -66,7 +75,11 @@ def masked_mean(x, mask):
 
 def neighbours(x):
     """Add the neighbours on a line of nodes."""
-    return x + nn.functional.pad(x, (0, 0, 1, 0))[:-1] + nn.functional.pad(x, (0, 0, 0, 1))[1:]
+    return (
+        x
+        + nn.functional.pad(x, (0, 0, 1, 0))[:-1]
+        + nn.functional.pad(x, (0, 0, 0, 1))[1:]
+    )
 
 
 def cumulated(x):
@@ -89,8 +102,16 @@ CASES = {
     questions.ALONE: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
     questions.LATER: (partial(around, before=cumulated), {"dims": (1,)}, (TOKENS,)),
     questions.PREFIX: (partial(around, before=cumulated), {"dims": (1,)}, (TOKENS,)),
-    questions.OUT_OF_REACH: (partial(around, before=neighbours), {"dims": (0,)}, (TOKENS[0],)),
-    questions.CHECKPOINTED: (around, {"dims": (1,), "when": is_recomputed}, (TOKENS[:, 0],)),
+    questions.OUT_OF_REACH: (
+        partial(around, before=neighbours),
+        {"dims": (0,)},
+        (TOKENS[0],),
+    ),
+    questions.CHECKPOINTED: (
+        around,
+        {"dims": (1,), "when": is_recomputed},
+        (TOKENS[:, 0],),
+    ),
 }
 
 
@@ -98,7 +119,11 @@ CASES = {
 def test_an_invariance_holds_or_is_broken_where_a_layer_breaks_it(name):
     make, broken, inputs = CASES[name]
     right = answers_of(make(Rounds()), *inputs)
-    assert (right[name].status, right[name].moved, right[name].layer) == ("holds", 0, None)
+    assert (right[name].status, right[name].moved, right[name].layer) == (
+        "holds",
+        0,
+        None,
+    )
     assert {answer.status for answer in right.values()} == {"holds", "not applicable"}
     wrong = answers_of(make(Rounds(**broken)), *inputs)[name]
     assert (wrong.status, wrong.layer) == ("broken", "parts.odd")
@@ -107,20 +132,31 @@ def test_an_invariance_holds_or_is_broken_where_a_layer_breaks_it(name):
 
 def pooled(dims):
     model = nn.ModuleDict({"odd": Rounds(dims), "last": nn.Linear(4, 4)})
-    return Does(lambda m, x, mask: m.parts["last"](masked_mean(m.parts["odd"](x), mask)), parts=model)
+    return Does(
+        lambda m, x, mask: m.parts["last"](masked_mean(m.parts["odd"](x), mask)),
+        parts=model,
+    )
 
 
 def per_token(dims):
-    return Does(lambda m, x, mask: m.odd(x) + masked_mean(m.odd(x), mask)[:, None], odd=Rounds(dims))
+    return Does(
+        lambda m, x, mask: m.odd(x) + masked_mean(m.odd(x), mask)[:, None],
+        odd=Rounds(dims),
+    )
 
 
-@pytest.mark.parametrize("read", [lambda m: m, lambda m: m.bool(), lambda m: m.long(), lambda m: m[:, None, None]],
-                         ids=["float", "bool", "integer", "(B, 1, 1, T)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [lambda m: m, lambda m: m.bool(), lambda m: m.long(), lambda m: m[:, None, None]],
+    ids=["float", "bool", "integer", "(B, 1, 1, T)"],
+)
 @pytest.mark.parametrize("make", [pooled, per_token])
 def test_masked_positions_are_found_in_masks_of_any_type(make, read):
     def model(dims):
         inner = make(dims)
-        return Does(lambda m, x, mask: m.inner(x, mask.reshape(3, 6).float()), inner=inner)
+        return Does(
+            lambda m, x, mask: m.inner(x, mask.reshape(3, 6).float()), inner=inner
+        )
 
     assert answers_of(model(()), TOKENS, read(MASK))[questions.MASKED].status == "holds"
     wrong = answers_of(model((1,)), TOKENS, read(MASK))[questions.MASKED]
@@ -129,10 +165,17 @@ def test_masked_positions_are_found_in_masks_of_any_type(make, read):
 
 
 def test_masked_positions_in_both_readings_of_a_mask():
-    model = Does(lambda m, x, ignored: m.odd(x).masked_fill(ignored[..., None], 0).sum(1), odd=Rounds((1,)))
+    model = Does(
+        lambda m, x, ignored: m.odd(x).masked_fill(ignored[..., None], 0).sum(1),
+        odd=Rounds((1,)),
+    )
     assert answers_of(model, TOKENS, MASK == 0)[questions.MASKED].status == "broken"
-    ignoring = Does(lambda m, x, mask: m.odd(x).sum(1), odd=Rounds((1,)))  # float32 reads what the mask leaves out
-    assert answers_of(ignoring, TOKENS, MASK)[questions.MASKED].status == "not applicable"
+    ignoring = Does(
+        lambda m, x, mask: m.odd(x).sum(1), odd=Rounds((1,))
+    )  # float32 reads what the mask leaves out
+    assert (
+        answers_of(ignoring, TOKENS, MASK)[questions.MASKED].status == "not applicable"
+    )
 
 
 class Decoder(nn.Module):
@@ -140,24 +183,37 @@ class Decoder(nn.Module):
 
     def __init__(self, is_odd):
         super().__init__()
-        self.embedding, self.odd, self.is_odd = nn.Embedding(7, 4), Rounds((0, 1, 2)), is_odd
+        self.embedding, self.odd, self.is_odd = (
+            nn.Embedding(7, 4),
+            Rounds((0, 1, 2)),
+            is_odd,
+        )
 
     def forward(self, ids, attention_mask=None, past_key_values=None, use_cache=False):
         h = self.embedding(ids).cumsum(1)
         if past_key_values is not None:
             h = h + past_key_values
         self.odd.when = lambda x: self.is_odd and past_key_values is not None
-        return {"logits": self.odd(h), "past_key_values": h[:, -1:] if use_cache else None}
+        return {
+            "logits": self.odd(h),
+            "past_key_values": h[:, -1:] if use_cache else None,
+        }
 
 
 def test_decoding_with_a_cache_is_compared_with_the_full_pass():
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 1, 2, 3, 3, 0]])
     assert answers_of(Decoder(False), ids)[questions.CACHED].status == "holds"
     found = answers_of(Decoder(True), ids, torch.ones(2, 6))
-    assert (found[questions.CACHED].status, found[questions.CACHED].layer) == ("broken", "odd")
+    assert (found[questions.CACHED].status, found[questions.CACHED].layer) == (
+        "broken",
+        "odd",
+    )
     assert found[questions.PREFIX].status == "holds"
     without = answers_of(around(Rounds(), cumulated), TOKENS)[questions.CACHED]
-    assert (without.status, "past_key_values" in without.note) == ("not applicable", True)
+    assert (without.status, "past_key_values" in without.note) == (
+        "not applicable",
+        True,
+    )
 
 
 def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
@@ -165,15 +221,23 @@ def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
         is_odd = m.layer.precision.now.active and is_recomputed(x)
         return m.layer(x.sin() if is_odd else x)
 
-    found = answers_of(Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0].clone().requires_grad_())
+    found = answers_of(
+        Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0].clone().requires_grad_()
+    )
     assert found[questions.CHECKPOINTED].status == "broken"
-    assert "the quantised model raises: torch.utils.checkpoint" in str(found[questions.CHECKPOINTED])
+    assert "the quantised model raises: torch.utils.checkpoint" in str(
+        found[questions.CHECKPOINTED]
+    )
 
 
 def test_another_memory_layout_of_an_input():
-    wrong = answers_of(nn.Sequential(Rounds((1,), is_strided), nn.Linear(4, 4)), TOKENS[:, 0])[questions.LAYOUT]
+    wrong = answers_of(
+        nn.Sequential(Rounds((1,), is_strided), nn.Linear(4, 4)), TOKENS[:, 0]
+    )[questions.LAYOUT]
     assert (wrong.status, wrong.layer) == ("broken", "0")
-    right = answers_of(nn.Sequential(Rounds(), nn.Linear(4, 4)), TOKENS[:, 0])[questions.LAYOUT]
+    right = answers_of(nn.Sequential(Rounds(), nn.Linear(4, 4)), TOKENS[:, 0])[
+        questions.LAYOUT
+    ]
     assert right.status == "holds"
 
 
@@ -181,12 +245,20 @@ def test_another_memory_layout_of_an_input():
 def test_another_memory_layout_of_operands_inside_a_model(by_strides):
     def handler(mode, function, a, b):
         is_rounded = mode.running.stack[-1].interception.precision.now.active
-        return function(a, b.round() if is_rounded and by_strides and b.stride(-1) != 1 else b)
+        return function(
+            a, b.round() if is_rounded and by_strides and b.stride(-1) != 1 else b
+        )
 
-    model = Does(lambda m, x: m.mix(m.layer(x)), layer=nn.Linear(4, 4), mix=Does(lambda m, h: torch.mm(h, h.sin().T)))
+    model = Does(
+        lambda m, x: m.mix(m.layer(x)),
+        layer=nn.Linear(4, 4),
+        mix=Does(lambda m, h: torch.mm(h, h.sin().T)),
+    )
     with patch.dict(OP_HANDLERS, {torch.mm: handler}):
         found = answers_of(model, TOKENS[0])[questions.LAYOUT]
-    assert (found.status, found.layer) == (("broken", "mix") if by_strides else ("holds", None))
+    assert (found.status, found.layer) == (
+        ("broken", "mix") if by_strides else ("holds", None)
+    )
 
 
 # --- what is not applicable, and no false alarms ----------------------------------------------------------------------
@@ -196,7 +268,9 @@ def test_float32_decides_what_is_asked():
     """A model whose samples and tokens see each other has nothing to keep."""
     mixed = around(Rounds((0, 1)), lambda x: x - x.mean((0, 1), keepdim=True))
     found = answers_of(mixed, TOKENS)
-    asked = {name for name, answer in found.items() if answer.status != "not applicable"}
+    asked = {
+        name for name, answer in found.items() if answer.status != "not applicable"
+    }
     assert asked == {questions.CHECKPOINTED, questions.LAYOUT}
 
 
@@ -205,35 +279,58 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU())
     mixing = Does(lambda m, x: m.net(x + x.mean(0)), net=model)
-    for size in (4, 64):  # also where a dimension of the output is as long as one of the input
-        assert answers_of(copy.deepcopy(mixing), torch.randn(size, 4))[questions.SAMPLES].status == "not applicable"
+    for size in (
+        4,
+        64,
+    ):  # also where a dimension of the output is as long as one of the input
+        assert (
+            answers_of(copy.deepcopy(mixing), torch.randn(size, 4))[
+                questions.SAMPLES
+            ].status
+            == "not applicable"
+        )
 
 
 def test_one_content_of_a_position_is_no_evidence():
     """Samples see each other here, but only where one is larger than any of the inputs."""
-    model = Does(lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,)))
-    assert answers_of(model, TOKENS[:, 0].clamp(-1, 1))[questions.SAMPLES].status == "not applicable"
+    model = Does(
+        lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,))
+    )
+    assert (
+        answers_of(model, TOKENS[:, 0].clamp(-1, 1))[questions.SAMPLES].status
+        == "not applicable"
+    )
 
 
 def test_outputs_that_never_move_are_no_evidence():
     def forward(m, x):
         is_quantized = m.odd.layer.precision.now.active
-        return torch.cat([m.layer(x), torch.relu(m.odd(x) - (0 if is_quantized else 1e3))], 1)
+        return torch.cat(
+            [m.layer(x), torch.relu(m.odd(x) - (0 if is_quantized else 1e3))], 1
+        )
 
     model = Does(forward, odd=Rounds((0,)), layer=nn.Linear(4, 4))
     assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
 
 
 def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
-    assert answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.SAMPLES].status == "not applicable"
+    assert (
+        answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.SAMPLES].status
+        == "not applicable"
+    )
 
     def forward(m, x):
         if len(x) != 3:
             raise ValueError("three samples, please")
         return m.layer(x)
 
-    found = answers_of(Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0])[questions.ALONE]
-    assert (found.status, "three samples, please" in found.note) == ("not applicable", True)
+    found = answers_of(Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0])[
+        questions.ALONE
+    ]
+    assert (found.status, "three samples, please" in found.note) == (
+        "not applicable",
+        True,
+    )
 
 
 @pytest.mark.parametrize("kind", ["attribute", "generator"])
@@ -246,14 +343,18 @@ def test_a_model_that_differs_from_pass_to_pass_is_asked_nothing_more(kind):
         return m.layer(x) + noise
 
     found = answers_of(Does(forward, layer=nn.Linear(4, 4), passes=0), TOKENS[:, 0])
-    assert {name: answer.status for name, answer in found.items()} == {questions.REPEATED: "not applicable"}
+    assert {name: answer.status for name, answer in found.items()} == {
+        questions.REPEATED: "not applicable"
+    }
 
 
 def test_quantised_passes_that_differ_are_broken():
     calls = []
     model = around(Rounds((1,), lambda x: calls.append(1) or len(calls) % 2))
     found = answers_of(model, TOKENS[:, 0])
-    assert {name: (a.status, a.layer) for name, a in found.items()} == {questions.REPEATED: ("broken", "parts.odd")}
+    assert {name: (a.status, a.layer) for name, a in found.items()} == {
+        questions.REPEATED: ("broken", "parts.odd")
+    }
 
 
 def test_random_numbers_and_buffers_are_the_same_in_every_pass():
@@ -273,7 +374,9 @@ def test_a_model_that_cannot_be_evaluated_has_one_answer():
         return m.layer(x)
 
     found = check(quantize_(Does(forward, layer=nn.Linear(4, 4))), (TOKENS[:, 0],))
-    assert [(a.status, "only for training" in a.note) for a in found.invariances] == [("not applicable", True)]
+    assert [(a.status, "only for training" in a.note) for a in found.invariances] == [
+        ("not applicable", True)
+    ]
     assert found.ok
 
 
@@ -282,10 +385,15 @@ def test_a_model_that_cannot_be_evaluated_has_one_answer():
 
 def test_every_input_and_axis_is_tried():
     """The second input, time before the batch, and dictionaries."""
-    model = Does(lambda m, a, given: m.odd(given["x"][0].cumsum(0)) + a, odd=Rounds((0,)))
+    model = Does(
+        lambda m, a, given: m.odd(given["x"][0].cumsum(0)) + a, odd=Rounds((0,))
+    )
     found = answers_of(model, torch.zeros(4), {"x": [TOKENS.transpose(0, 1)]})
     assert found[questions.SAMPLES].status == "holds"
-    assert (found[questions.LATER].status, found[questions.LATER].note) == ("broken", "input 2, dimension 0")
+    assert (found[questions.LATER].status, found[questions.LATER].note) == (
+        "broken",
+        "input 2, dimension 0",
+    )
 
 
 def test_packed_sequences_are_changed_where_their_numbers_are():
@@ -295,7 +403,9 @@ def test_packed_sequences_are_changed_where_their_numbers_are():
     packed = pack_sequence([TOKENS[0, :4], TOKENS[1, :3]])
     found = answers_of(Does(forward, odd=Rounds((0,))), packed)
     assert found[questions.CHECKPOINTED].status == "holds"
-    rows = answers_of(Does(lambda m, packed: m.odd(packed.data), odd=Rounds((0,))), packed)
+    rows = answers_of(
+        Does(lambda m, packed: m.odd(packed.data), odd=Rounds((0,))), packed
+    )
     assert rows[questions.SAMPLES].status == "broken"
 
 
@@ -304,7 +414,11 @@ def test_new_contents_are_valid_and_all_new():
     for content in new_contents(ids):
         assert set(content.flatten().tolist()) <= {3, 5, 9, 11}
         assert (content != ids).all()
-    assert new_contents(torch.tensor([3, 3])) == new_contents(torch.tensor([True, False])) == []
+    assert (
+        new_contents(torch.tensor([3, 3]))
+        == new_contents(torch.tensor([True, False]))
+        == []
+    )
     coins = (TOKENS > 0).float()
     assert [c.unique().tolist() for c in new_contents(coins)] == [[0.0, 1.0]]
     shuffled, drawn = new_contents(TOKENS)
@@ -326,13 +440,20 @@ def test_a_mask_has_two_values_and_masks_another_input():
 
 @pytest.mark.parametrize("start", ["corrected", "zero"])
 def test_empty_running_ranges_are_filled_to_ask(start):
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), QuantConfig(running_start=start))
+    model = quantize_(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        QuantConfig(running_start=start),
+    )
     x = torch.randn(5, 4)
     found = check(model, (x,))
     assert found.filled == ("0", "1")
     assert found.ok, str(found)
     assert "2 layers had no running ranges yet" in str(found)
-    assert all(float(running[2]) == 0 for m in model for running in m.precision.ranges().values())
+    assert all(
+        float(running[2]) == 0
+        for m in model
+        for running in m.precision.ranges().values()
+    )
     with precision(model, 8):
         for _ in range(3):
             model(x)
@@ -344,7 +465,12 @@ def test_empty_running_ranges_are_filled_to_ask(start):
 @pytest.mark.parametrize("fails", [True, False])
 def test_asking_leaves_the_model_as_it_was(training, fails):
     torch.manual_seed(0)
-    parts = {"norm": nn.BatchNorm1d(4), "drop": nn.Dropout(), "odd": Rounds((0,)), "rnn": nn.LSTM(4, 4)}
+    parts = {
+        "norm": nn.BatchNorm1d(4),
+        "drop": nn.Dropout(),
+        "odd": Rounds((0,)),
+        "rnn": nn.LSTM(4, 4),
+    }
 
     def forward(m, x):
         if fails and len(x) == 1:
@@ -368,13 +494,25 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
             *model.buffers(),
             x,
         ]
-        tensors += [t for p in layers for t in (*p.ranges().values(), p.noise_key, p.levels)]
+        tensors += [
+            t for p in layers for t in (*p.ranges().values(), p.noise_key, p.levels)
+        ]
         modes = [m.training for m in model.modules()] + [
             (p.training, p.calibrated, p.fixed, p.zeros_unknown) for p in layers
         ]
-        active = [(p.in_force, p.execution, p.grids, p.driver, p.quantizers) for p in layers]
-        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return copy.deepcopy(tensors), (modes, active, hooks, random.getstate(), scheduler.get_last_bits())
+        active = [
+            (p.in_force, p.execution, p.grids, p.driver, p.quantizers) for p in layers
+        ]
+        hooks = [
+            (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+        ]
+        return copy.deepcopy(tensors), (
+            modes,
+            active,
+            hooks,
+            random.getstate(),
+            scheduler.get_last_bits(),
+        )
 
     before, others = state()
     numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
@@ -390,12 +528,22 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
 
 
 def test_ladders_are_asked_at_a_level_that_they_have():
-    ladder = FormatLadder.minifloats() if hasattr(FormatLadder, "minifloats") else FormatLadder({6: "e3m2", 8: "e4m3"})
+    ladder = (
+        FormatLadder.minifloats()
+        if hasattr(FormatLadder, "minifloats")
+        else FormatLadder({6: "e3m2", 8: "e4m3"})
+    )
     for odd in (True, False):
-        model = quantize_(around(Rounds((0,) if odd else ())), QuantConfig(ladder=ladder))
+        model = quantize_(
+            around(Rounds((0,) if odd else ())), QuantConfig(ladder=ladder)
+        )
         found = check(model, (TOKENS[:, 0],))
         assert found.ok is not odd
-        assert {m.precision.grids.to_dict() != {} for m in model.modules() if hasattr(m, "precision")} == {True}
+        assert {
+            m.precision.grids.to_dict() != {}
+            for m in model.modules()
+            if hasattr(m, "precision")
+        } == {True}
 
 
 # --- the printout -----------------------------------------------------------------------------------------------------
@@ -404,31 +552,56 @@ def test_ladders_are_asked_at_a_level_that_they_have():
 def test_check_is_not_ok_with_a_broken_invariance():
     model = quantize_(around(Rounds((0,))))
     found = check(model, (TOKENS[:, 0],))
-    assert (found.ok, [answer.name for answer in found.broken]) == (False, [questions.SAMPLES, questions.ALONE])
+    assert (found.ok, [answer.name for answer in found.broken]) == (
+        False,
+        [questions.SAMPLES, questions.ALONE],
+    )
     lines = str(found).splitlines()
-    assert any(line.startswith("another sample changed") and line.endswith("first in parts.odd (input 1, dimension 0)")
-               for line in lines)  # fmt: skip
-    assert sum("not applicable: later positions changed; a prefix alone" in line for line in lines) == 1
+    assert any(
+        line.startswith("another sample changed")
+        and line.endswith("first in parts.odd (input 1, dimension 0)")
+        for line in lines
+    )
+    assert (
+        sum(
+            "not applicable: later positions changed; a prefix alone" in line
+            for line in lines
+        )
+        == 1
+    )
     without = check(model, (TOKENS[:, 0],), invariances=False)
-    assert (without.ok, without.invariances, without.operations) == (True, (), found.operations)
+    assert (without.ok, without.invariances, without.operations) == (
+        True,
+        (),
+        found.operations,
+    )
     assert "another sample" not in str(without)
 
 
 def test_the_page_shows_what_its_code_prints():
     page = (Path(__file__).parents[2] / "docs/invariances.md").read_text("utf-8")
     names = {"__name__": "__main__"}
-    for code, shown in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.S):
+    for code, shown in re.findall(
+        r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.S
+    ):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, names)
-        assert re.sub(r"by [\d.]+", "", printed.getvalue()) == re.sub(r"by [\d.]+", "", shown)
+        assert re.sub(r"by [\d.]+", "", printed.getvalue()) == re.sub(
+            r"by [\d.]+", "", shown
+        )
         assert shown.count("BROKEN") > 0
 
 
 def test_the_page_lists_every_question():
     page = (Path(__file__).parents[2] / "docs/invariances.md").read_text("utf-8")
-    asked = {answer.name for answer in check(quantize_(nn.Linear(4, 4)), (TOKENS[:, 0],)).invariances}
-    assert set(re.findall(r"^\| ([^|]+?) \|", page, re.M)) - {"question", "---"} == asked
+    asked = {
+        answer.name
+        for answer in check(quantize_(nn.Linear(4, 4)), (TOKENS[:, 0],)).invariances
+    }
+    assert (
+        set(re.findall(r"^\| ([^|]+?) \|", page, re.M)) - {"question", "---"} == asked
+    )
     assert len(asked) == 9
 
 
@@ -452,7 +625,9 @@ def test_exact_sums_do_not_depend_on_the_number_of_rows():
     assert torch.allclose(exact[0], plain[0], atol=1e-5)
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch multiplies no groups")
+@pytest.mark.skipif(
+    not hasattr(torch, "_grouped_mm"), reason="this torch multiplies no groups"
+)
 def test_exact_sums_of_groups_of_rows():
     """As mixtures of experts have them: how many rows an expert has depends on the other tokens."""
     torch.manual_seed(0)
@@ -460,6 +635,12 @@ def test_exact_sums_of_groups_of_rows():
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
     with torch.no_grad(), ExactSums():
         found = torch._grouped_mm(x, experts, offs=ends)
-        assert torch.equal(found[4:5], torch._grouped_mm(x[4:5], experts, offs=ends.clamp(0, 1) * (ends > 2)))
+        assert torch.equal(
+            found[4:5],
+            torch._grouped_mm(x[4:5], experts, offs=ends.clamp(0, 1) * (ends > 2)),
+        )
     wanted = torch.cat([x[:2] @ experts[0], x[2:] @ experts[2]])
-    assert (found.dtype, torch.allclose(found, wanted, atol=1e-4)) == (torch.float32, True)
+    assert (found.dtype, torch.allclose(found, wanted, atol=1e-4)) == (
+        torch.float32,
+        True,
+    )

@@ -21,7 +21,12 @@ from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import layer_precisions
 from cpt_extras.diagnostics import recording as recorder
 from cpt_extras.diagnostics import rounding_stats
-from cpt_extras.diagnostics.recording import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
+from cpt_extras.diagnostics.recording import (
+    COLUMNS,
+    COMPILED,
+    LEAST_GRADIENT_TO_NOISE,
+    STATISTICS,
+)
 from cpt_extras.kernels.operators import fake_quantize
 
 STEPS = 6
@@ -35,12 +40,19 @@ def drawn(*shape, seed=0):
 
 
 def linear():
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False))
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)
+    )
     return model, lambda step: model(drawn(2, 4, 6, seed=step))
 
 
 def convolution():
-    parts = nn.Conv1d(2, 4, 3), nn.Unflatten(1, (2, 2)), nn.Conv2d(2, 4, 2), nn.ReLU(inplace=True)
+    parts = (
+        nn.Conv1d(2, 4, 3),
+        nn.Unflatten(1, (2, 2)),
+        nn.Conv2d(2, 4, 2),
+        nn.ReLU(inplace=True),
+    )
     model = nn.Sequential(*parts, nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 2, (2, 1, 2)))
     return model, lambda step: model(drawn(3, 2, 9, seed=step))
 
@@ -52,7 +64,14 @@ def lstm():
 
 def packed_lstm():
     model = nn.LSTM(3, 4, bidirectional=True)
-    return model, lambda step: model(pack_sequence([drawn(n, 3, seed=step + n) for n in (4, 3, 1)]))[0].data
+    return (
+        model,
+        lambda step: (
+            model(pack_sequence([drawn(n, 3, seed=step + n) for n in (4, 3, 1)]))[
+                0
+            ].data
+        ),
+    )
 
 
 def graph_net(kind):
@@ -62,25 +81,54 @@ def graph_net(kind):
 
 
 def attention():
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = BertConfig(vocab_size=2, max_position_embeddings=8, hidden_dropout_prob=0.0, **sizes)
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    config = BertConfig(
+        vocab_size=2, max_position_embeddings=8, hidden_dropout_prob=0.0, **sizes
+    )
     config.attention_probs_dropout_prob = 0.0
     model = BertModel(config, add_pooling_layer=False)
-    return model, lambda step: model(inputs_embeds=drawn(2, 5, 8, seed=step)).last_hidden_state
+    return (
+        model,
+        lambda step: model(inputs_embeds=drawn(2, 5, 8, seed=step)).last_hidden_state,
+    )
 
 
 KINDS = {
-    "linear": linear, "convolution": convolution, "lstm": lstm, "packed lstm": packed_lstm,
-    "gcn": lambda: graph_net("gcn"), "sage": lambda: graph_net("sage"), "attention": attention,
-}  # fmt: skip
-FORMATS = {3: "e2m1", 4: "mx(e2m1,2):partial=1", 5: "e4m3", 6: "symmetric6", 7: "e5m2", 8: "e4m3"}
-APART = {"activation": None, "weight": None, "error": {8: "e4m3:rounding=stochastic"}, "weight_gradient": {8: "e5m2"}}
+    "linear": linear,
+    "convolution": convolution,
+    "lstm": lstm,
+    "packed lstm": packed_lstm,
+    "gcn": lambda: graph_net("gcn"),
+    "sage": lambda: graph_net("sage"),
+    "attention": attention,
+}
+FORMATS = {
+    3: "e2m1",
+    4: "mx(e2m1,2):partial=1",
+    5: "e4m3",
+    6: "symmetric6",
+    7: "e5m2",
+    8: "e4m3",
+}
+APART = {
+    "activation": None,
+    "weight": None,
+    "error": {8: "e4m3:rounding=stochastic"},
+    "weight_gradient": {8: "e5m2"},
+}
 INTEGER = cpt.QuantConfig(aggregation="quantized", execution="integer")
 CONFIGS = {
-    "simulated": cpt.QuantConfig(aggregation="quantized"), "integer": INTEGER,
-    "shared steps": INTEGER.with_shared_steps(), "ladder": cpt.QuantConfig(ladder=FORMATS),
+    "simulated": cpt.QuantConfig(aggregation="quantized"),
+    "integer": INTEGER,
+    "shared steps": INTEGER.with_shared_steps(),
+    "ladder": cpt.QuantConfig(ladder=FORMATS),
     "gradients apart": cpt.QuantConfig(ladder=APART),
-}  # fmt: skip
+}
 pytestmark = pytest.mark.filterwarnings("ignore:this device:UserWarning")
 
 
@@ -93,7 +141,10 @@ def made(kind, config="simulated"):
 def trained(model, call, record=None):
     """Train, every second step with two passes: losses, parameters, running ranges and keys; and the recording."""
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
-    scheduler, optimizer = cpt.PrecisionScheduler(model, schedule), torch.optim.SGD(model.parameters(), 0.1)
+    scheduler, optimizer = (
+        cpt.PrecisionScheduler(model, schedule),
+        torch.optim.SGD(model.parameters(), 0.1),
+    )
     losses = []
     with nullcontext() if record is None else record:
         for step in range(STEPS):
@@ -104,7 +155,9 @@ def trained(model, call, record=None):
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    ranges = [v for p in layer_precisions(model).values() for v in p.get_running().values()]
+    ranges = [
+        v for p in layer_precisions(model).values() for v in p.get_running().values()
+    ]
     return [torch.stack(losses), *(p.detach() for p in model.parameters()), *ranges]
 
 
@@ -141,14 +194,23 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
         if not role.startswith(("linear_", "conv_", "attention_", "computed_"))
     }
     bias = {(n, "bias") for n, _ in expected}
-    assert set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias
+    assert (
+        set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias
+    )
     assert not any(p.observer for p in layer_precisions(model).values())
-    assert table[["low", "high", "relative_error", "underflow", "levels_used"]].notna().all(axis=None)
+    assert (
+        table[["low", "high", "relative_error", "underflow", "levels_used"]]
+        .notna()
+        .all(axis=None)
+    )
     assert (table["clipped"].isna() == table["grid"].str.contains("mx")).all()
     assert (table["high"] >= table["low"]).all()
     assert table["levels_used"].between(0, 1, inclusive="right").all()
     if config == "shared steps":  # on codes the same tensors are seen
-        tables = (t.set_index(["step", "layer", "role"]) for t in (table, recorded(kind, "simulated")[1].table()))
+        tables = (
+            t.set_index(["step", "layer", "role"])
+            for t in (table, recorded(kind, "simulated")[1].table())
+        )
         on_codes, simulated = (t["elements"].sort_index() for t in tables)
         assert simulated.equals(on_codes)
 
@@ -158,9 +220,12 @@ def test_both_gradients_of_a_product_are_seen(kind):
     _, recording = recorded(kind, "gradients apart")
     table = recording.table()
     gradients = table[table["role"].isin(["grad", "weight_grad"])]
-    assert gradients.groupby("role")["grid"].agg(lambda grids: grids.iloc[0].split("|")[1]).to_dict() == {
-        "grad": "e4m3", "weight_grad": "e5m2",
-    }  # fmt: skip
+    assert gradients.groupby("role")["grid"].agg(
+        lambda grids: grids.iloc[0].split("|")[1]
+    ).to_dict() == {
+        "grad": "e4m3",
+        "weight_grad": "e5m2",
+    }
     assert gradients["gradient_to_noise"].gt(1).all()
     assert (gradients["level"] == 8).all()
     assert not recording.unseen
@@ -170,7 +235,11 @@ def test_both_gradients_of_a_product_are_seen(kind):
 
 
 def row_of(recording, role, layer="0", step=0):
-    return recording.table().set_index(["layer", "role", "step"], drop=False).loc[(layer, role, step)]
+    return (
+        recording.table()
+        .set_index(["layer", "role", "step"], drop=False)
+        .loc[(layer, role, step)]
+    )
 
 
 def one_pass(x, weight, bits=2, q_grad=2, config=None, gradient=None):
@@ -178,7 +247,10 @@ def one_pass(x, weight, bits=2, q_grad=2, config=None, gradient=None):
     with torch.no_grad():
         layer.weight.copy_(weight)
     cpt.quantize_(model := nn.Sequential(layer), config)
-    with cpt.precision(model, bits, q_grad), cpt.diagnostics.record(model, every=1) as recording:
+    with (
+        cpt.precision(model, bits, q_grad),
+        cpt.diagnostics.record(model, every=1) as recording,
+    ):
         y = model(x)
         y.backward(torch.ones_like(y) if gradient is None else gradient)
     return model, recording
@@ -189,7 +261,13 @@ def test_statistics_of_an_input_by_hand():
     _, recording = one_pass(torch.tensor([[0.0, 0.25, 1.25, 3.0]]), torch.eye(4))
     row = row_of(recording, "input")
     squares, errors = 0.25**2 + 1.25**2 + 9, 2 * 0.25**2
-    assert (row["step"], row["layer"], row["level"], row["bits"], row["grid"]) == (0, "0", 2, 2, "per_tensor")
+    assert (row["step"], row["layer"], row["level"], row["bits"], row["grid"]) == (
+        0,
+        "0",
+        2,
+        2,
+        "per_tensor",
+    )
     assert (row["elements"], row["low"], row["high"], row["clipped"]) == (4, 0, 3, 0)
     assert row["relative_error"] == pytest.approx(math.sqrt(errors / squares))
     assert row["snr_db"] == pytest.approx(10 * math.log10(squares / errors))
@@ -200,46 +278,83 @@ def test_statistics_of_an_input_by_hand():
 
 def test_ranges_of_several_rows_by_hand():
     """Rows (0, 1, 3) and (5, 5, 5): 3 of 4 values are used, and 1 of 4; the second row has no error."""
-    _, recording = one_pass(torch.zeros(1, 3), torch.tensor([[0.0, 1.25, 3.0], [5.0, 5.0, 5.0]]))
+    _, recording = one_pass(
+        torch.zeros(1, 3), torch.tensor([[0.0, 1.25, 3.0], [5.0, 5.0, 5.0]])
+    )
     row = row_of(recording, "weight")
-    assert (row["low"], row["high"], row["levels_used"], row["elements"]) == (0, 5, 0.5, 6)
+    assert (row["low"], row["high"], row["levels_used"], row["elements"]) == (
+        0,
+        5,
+        0.5,
+        6,
+    )
     assert row["relative_error"] == pytest.approx(0.25 / math.sqrt(1.25**2 + 9 + 75))
 
 
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"])
+@pytest.mark.parametrize(
+    "granularity",
+    ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"],
+)
 def test_codes_and_values_are_counted_alike(granularity):
     for key in (None, torch.tensor(5)):
-        formats = cpt.Format.affine(4), cpt.Format.affine(9)  # 9 bits are too many for codes
+        formats = (
+            cpt.Format.affine(4),
+            cpt.Format.affine(9),
+        )  # 9 bits are too many for codes
         both = [
-            rounding_stats.summed(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats
+            rounding_stats.summed(
+                drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format
+            )
+            for format in formats
         ]
-        codes, values = (dict(zip(rounding_stats.SUMS, sums.tolist(), strict=True)) for sums in both)
-        assert (codes["used"], codes["available"]) == (values["used"], values["available"] / 2**5)
+        codes, values = (
+            dict(zip(rounding_stats.SUMS, sums.tolist(), strict=True)) for sums in both
+        )
+        assert (codes["used"], codes["available"]) == (
+            values["used"],
+            values["available"] / 2**5,
+        )
         assert codes["used"] > 12 * codes["available"] / 16
 
 
 def test_what_lies_outside_its_range_is_clipped():
     """The mean of (0, 2) and (0, 6) is (0, 4): 6, and nothing else, lies outside."""
-    quantizers = {**cpt.quantization.QUANTIZERS, "linear_input": cpt.quantization.Quantizer("per_sample_mean")}
+    quantizers = {
+        **cpt.quantization.QUANTIZERS,
+        "linear_input": cpt.quantization.Quantizer("per_sample_mean"),
+    }
     config = cpt.QuantConfig(quantizers=quantizers)
-    _, recording = one_pass(torch.tensor([[0.0, 2.0], [0.0, 6.0]]), torch.eye(2), config=config)
+    _, recording = one_pass(
+        torch.tensor([[0.0, 2.0], [0.0, 6.0]]), torch.eye(2), config=config
+    )
     row = row_of(recording, "input")
     assert (row["low"], row["high"], row["clipped"]) == (0, 4, 0.25)
 
 
 def test_statistics_of_a_format_by_hand():
     """On e2m1 with scale 1 the values 6, 1.2, 0.2, -3 become 6, 1, 0, -3, four of fifteen values."""
-    _, recording = one_pass(torch.tensor([[6.0, 1.2, 0.2, -3.0]]), torch.eye(4), 3, 8, CONFIGS["ladder"])
+    _, recording = one_pass(
+        torch.tensor([[6.0, 1.2, 0.2, -3.0]]), torch.eye(4), 3, 8, CONFIGS["ladder"]
+    )
     row = row_of(recording, "input")
-    assert (row["level"], row["bits"], row["grid"], row["clipped"]) == (3, 4, "per_tensor|e2m1", 0)
-    assert row["relative_error"] == pytest.approx(math.sqrt(2 * 0.2**2 / (36 + 1.2**2 + 0.2**2 + 9)), rel=1e-5)
+    assert (row["level"], row["bits"], row["grid"], row["clipped"]) == (
+        3,
+        4,
+        "per_tensor|e2m1",
+        0,
+    )
+    assert row["relative_error"] == pytest.approx(
+        math.sqrt(2 * 0.2**2 / (36 + 1.2**2 + 0.2**2 + 9)), rel=1e-5
+    )
     assert (row["underflow"], row["levels_used"]) == (0.25, 4 / 15)
 
 
 def test_blocks_have_values_of_their_own():
     """Of every block of four, the last of two, e2m1 with a power of two: 2 of 15 values, then 1."""
     config = cpt.QuantConfig(ladder={2: "mx(e2m1,4):partial=1"})
-    _, recording = one_pass(torch.tensor([[1.0, 1.0, 2.0, 2.0, 300.0, 300.0]]), torch.eye(6), 2, 2, config)
+    _, recording = one_pass(
+        torch.tensor([[1.0, 1.0, 2.0, 2.0, 300.0, 300.0]]), torch.eye(6), 2, 2, config
+    )
     row = row_of(recording, "input")
     assert row["levels_used"] == pytest.approx(1.5 / 15)
     assert math.isnan(row["clipped"])
@@ -250,32 +365,59 @@ def test_gradients_have_the_noise_of_the_training():
     gradient = drawn(5, 3)
     model, recording = one_pass(drawn(5, 4), drawn(3, 4, seed=1), gradient=gradient)
     key = layer_precisions(model)["0"].noise_key
-    rounded = fake_quantize(gradient, torch.tensor(3.0), "per_position", key - 1)[0]  # the key before the pass
-    assert not torch.equal(rounded, fake_quantize(gradient, torch.tensor(3.0), "per_position", key)[0])
+    rounded = fake_quantize(gradient, torch.tensor(3.0), "per_position", key - 1)[
+        0
+    ]  # the key before the pass
+    assert not torch.equal(
+        rounded, fake_quantize(gradient, torch.tensor(3.0), "per_position", key)[0]
+    )
     row, noise = row_of(recording, "grad"), (rounded - gradient).double().norm()
-    assert row["gradient_to_noise"] == pytest.approx(float(gradient.double().norm() / noise))
+    assert row["gradient_to_noise"] == pytest.approx(
+        float(gradient.double().norm() / noise)
+    )
     assert row["gradient_to_noise"] * row["relative_error"] == pytest.approx(1)
-    assert row["snr_db"] > 20 * math.log10(LEAST_GRADIENT_TO_NOISE) or row["gradient_to_noise"] <= 3**0.5
+    assert (
+        row["snr_db"] > 20 * math.log10(LEAST_GRADIENT_TO_NOISE)
+        or row["gradient_to_noise"] <= 3**0.5
+    )
 
 
 def test_each_gradient_is_on_its_own_levels():
     """0, 1, 2, 3 of two bits are exact, as is every third of them; one bit leaves the ends."""
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig().with_gradient_rounding("nearest"))
+    model = cpt.quantize_(
+        nn.Sequential(nn.Linear(4, 4)),
+        cpt.QuantConfig().with_gradient_rounding("nearest"),
+    )
     start = torch.optim.SGD(model.parameters(), 0.1)
-    cpt.PrecisionScheduler(model, cpt.RoleSchedules(cpt.StaticSchedule(8, 1), 8, error=1, weight_gradient=2))
+    cpt.PrecisionScheduler(
+        model,
+        cpt.RoleSchedules(cpt.StaticSchedule(8, 1), 8, error=1, weight_gradient=2),
+    )
     with cpt.diagnostics.record(model, every=1) as recording:
-        model(drawn(1, 4).requires_grad_()).backward(torch.tensor([[0.0, 1.0, 2.0, 3.0]]))
+        model(drawn(1, 4).requires_grad_()).backward(
+            torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+        )
         start.step()
     error, weight = row_of(recording, "grad"), row_of(recording, "weight_grad")
-    assert (error["level"], error["levels_used"], weight["level"], weight["levels_used"]) == (1, 1, 2, 1)
+    assert (
+        error["level"],
+        error["levels_used"],
+        weight["level"],
+        weight["levels_used"],
+    ) == (1, 1, 2, 1)
     assert error["relative_error"] == pytest.approx(math.sqrt(2 / 14))
     assert (weight["relative_error"], weight["snr_db"]) == (0, math.inf)
 
 
 def rounded_apart(states):
     """The relative error of states that are rounded to three bits, each on its own range."""
-    errors = [fake_quantize(s.contiguous(), torch.tensor(7.0), "per_tensor")[0] - s for s in states]
-    return pytest.approx(float(torch.cat(errors).norm() / torch.cat(states).norm()), rel=1e-5)
+    errors = [
+        fake_quantize(s.contiguous(), torch.tensor(7.0), "per_tensor")[0] - s
+        for s in states
+    ]
+    return pytest.approx(
+        float(torch.cat(errors).norm() / torch.cat(states).norm()), rel=1e-5
+    )
 
 
 def test_hidden_states_are_those_that_enter_the_steps():
@@ -283,7 +425,10 @@ def test_hidden_states_are_those_that_enter_the_steps():
     torch.manual_seed(0)
     plain, x = nn.LSTM(2, 3, bidirectional=True), drawn(4, 2, 2)
     model = cpt.quantize_(nn.Sequential(copy.deepcopy(plain)))
-    with cpt.precision(model, 3, 8), cpt.diagnostics.record(model, every=1) as recording:
+    with (
+        cpt.precision(model, 3, 8),
+        cpt.diagnostics.record(model, every=1) as recording,
+    ):
         y = model(x)[0].detach()
     zero = torch.zeros(2, 3)
     for role, states in {
@@ -300,11 +445,18 @@ def test_packed_states_have_the_rows_of_their_steps():
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.LSTM(2, 3, bidirectional=True)))
     x = pack_sequence([drawn(n, 2, seed=n) for n in (3, 1)])
-    with cpt.precision(model, 3, 8), cpt.diagnostics.record(model, every=1) as recording:
-        y = model(x)[0].data.detach()  # rows: both at step 0, then the long one at steps 1 and 2
+    with (
+        cpt.precision(model, 3, 8),
+        cpt.diagnostics.record(model, every=1) as recording,
+    ):
+        y = model(x)[
+            0
+        ].data.detach()  # rows: both at step 0, then the long one at steps 1 and 2
     zero = torch.zeros(1, 3)
     states = [torch.cat([y[2:3, 3:], zero]), y[3:4, 3:], zero]
-    assert row_of(recording, "hidden_l0_reverse")["relative_error"] == rounded_apart(states)
+    assert row_of(recording, "hidden_l0_reverse")["relative_error"] == rounded_apart(
+        states
+    )
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -331,14 +483,23 @@ def steps(model, count, *optimizers, accumulate=1):
             optimizer.step()
 
 
-def test_one_step_of_so_many_is_recorded_with_all_passes_whose_gradients_accumulate(model):
+def test_one_step_of_so_many_is_recorded_with_all_passes_whose_gradients_accumulate(
+    model,
+):
     with cpt.diagnostics.record(model, every=3) as recording:
         steps(model, 8, accumulate=2)
         assert recording.step == 8
     assert recording.steps == [0, 3, 6]
     assert set(recording.table().groupby(["step", "layer", "role"]).size()) == {1}
-    row, inputs = row_of(recording, "input", step=3), torch.cat([drawn(5, 4, seed=seed) for seed in range(2)])
-    assert (row["elements"], row["low"], row["high"]) == (inputs.numel(), inputs.min(), inputs.max())
+    row, inputs = (
+        row_of(recording, "input", step=3),
+        torch.cat([drawn(5, 4, seed=seed) for seed in range(2)]),
+    )
+    assert (row["elements"], row["low"], row["high"]) == (
+        inputs.numel(),
+        inputs.min(),
+        inputs.max(),
+    )
 
 
 def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
@@ -364,7 +525,10 @@ def test_a_resumed_training_counts_on(model):
     with cpt.diagnostics.record(model, every=2, step=101) as recording:
         steps(model, 2)
         passes(model)  # what the block leaves unfinished is a step
-    assert recording.steps == [101, 103]  # the first step of the block is recorded, whatever its number
+    assert recording.steps == [
+        101,
+        103,
+    ]  # the first step of the block is recorded, whatever its number
     passes(model)
     assert recording.steps == [101, 103]
 
@@ -372,7 +536,9 @@ def test_a_resumed_training_counts_on(model):
 def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
     monkeypatch.setattr(
-        rounding_stats, "summed", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64)
+        rounding_stats,
+        "summed",
+        lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64),
     )
     with cpt.diagnostics.record(model, every=2) as recording:
         steps(model, 1)
@@ -390,7 +556,12 @@ def test_evaluation_is_not_recorded(model):
     assert recording.table().empty
     assert list(recording.table().columns) == list(COLUMNS)
     assert recording.unseen == dict.fromkeys(
-        [f"{layer}/{role}" for layer in "01" for role in ("input", "weight", "grad", "bias")], recorder.NOT_SEEN
+        [
+            f"{layer}/{role}"
+            for layer in "01"
+            for role in ("input", "weight", "grad", "bias")
+        ],
+        recorder.NOT_SEEN,
     )
 
 
@@ -426,7 +597,10 @@ def test_a_weight_that_is_computed_is_seen():
             return nn.functional.linear(x, self.weight * (self.weight > 0), self.bias)
 
     model = cpt.quantize_(nn.Sequential(Masked(4, 3)))
-    with cpt.precision(model, 4, 8), cpt.diagnostics.record(model, every=1) as recording:
+    with (
+        cpt.precision(model, 4, 8),
+        cpt.diagnostics.record(model, every=1) as recording,
+    ):
         model(drawn(5, 4)).sum().backward()
     assert recording.unseen == {}
     assert "computed_weight" in set(recording.table()["role"])
@@ -468,26 +642,39 @@ def test_scalars(model):
     assert scalars["1/input/snr_db"] == row_of(recording, "input", "1", 2)["snr_db"]
     assert "1/input/gradient_to_noise" not in scalars
     assert {name.split("/")[-1] for name in scalars} == {"level", *STATISTICS}
-    refused("step 1 is not recorded; recorded steps: 2 from 0 to 2", recording.scalars, 1)
+    refused(
+        "step 1 is not recorded; recorded steps: 2 from 0 to 2", recording.scalars, 1
+    )
     refused("recorded steps: none", cpt.diagnostics.record(model).scalars)
 
 
 def test_what_cannot_be_recorded_is_refused(model):
-    refused("no quantised layers; call quantize_", cpt.diagnostics.record, nn.Linear(2, 2))
-    refused("a compiled model says nothing", cpt.diagnostics.record, torch.compile(model, backend="eager"))
+    refused(
+        "no quantised layers; call quantize_", cpt.diagnostics.record, nn.Linear(2, 2)
+    )
+    refused(
+        "a compiled model says nothing",
+        cpt.diagnostics.record,
+        torch.compile(model, backend="eager"),
+    )
 
 
 def test_records_do_not_nest(model):
     with cpt.diagnostics.record(model, every=5) as recording:
         steps(model, 1)
-        with pytest.raises(ValueError, match="layer '0' is recorded already"), cpt.diagnostics.record(model[0:1]):
+        with (
+            pytest.raises(ValueError, match="layer '0' is recorded already"),
+            cpt.diagnostics.record(model[0:1]),
+        ):
             pass
         steps(model, 5)
     assert recording.steps == [0, 5]
     with pytest.raises(KeyError), cpt.diagnostics.record(model):
         raise KeyError
     assert not any(p.observer for p in layer_precisions(model).values())
-    with cpt.diagnostics.record(model):  # after it, and after an error inside, it is free again
+    with cpt.diagnostics.record(
+        model
+    ):  # after it, and after an error inside, it is free again
         pass
 
 
@@ -496,5 +683,7 @@ def test_compiled_parts_are_listed(model):
     model[0].compile(backend="eager")
     with cpt.diagnostics.record(model, every=1) as recording:
         steps(model, 2)
-    assert recording.unseen == dict.fromkeys([f"0/{role}" for role in ("input", "weight", "grad", "bias")], COMPILED)
+    assert recording.unseen == dict.fromkeys(
+        [f"0/{role}" for role in ("input", "weight", "grad", "bias")], COMPILED
+    )
     assert set(recording.table()["layer"]) == {"1"}

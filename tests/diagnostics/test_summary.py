@@ -22,29 +22,47 @@ X = (torch.randn(3, 5, 8),)
 MACS = {"": 3 * 5 * 5 * 6, "linear": 3 * 5 * 8 * 6, "attend": 3 * 5 * 6 * 5}
 
 
-@pytest.mark.parametrize("float32", [(), ("attend",), ("linear",), ("attend", "linear")])
+@pytest.mark.parametrize(
+    "float32", [(), ("attend",), ("linear",), ("attend", "linear")]
+)
 def test_shares_are_those_of_what_runs(float32):
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=float32))
     found = cpt.summary(model, X)
-    assert {r.name: r.share for r in found.rows} == {k: n / sum(MACS.values()) for k, n in MACS.items()}
+    assert {r.name: r.share for r in found.rows} == {
+        k: n / sum(MACS.values()) for k, n in MACS.items()
+    }
     plain = {p.layer: p.macs / sum(MACS.values()) for p in cpt.check(model, X).float32}
-    assert {k.removesuffix(" (products)"): v for k, v in found.float32_shares.items()} == plain
-    assert {r.name: r.reason for r in found.float32} == dict.fromkeys(float32, "left out")
+    assert {
+        k.removesuffix(" (products)"): v for k, v in found.float32_shares.items()
+    } == plain
+    assert {r.name: r.reason for r in found.float32} == dict.fromkeys(
+        float32, "left out"
+    )
     assert set(plain) == set(float32)
 
 
 def test_the_print_says_the_share_of_float32():
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=("attend",)))
     lines = str(cpt.summary(model, X)).splitlines()
-    assert any(line.startswith("attend ") and line.endswith("27.8%  float32 (left out)") for line in lines)
-    assert "27.8% of the forward MACs of matmuls and convolutions run in float32: attend (products) 27.8%" in lines
+    assert any(
+        line.startswith("attend ") and line.endswith("27.8%  float32 (left out)")
+        for line in lines
+    )
+    assert (
+        "27.8% of the forward MACs of matmuls and convolutions run in float32: attend (products) 27.8%"
+        in lines
+    )
     assert "MACs" not in str(cpt.summary(model))
 
 
 def test_a_product_that_what_is_around_it_catches_is_quantised():
-    model = net(lambda _, q, k: getattr(torch, "".join(("mat", "mul")))(q, k.mT))  # which its code does not name
+    model = net(
+        lambda _, q, k: getattr(torch, "".join(("mat", "mul")))(q, k.mT)
+    )  # which its code does not name
     found = cpt.summary(cpt.quantize_(model), X)
-    assert [(r.quantized, r.share) for r in found.rows if r.name == "attend"] == [(True, 450 / 1620)]
+    assert [(r.quantized, r.share) for r in found.rows if r.name == "attend"] == [
+        (True, 450 / 1620)
+    ]
     assert found.float32_shares == {}
     assert cpt.check(model, X).quantized_share == 1
 
@@ -56,20 +74,29 @@ def test_a_model_that_is_not_converted_is_in_float32():
 
 
 def recurrent():
-    return Does(lambda m, x: m.head(m.norm(m.rnn(x)[0])), rnn=nn.LSTM(8, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 4))
+    return Does(
+        lambda m, x: m.head(m.norm(m.rnn(x)[0])),
+        rnn=nn.LSTM(8, 6),
+        norm=nn.LayerNorm(6),
+        head=nn.Linear(6, 4),
+    )
 
 
 def convolutional():
     def forward(m, x):
         return m.head(m.norm(m.conv(x)).mean(-1))
 
-    return Does(forward, conv=nn.Conv1d(5, 4, 3), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
+    return Does(
+        forward, conv=nn.Conv1d(5, 4, 3), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 3)
+    )
 
 
 def graph():
     edges = cpt.Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
     conv = cpt.GraphConv(8, 6)
-    return Does(lambda m, x: m.head(m.conv(edges, x[:, 0])), conv=conv, head=nn.Linear(6, 4))
+    return Does(
+        lambda m, x: m.head(m.conv(edges, x[:, 0])), conv=conv, head=nn.Linear(6, 4)
+    )
 
 
 @pytest.mark.parametrize("make", [net, recurrent, convolutional, graph])
@@ -81,9 +108,14 @@ def test_shares_are_the_same_whoever_is_asked(make):
     with cpt.BitOpsLedger(model) as ledger, cpt.precision(model, 4):
         model(*X)
     head = sum(e.macs for e in checked.float32)
-    shares = {left_out: head / sum(e.macs for e in checked.operations if not e.backward)}
+    shares = {
+        left_out: head / sum(e.macs for e in checked.operations if not e.backward)
+    }
     assert (
-        found.float32_shares == cpt.count_bitops(model, X, cpt.StaticSchedule(4, 1)).float32 == ledger.float32 == shares
+        found.float32_shares
+        == cpt.count_bitops(model, X, cpt.StaticSchedule(4, 1)).float32
+        == ledger.float32
+        == shares
     )
     assert checked.quantized_share == pytest.approx(1 - shares[left_out], abs=1e-12)
     assert 0.01 < shares[left_out] < 0.6

@@ -10,7 +10,9 @@ from cpt_core.schedules.profiles import PROFILES, SCHEDULES, SUITE, SuiteEntry
 from cpt_lab.analysis.schedules import figure_2
 from cpt_lab.experiments.grids import find_grids, grid_specs
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 # Run before anything else of the package is imported: the same as editing the file.
 ADD = """
@@ -64,12 +66,19 @@ def test_figure_2_shows_the_paper_s_ten(monkeypatch):
 
 
 def test_it_can_be_run_and_shown_as_an_arm_of_ones_own(told):
-    assert (told["round trip"], told["bits"], told["savings"], told["kept"]) == (True, [3, 8], "own", ["PR"])
+    assert (told["round trip"], told["bits"], told["savings"], told["kept"]) == (
+        True,
+        [3, 8],
+        "own",
+        ["PR"],
+    )
     assert 0.3 < told["cost"] < 0.6  # a parabola stays low
 
 
 def test_the_suite_is_the_papers_alone():
     assert len(SUITE) == 10
     assert {name: SCHEDULES[name] for name in SUITE} == SUITE
-    assert {entry.savings for name, entry in SCHEDULES.items() if name not in SUITE} <= {"own"}
+    assert {
+        entry.savings for name, entry in SCHEDULES.items() if name not in SUITE
+    } <= {"own"}
     assert {entry.profile for entry in SCHEDULES.values()} <= set(PROFILES)

@@ -20,17 +20,33 @@ def spent_by(spec):
     ("scale", "dataset", "model", "arms"),
     [
         (
-            "paper", "cifar10", "resnet74",
-            ["RR", "RR delayed 10 %", "ER, 31046 of 64000 steps", "static 8, 25533 of 64000 steps",
-             "static 4, 61280 of 64000 steps", "static 8"],
+            "paper",
+            "cifar10",
+            "resnet74",
+            [
+                "RR",
+                "RR delayed 10 %",
+                "ER, 31046 of 64000 steps",
+                "static 8, 25533 of 64000 steps",
+                "static 4, 61280 of 64000 steps",
+                "static 8",
+            ],
         ),
         (
-            "paper", "xnli", "bert",
-            ["RR", "RR delayed 10 %", "ER, 8372 of 12272 steps", "static 8, 7493 of 12272 steps",
-             "static 6, 10899 of 12272 steps", "static 8"],
+            "paper",
+            "xnli",
+            "bert",
+            [
+                "RR",
+                "RR delayed 10 %",
+                "ER, 8372 of 12272 steps",
+                "static 8, 7493 of 12272 steps",
+                "static 6, 10899 of 12272 steps",
+                "static 8",
+            ],
         ),
     ],
-)  # fmt: skip
+)
 def test_arms_of_equal_cost(scale, dataset, model, arms):
     task = recipe(scale, dataset, model).task
     specs = designs.equal_cost(scale, dataset, model, task=task, seeds=[5])
@@ -42,10 +58,14 @@ def test_arms_of_equal_cost(scale, dataset, model, arms):
     assert plain.schedule == make_schedule("RR", total_steps=steps, **settings)
     money = spent_by(plain)
     assert spent_by(delayed) == pytest.approx(money, rel=2e-3)
-    assert delayed.schedule.bits()[: round(0.1 * steps)].tolist() == [8] * round(0.1 * steps)
+    assert delayed.schedule.bits()[: round(0.1 * steps)].tolist() == [8] * round(
+        0.1 * steps
+    )
     assert delayed.schedule.total_steps == steps
     assert 0.95 * money <= spent_by(rising) <= money + 1e-6
-    assert rising.schedule == make_schedule("ER", total_steps=rising.recipe.steps, **settings)
+    assert rising.schedule == make_schedule(
+        "ER", total_steps=rising.recipe.steps, **settings
+    )
     for spec in stopped:
         bits = spec.schedule.q_max
         assert spec.schedule == StaticSchedule(bits, spec.recipe.steps)
@@ -59,11 +79,18 @@ def test_arms_of_equal_cost(scale, dataset, model, arms):
 @pytest.mark.parametrize(
     ("budget", "static"),
     [
-        (0.35, 4), (0.43, 4), (0.445, 5), (0.58, 6), (0.875, 7), (0.89, 8),
+        (0.35, 4),
+        (0.43, 4),
+        (0.445, 5),
+        (0.58, 6),
+        (0.875, 7),
+        (0.89, 8),
     ],
-)  # fmt: skip
+)
 def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, static):
-    specs = quietly(designs.equal_cost, budget=budget, delay=0.02, seeds=[0], steps=4_000)
+    specs = quietly(
+        designs.equal_cost, budget=budget, delay=0.02, seeds=[0], steps=4_000
+    )
     money = spent_by(specs[0])
     assert money == pytest.approx(budget * 4_000, rel=1e-3)
     assert specs[0].arm == f"RR at {budget:.3f}"
@@ -71,7 +98,9 @@ def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, stati
     assert spent_by(specs[1]) == pytest.approx(money, rel=2e-3)
     assert price([static]) * 4_000 >= 0.95 * money > price([static - 1]) * 4_000
     constant = [s for s in specs if isinstance(s.schedule, StaticSchedule)]
-    assert [s.schedule.q_max for s in constant] == ([8, 8] if static == 8 else [8, static, 8])
+    assert [s.schedule.q_max for s in constant] == (
+        [8, 8] if static == 8 else [8, static, 8]
+    )
     assert (constant[-1].arm, constant[-1].recipe.steps) == ("static 8", 4_000)
     assert all(spent_by(s) <= money + 1e-6 for s in constant[:-1])
 
@@ -92,9 +121,21 @@ def test_the_cost_of_a_static_precision_gives_it_in_full():
 
 
 def test_changes_reach_the_arms_of_equal_cost():
-    specs = quietly(designs.equal_cost, q_max=[6], q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
-    assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.lr) for s in specs} == {(6, 6, 2, 0.5)}
-    assert specs[0].schedule == make("RR", q_min=2, q_max=6, total_steps=2_000, n_cycles=4)
+    specs = quietly(
+        designs.equal_cost,
+        q_max=[6],
+        q_min=2,
+        steps=2_000,
+        lr=0.5,
+        delay=0.1,
+        seeds=[0],
+    )
+    assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.lr) for s in specs} == {
+        (6, 6, 2, 0.5)
+    }
+    assert specs[0].schedule == make(
+        "RR", q_min=2, q_max=6, total_steps=2_000, n_cycles=4
+    )
     assert specs[1].schedule.bits()[:200].tolist() == [6] * 200
     money = spent_by(specs[0])
     assert spent_by(specs[1]) == pytest.approx(money, rel=2e-3)
@@ -119,9 +160,18 @@ def test_named_grids_of_equal_cost(name):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"delay": 0.6}, r"cannot be met between 3 and 8 bits with 1200 of 2000 steps held at 8 bits; budgets lie"),
-        ({"budget": 0.3}, r"cannot be met between 3 and 8 bits with 200 of 2000 steps held at 8 bits"),
-        ({"budget": 0.2}, r"budget 0\.2 cannot be met between 3 and 8 bits; budgets lie between 0\.2969 and 1"),
+        (
+            {"delay": 0.6},
+            r"cannot be met between 3 and 8 bits with 1200 of 2000 steps held at 8 bits; budgets lie",
+        ),
+        (
+            {"budget": 0.3},
+            r"cannot be met between 3 and 8 bits with 200 of 2000 steps held at 8 bits",
+        ),
+        (
+            {"budget": 0.2},
+            r"budget 0\.2 cannot be met between 3 and 8 bits; budgets lie between 0\.2969 and 1",
+        ),
         ({"budget": NAN}, "budget must be a number"),
         ({"budget": "0.5"}, "budget must be a number"),
         ({"delay": "0.1"}, "delay is a share of the training"),
@@ -132,4 +182,7 @@ def test_named_grids_of_equal_cost(name):
 )
 def test_costs_that_cannot_be_equal(given, message):
     with pytest.raises(ValueError, match=message):
-        quietly(designs.equal_cost, **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given)
+        quietly(
+            designs.equal_cost,
+            **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given,
+        )

@@ -14,7 +14,9 @@ from cpt_core.quantization.roles import Quantizer
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.format import FORMATS, Format
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(
+    encoding="utf-8"
+)
 OURS = {"cpt": cpt, "FORMATS": FORMATS, "Format": Format, "Quantizer": Quantizer}
 MODULES = {
     "torchao": (
@@ -35,8 +37,15 @@ def rows():
     for section in PAGE.split("\n## ")[1:]:
         for line in section.splitlines():
             if line.startswith("| `"):
-                theirs, ours, differs = (cell.strip() for cell in line.strip("|").split(" |"))
-                yield section.splitlines()[0], theirs.strip("`"), re.findall("`(.+?)`", ours), differs
+                theirs, ours, differs = (
+                    cell.strip() for cell in line.strip("|").split(" |")
+                )
+                yield (
+                    section.splitlines()[0],
+                    theirs.strip("`"),
+                    re.findall("`(.+?)`", ours),
+                    differs,
+                )
 
 
 ROWS = list(rows())
@@ -57,8 +66,12 @@ def test_every_library_has_its_table():
 
 def test_our_names_exist():
     in_tables = {name for *_, ours, _ in ROWS for name in ours}
-    assert all(isinstance(eval(name, dict(OURS)), (Format, Quantizer)) for name in in_tables)
-    in_text = set(re.findall(r"`((?:cpt|FORMATS|Format|Quantizer)\b[^`]*)`", PAGE)) - {"Format.HYBRID"}  # theirs
+    assert all(
+        isinstance(eval(name, dict(OURS)), (Format, Quantizer)) for name in in_tables
+    )
+    in_text = set(re.findall(r"`((?:cpt|FORMATS|Format|Quantizer)\b[^`]*)`", PAGE)) - {
+        "Format.HYBRID"
+    }  # theirs
     assert all(eval(name, {**OURS, "x": torch.ones(4)}) is not None for name in in_text)
 
 
@@ -71,22 +84,37 @@ def rounded_by_torchao(config, x):
     name = type(config).__name__
     if name == "Float8LinearConfig":
         training = resolve_name("torchao.float8.float8_training_tensor")
-        cast = resolve_name("torchao.float8.float8_scaling_utils:hp_tensor_to_float8_dynamic")
-        dtype, role = config.cast_config_weight.target_dtype, training.GemmInputRole.WEIGHT
-        return cast(x, dtype, training.LinearMMConfig(), gemm_input_role=role).to_original_precision()
+        cast = resolve_name(
+            "torchao.float8.float8_scaling_utils:hp_tensor_to_float8_dynamic"
+        )
+        dtype, role = (
+            config.cast_config_weight.target_dtype,
+            training.GemmInputRole.WEIGHT,
+        )
+        return cast(
+            x, dtype, training.LinearMMConfig(), gemm_input_role=role
+        ).to_original_precision()
     if name.startswith("MX"):
         dtype = getattr(config, "dtype", None) or config.weight_dtype
         to_mx = resolve_name("torchao.prototype.mx_formats.mx_tensor:MXTensor.to_mx")
-        return to_mx(x, dtype, config.block_size, config.scaling_mode).dequantize(torch.float32)
+        return to_mx(x, dtype, config.block_size, config.scaling_mode).dequantize(
+            torch.float32
+        )
     if name.startswith("NVFP4"):
         blocks = resolve_name("torchao.prototype.mx_formats.nvfp4_tensor")
         scale = blocks.per_tensor_amax_to_scale(x.abs().max())
-        return blocks.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
-    return resolve_name("torchao.quantization.qat.fake_quantizer:FakeQuantizerBase.from_config")(config)(x)
+        return blocks.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(
+            torch.float32
+        )
+    return resolve_name(
+        "torchao.quantization.qat.fake_quantizer:FakeQuantizerBase.from_config"
+    )(config)(x)
 
 
 def rounded_by_brevitas(quantizer, x):
-    layer = resolve_name("brevitas.nn:QuantLinear")(x.shape[1], x.shape[0], bias=False, weight_quant=quantizer)
+    layer = resolve_name("brevitas.nn:QuantLinear")(
+        x.shape[1], x.shape[0], bias=False, weight_quant=quantizer
+    )
     layer.weight.data.copy_(x)
     return layer.quant_weight().value.detach()
 
@@ -94,11 +122,21 @@ def rounded_by_brevitas(quantizer, x):
 def rounded_by_microxcaling(element, x):
     specs = resolve_name("mx.specs:MxSpecs")()
     specs["block_size"] = 32
-    return resolve_name("mx.mx_ops:quantize_mx_op")(x, specs, elem_format=element, axes=[-1], round="even")
+    return resolve_name("mx.mx_ops:quantize_mx_op")(
+        x, specs, elem_format=element, axes=[-1], round="even"
+    )
 
 
-ROUNDED = {"torchao": rounded_by_torchao, "Brevitas": rounded_by_brevitas, "microxcaling": rounded_by_microxcaling}
-EQUAL = [(s, n, o, int(found[1] or 0)) for s, n, o, d in ROWS if (found := re.match(r"(?:equal|to (\d) ulp)", d))]
+ROUNDED = {
+    "torchao": rounded_by_torchao,
+    "Brevitas": rounded_by_brevitas,
+    "microxcaling": rounded_by_microxcaling,
+}
+EQUAL = [
+    (s, n, o, int(found[1] or 0))
+    for s, n, o, d in ROWS
+    if (found := re.match(r"(?:equal|to (\d) ulp)", d))
+]
 assert {section for section, *_ in EQUAL} == set(ROUNDED)
 
 
@@ -106,19 +144,30 @@ assert {section for section, *_ in EQUAL} == set(ROUNDED)
 def test_what_is_called_equal_is(section, name, ours, ulp):
     """Of numbers as weights are, and, but for NVFP4, of many halves between two numbers of the grid."""
     value = theirs(section, name)
-    form, quantizer = (*(eval(each, dict(OURS)) for each in ours), Quantizer("per_tensor"))[:2]
+    form, quantizer = (
+        *(eval(each, dict(OURS)) for each in ours),
+        Quantizer("per_tensor"),
+    )[:2]
     if isinstance(quantizer, Format):  # that of gradients
         quantizer = Quantizer("per_tensor")
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    for given in (x, x * 0.02, *([] if form.scale == "e4m3" else [(x * 16).round() / 16])):
+    for given in (
+        x,
+        x * 0.02,
+        *([] if form.scale == "e4m3" else [(x * 16).round() / 16]),
+    ):
         expected = ROUNDED[section](value, given)
         found = cpt.quantize(given, format=form, quantizer=quantizer)
         assert found.unique().numel() > 6
-        apart = (found.view(torch.int32) - expected.contiguous().view(torch.int32))[found != expected].abs()
+        apart = (found.view(torch.int32) - expected.contiguous().view(torch.int32))[
+            found != expected
+        ].abs()
         assert not apart.numel() or apart.max() <= ulp
 
 
-MXFP8 = "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
+MXFP8 = (
+    "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
+)
 STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
 WRITTEN = {"cpt": cpt}  # the page's lines for Float8LinearConfig put config into it
 exec(re.search("```python\n(.*?)```", PAGE, re.DOTALL)[1], WRITTEN)
@@ -127,7 +176,10 @@ exec(re.search("```python\n(.*?)```", PAGE, re.DOTALL)[1], WRITTEN)
 def formats(activation, gradient="float32"):
     """The page's configuration with other formats at level 8."""
     at_8 = {"activation": activation, "weight": activation, "gradient": gradient}
-    ladder = {role: cpt.FormatLadder({8: name, 16: "bf16", 32: "float32"}) for role, name in at_8.items()}
+    ladder = {
+        role: cpt.FormatLadder({8: name, 16: "bf16", 32: "float32"})
+        for role, name in at_8.items()
+    }
     return replace(WRITTEN["config"], ladder=ladder)
 
 
@@ -141,7 +193,13 @@ def test_the_lines_of_the_page_put_float8_on_level_8():
     [
         ("Float8LinearConfig(emulate=True)", WRITTEN["config"], True),
         (STRAIGHT_THROUGH.format(MXFP8), formats("mxfp8_e4m3"), True),
-        (STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())"), formats("e4m3"), False),
+        (
+            STRAIGHT_THROUGH.format(
+                "Float8FakeQuantizeConfig(granularity=PerTensor())"
+            ),
+            formats("e4m3"),
+            False,
+        ),
     ],
 )
 def test_layers_compute_what_those_of_torchao_do(name, converted, gradients):
@@ -149,7 +207,9 @@ def test_layers_compute_what_those_of_torchao_do(name, converted, gradients):
     config = theirs("torchao", name)
     torch.manual_seed(0)
     ours = torch.nn.Sequential(
-        torch.nn.Linear(64, 96, bias=False), torch.nn.ReLU(), torch.nn.Linear(96, 32, bias=False)
+        torch.nn.Linear(64, 96, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Linear(96, 32, bias=False),
     )
     other = copy.deepcopy(ours)
     if "LinearConfig" in name:

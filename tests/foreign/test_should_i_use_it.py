@@ -14,7 +14,10 @@ import cpt_core as cpt
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "should-i-use-it.md").read_text(encoding="utf-8")
 LINES = PAGE.split("```python\n")[1].split("```")[0]
-ENDS = re.search(r"`quantize_\(model, (.*)\)`", (DOCS / "training-loop.md").read_text(encoding="utf-8"))[1]
+ENDS = re.search(
+    r"`quantize_\(model, (.*)\)`",
+    (DOCS / "training-loop.md").read_text(encoding="utf-8"),
+)[1]
 
 
 class Block(nn.Module):
@@ -23,13 +26,22 @@ class Block(nn.Module):
     def __init__(self, width=32, heads=4):
         super().__init__()
         self.heads = heads
-        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.before, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, x):
-        qkv = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1))  # (batch, time, 3, heads, width of a head)
+        qkv = self.qkv(self.before(x)).unflatten(
+            -1, (3, self.heads, -1)
+        )  # (batch, time, 3, heads, width of a head)
         y = scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
@@ -42,53 +54,91 @@ def resnet50(size=224):
 
 def gpt2():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 100, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    sizes = {
+        "vocab_size": 100,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+    }
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config), (torch.randint(100, (2, 32)),)
 
 
 def gpt():
     head = nn.Linear(32, 100, bias=False)
-    model = nn.Sequential(nn.Embedding(100, 32), Block(), Block(), nn.LayerNorm(32), head)
+    model = nn.Sequential(
+        nn.Embedding(100, 32), Block(), Block(), nn.LayerNorm(32), head
+    )
     head.weight = model[0].weight
     return model, (torch.randint(100, (2, 32)),)
 
 
 def gcn():
     layers = {"first": cpt.GraphConv(32, 64), "second": cpt.GraphConv(64, 7)}
-    model = Does(lambda m, graph, x: m.second(graph, m.first(graph, x).relu()), **layers)
+    model = Does(
+        lambda m, graph, x: m.second(graph, m.first(graph, x).relu()), **layers
+    )
     start = torch.arange(0, 606, 6)  # 100 nodes of six neighbours
     return model, (cpt.Graph(start, torch.randint(100, (600,))), torch.randn(100, 32))
 
 
 MADE = (lambda: resnet50(64), resnet50, gpt2, gpt, gcn)
-ROWS = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| .*%.*$", PAGE, re.M)]
+ROWS = [
+    [cell.strip() for cell in row.split("|")[1:-1]]
+    for row in re.findall(r"^\| .*%.*$", PAGE, re.M)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "row"), [*zip(MADE, ROWS, strict=True)], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("make", "row"), [*zip(MADE, ROWS, strict=True)], ids=[row[0] for row in ROWS]
+)
 def test_the_lines_of_the_page_say_what_its_table_says(make, row, capsys, monkeypatch):
     name, share, plain = row
     model, inputs = make()
     found, check = [], cpt.check
-    monkeypatch.setattr(cpt, "check", lambda *given: found.append(check(*given, invariances=False)) or found[0])
+    monkeypatch.setattr(
+        cpt,
+        "check",
+        lambda *given: found.append(check(*given, invariances=False)) or found[0],
+    )
     names = {"model": model, "inputs": inputs, "total_steps": 100}
-    exec(LINES.replace("(model)", f"(model, {ENDS})") if "ends in float32" in name else LINES, names)
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"quantised: {share} of the ")
-    assert {product.layer for product in found[0].float32} == set(re.findall("`(.*?)`", plain))
-    assert {each.precision.bits for each in model.modules() if hasattr(each, "precision")} == {5}
+    exec(
+        LINES.replace("(model)", f"(model, {ENDS})")
+        if "ends in float32" in name
+        else LINES,
+        names,
+    )
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith(f"quantised: {share} of the ")
+    )
+    assert {product.layer for product in found[0].float32} == set(
+        re.findall("`(.*?)`", plain)
+    )
+    assert {
+        each.precision.bits for each in model.modules() if hasattr(each, "precision")
+    } == {5}
 
 
 def column(table, at, names=""):
     """The lowest and highest number of a column, in the rows that have one of these names, without the tiny network."""
-    rows = [line.split("|") for line in table.splitlines() if re.match(rf"\| (?!tiny).*({names})", line)]
+    rows = [
+        line.split("|")
+        for line in table.splitlines()
+        if re.match(rf"\| (?!tiny).*({names})", line)
+    ]
     found = [float(n) for row in rows for n in re.findall(r"\d\.\d+", row[at])]
     assert len(found) > 5
     return f"{min(found):g} to {max(found):g}"
 
 
 def test_its_speeds_are_measured_ones():
-    _, simulated, beside, _ = re.split(r"^\|---.*$", (DOCS / "int8.md").read_text(encoding="utf-8"), flags=re.M)
+    _, simulated, beside, _ = re.split(
+        r"^\|---.*$", (DOCS / "int8.md").read_text(encoding="utf-8"), flags=re.M
+    )
     for at, said in ((2, "float32 steps with the C++"), (3, "in plain torch")):
         span = column(simulated, at, "ResNet|RetinaNet|BERT")
         assert re.search(f"{span} {said}", PAGE.replace("\n", " "))

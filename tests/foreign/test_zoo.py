@@ -13,7 +13,17 @@ SOME = [("torch", name) for name in MODELS["torch"]]
 SOME += [("torchvision", "squeezenet1_1")]
 SOME += [
     ("transformers", f"{name}Model")
-    for name in ("Bert", "DebertaV2", "GPT2", "Llama", "Mixtral", "Mamba", "T5", "Whisper", "Swin")
+    for name in (
+        "Bert",
+        "DebertaV2",
+        "GPT2",
+        "Llama",
+        "Mixtral",
+        "Mamba",
+        "T5",
+        "Whisper",
+        "Swin",
+    )
 ]
 NAMED = {  # in float32 by name: the products of parametrisations
     "spectral_norm": {"inner.parametrizations.weight.0: mv"},
@@ -34,7 +44,9 @@ def test_what_is_listed_as_quantised_runs_quantised(library, name):
 
 
 def test_models_are_used_as_people_use_them():
-    assert tried("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])["loops"] == dict.fromkeys(LOOPS, True)
+    assert tried("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])[
+        "loops"
+    ] == dict.fromkeys(LOOPS, True)
 
 
 def test_the_watcher_sees_what_is_in_float32():
@@ -42,7 +54,10 @@ def test_the_watcher_sees_what_is_in_float32():
     model = cpt.quantize_(model, cpt.QuantConfig(float32=("2",)))
     with cpt.precision(model, 2, 2), Watcher(model) as watcher:
         model(*inputs)
-    assert {key[::2]: macs for key, macs in watcher.macs.items()} == {("0", True): 15552, ("2", False): 5184}
+    assert {key[::2]: macs for key, macs in watcher.macs.items()} == {
+        ("0", True): 15552,
+        ("2", False): 5184,
+    }
 
 
 def test_the_watcher_counts_values():

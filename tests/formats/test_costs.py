@@ -23,12 +23,22 @@ FLOATS = np.log(3.7 / 1.1) / np.log(576 / 121)
 # bits of both; their product; full adders; bytes of two elements in and one float32 out; picojoules
 BY_HAND = {
     ("affine8", "affine8"): (64, 64 + 32, 1 + 1 + 4, 0.2 + 0.1),
-    ("affine4", "affine8"): (32, 32 + 32, 0.5 + 1 + 4, 0.2 * 0.5 ** (np.log(15.5) / np.log(16)) + 0.1),
+    ("affine4", "affine8"): (
+        32,
+        32 + 32,
+        0.5 + 1 + 4,
+        0.2 * 0.5 ** (np.log(15.5) / np.log(16)) + 0.1,
+    ),
     ("float32", "float32"): (1024, 24 * 24 + 8 + 32, 12, 3.7 + 0.9),
     ("fp16", "fp16"): (256, 11 * 11 + 5 + 32, 8, 1.1 + 0.9),
     ("e4m3", "e5m2"): (64, 4 * 3 + 5 + 32, 6, 1.1 * (12 / 121) ** FLOATS + 0.9),
     # 8 bits of scale for 32 elements and for 16
-    ("mxfp4", "nvfp4"): (16, 2 * 2 + 2 + 32, 4.25 / 8 + 4.5 / 8 + 4, 1.1 * (4 / 121) ** FLOATS + 0.9),
+    ("mxfp4", "nvfp4"): (
+        16,
+        2 * 2 + 2 + 32,
+        4.25 / 8 + 4.5 / 8 + 4,
+        1.1 * (4 / 121) ** FLOATS + 0.9,
+    ),
     ("mxint8", "symmetric8"): (64, 64 + 32, 8.25 / 8 + 1 + 4, 0.3),
     ("log2_4", "affine4"): (16, 4 + 3 + 32, 5, 1.1 * (4 / 121) ** FLOATS + 0.9),
 }
@@ -65,7 +75,9 @@ def test_every_cost_has_a_unit_and_a_source():
         assert one.name == name
         assert one.unit
         assert len(one.about) > 40
-        assert one.source.startswith("ours: ") or any(word in one.source for word in ("arXiv", "ISSCC"))
+        assert one.source.startswith("ours: ") or any(
+            word in one.source for word in ("arXiv", "ISSCC")
+        )
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -86,15 +98,23 @@ def test_more_bits_cost_more(name):
 def test_bitops_of_the_paper_s_ladder_are_step_cost():
     for g in range(1, 33):
         of = AFFINE.cost("bitops", gradients=g)
-        assert [of(q) * 1024 for q in range(1, 33)] == cost.step_cost(np.arange(1, 33), g).tolist()
-    assert AFFINE.cost()(4) * 1024 == cost.step_cost(4, 32)  # gradients at the highest level
+        assert [of(q) * 1024 for q in range(1, 33)] == cost.step_cost(
+            np.arange(1, 33), g
+        ).tolist()
+    assert AFFINE.cost()(4) * 1024 == cost.step_cost(
+        4, 32
+    )  # gradients at the highest level
 
 
 @pytest.mark.parametrize("arm", ["CR", "RTH", "ETV"])
 def test_relative_cost_by_bitops_is_what_it_was(arm):
     schedule = make(arm, total_steps=12_345)
     plain = schedule.relative_cost()
-    assert schedule.relative_cost(cost="bitops") == schedule.relative_cost(cost="bitops", ladder=AFFINE) == plain
+    assert (
+        schedule.relative_cost(cost="bitops")
+        == schedule.relative_cost(cost="bitops", ladder=AFFINE)
+        == plain
+    )
     assert schedule.relative_cost(cost="ace") == plain
     assert schedule.relative_cost(6, 16, cost="bitops") == schedule.relative_cost(6, 16)
 
@@ -104,67 +124,101 @@ def test_a_schedule_on_a_ladder_by_hand():
     shares = {q: schedule.share_at(q) for q in range(4, 9)}
     significands = {4: 2, 5: 3, 6: 3, 7: 4, 8: 4}
     exponents = {4: 2, 5: 2, 6: 3, 7: 3, 8: 4}
-    adders = {q: p * p + exponents[q] + 32 + 2 * (4 * p + 4 + 32) for q, p in significands.items()}
+    adders = {
+        q: p * p + exponents[q] + 32 + 2 * (4 * p + 4 + 32)
+        for q, p in significands.items()
+    }
     expected = sum(shares[q] * adders[q] for q in shares) / adders[8]
-    assert schedule.relative_cost(cost="multiplier", ladder=LADDER) == pytest.approx(expected)
+    assert schedule.relative_cost(cost="multiplier", ladder=LADDER) == pytest.approx(
+        expected
+    )
     by_function = cost.relative_cost(schedule.bits(), 8, cost=LADDER.cost("multiplier"))
     assert by_function == schedule.relative_cost(cost="multiplier", ladder=LADDER)
     # bits, not levels, of the formats: a ladder alone is priced by BitOps
     mx = LADDERS["mx"]
-    assert StaticSchedule(1, 10).relative_cost(q_max=4, ladder=mx) == (4 * 4 + 2 * 4 * 16) / (3 * 16 * 16)
+    assert StaticSchedule(1, 10).relative_cost(q_max=4, ladder=mx) == (
+        4 * 4 + 2 * 4 * 16
+    ) / (3 * 16 * 16)
 
 
 def test_gradients_have_a_format_of_their_own():
-    levels = LADDER.cost("ace", gradients=6), LADDER.cost("ace", gradients="e3m2"), LADDER.cost("ace")
+    levels = (
+        LADDER.cost("ace", gradients=6),
+        LADDER.cost("ace", gradients="e3m2"),
+        LADDER.cost("ace"),
+    )
     assert [of(4) for of in levels] == [4 * 4 + 2 * 4 * 6] * 2 + [4 * 4 + 2 * 4 * 8]
     assert LADDER.cost("ace", gradients=FORMATS["bf16"])(4) == 4 * 4 + 2 * 4 * 16
 
 
 def test_groups_of_layers_are_priced_by_name():
-    parts = (("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)
+    parts = (
+        (("conv*",), StaticSchedule(4, 10), 30),
+        (("fc",), StaticSchedule(8, 10), 10),
+    )
     found = LayeredSchedule(parts).relative_cost(cost="traffic")
-    assert found == pytest.approx((30 * StaticSchedule(4, 10).relative_cost(4, 8, cost="traffic") + 10) / 40)
+    assert found == pytest.approx(
+        (30 * StaticSchedule(4, 10).relative_cost(4, 8, cost="traffic") + 10) / 40
+    )
     assert 0.75 < found < 1
 
 
 def test_roles_apart_are_priced_by_their_operands():
     cycle = TableSchedule(((4, 3), (8, 1)))
-    roles = RoleSchedules(weight=cycle, activation=StaticSchedule(8, 4), error=6, weight_gradient=8)
+    roles = RoleSchedules(
+        weight=cycle, activation=StaticSchedule(8, 4), error=6, weight_gradient=8
+    )
     # significands: 2 then 4, 4, 3, 4; exponents: 2 then 4, 4, 3, 4
     first = (4 * 2 + 4 + 32) + (3 * 2 + 3 + 32) + (4 * 4 + 4 + 32)
     last = (4 * 4 + 4 + 32) + (3 * 4 + 4 + 32) + (4 * 4 + 4 + 32)
     found = roles.relative_cost(cost="multiplier", ladder=LADDER)
     assert found == pytest.approx((3 * first + last) / 4 / (3 * (4 * 4 + 4 + 32)))
-    assert roles.relative_cost(cost="ace") == pytest.approx(roles.relative_cost(), rel=1e-15)
-    assert RoleSchedules(weight=cycle, activation=cycle, gradient=8).relative_cost(cost="energy") == pytest.approx(
-        cycle.relative_cost(cost="energy")
+    assert roles.relative_cost(cost="ace") == pytest.approx(
+        roles.relative_cost(), rel=1e-15
     )
+    assert RoleSchedules(weight=cycle, activation=cycle, gradient=8).relative_cost(
+        cost="energy"
+    ) == pytest.approx(cycle.relative_cost(cost="energy"))
     refused("a function knows one level", roles.relative_cost, cost=lambda q: 1.0)
 
 
 @pytest.mark.parametrize("spent", [{}, {"cost": "ace"}, {"ladder": AFFINE}])
 def test_the_baseline_of_roles_has_gradients_of_q_max_bits(spent):
-    roles = RoleSchedules(weight=TableSchedule(((4, 3), (8, 1))), activation=8, error=6, weight_gradient=5)
+    roles = RoleSchedules(
+        weight=TableSchedule(((4, 3), (8, 1))), activation=8, error=6, weight_gradient=5
+    )
     steps = [8 * w + 6 * w + 5 * 8 for w in (4, 4, 4, 8)]
     for q_max, q_grad in ((None, 4), (6, 4), (6, None)):
         top = q_max or 8
-        assert roles.relative_cost(q_grad, q_max, **spent) == pytest.approx(sum(steps) / 4 / (3 * top * top))
+        assert roles.relative_cost(q_grad, q_max, **spent) == pytest.approx(
+            sum(steps) / 4 / (3 * top * top)
+        )
 
 
 def test_a_float_phase_is_priced_as_float32():
     held = DelayedSchedule(quietly(make, "CR", total_steps=600), 200, 32)
     # 200 steps of float32 in all three products, then the cycle
     rest = quietly(make, "CR", total_steps=600).relative_cost(cost="energy")
-    assert held.relative_cost(cost="energy") == pytest.approx((200 * 4.6 * 3 / 0.9 + 600 * rest) / 800)
-    assert held.relative_cost(cost="ace") == pytest.approx(held.relative_cost(), rel=1e-15)
+    assert held.relative_cost(cost="energy") == pytest.approx(
+        (200 * 4.6 * 3 / 0.9 + 600 * rest) / 800
+    )
+    assert held.relative_cost(cost="ace") == pytest.approx(
+        held.relative_cost(), rel=1e-15
+    )
 
 
 @pytest.mark.parametrize("name", ["ace", "multiplier", "energy", "traffic"])
 def test_a_schedule_for_a_budget_by_name(name):
     for ladder, q_min in ((None, 3), (LADDER, 4)):
-        solved = quietly(solve_schedule, 0.95, q_min, 8, 6_400, cost=name, ladder=ladder)
-        assert solved.relative_cost(cost=name, ladder=ladder) == pytest.approx(0.95, rel=1e-3)
-    assert solve_schedule(0.7, 3, 8, 6_400, cost="ace") == solve_schedule(0.7, 3, 8, 6_400)
+        solved = quietly(
+            solve_schedule, 0.95, q_min, 8, 6_400, cost=name, ladder=ladder
+        )
+        assert solved.relative_cost(cost=name, ladder=ladder) == pytest.approx(
+            0.95, rel=1e-3
+        )
+    assert solve_schedule(0.7, 3, 8, 6_400, cost="ace") == solve_schedule(
+        0.7, 3, 8, 6_400
+    )
 
 
 def test_bad_names_say_what_there_is():
@@ -177,17 +231,34 @@ def test_bad_names_say_what_there_is():
         lambda: cost_named("flops"),
     ):
         refused(f"^unknown cost 'flops'; choose from {listed}$", call)
-    for call in (lambda: schedule.relative_cost(cost="seconds"), lambda: solve_schedule(1, 3, 8, 9, cost="seconds")):
-        refused(rf"choose from {listed}; for seconds give a function from bits to", call)
-    refused("cost must be a function, .*, or a name of COSTS; got 2", schedule.relative_cost, cost=2)
+    for call in (
+        lambda: schedule.relative_cost(cost="seconds"),
+        lambda: solve_schedule(1, 3, 8, 9, cost="seconds"),
+    ):
+        refused(
+            rf"choose from {listed}; for seconds give a function from bits to", call
+        )
+    refused(
+        "cost must be a function, .*, or a name of COSTS; got 2",
+        schedule.relative_cost,
+        cost=2,
+    )
     refused("unknown format 'e9'", LADDER.cost, "ace", gradients="e9")
 
 
 def test_bad_ladders_are_refused():
-    with pytest.raises(ValueError, match="the ladder has a hole at level 3: its levels are 4, 5, 6, 7, 8"):
+    with pytest.raises(
+        ValueError,
+        match="the ladder has a hole at level 3: its levels are 4, 5, 6, 7, 8",
+    ):
         quietly(make, "CR", total_steps=800).relative_cost(cost="ace", ladder=LADDER)
     holed = FormatLadder({6: "e3m2", 8: "e4m3"})
     refused("hole at level 7", solve_schedule, 0.9, 6, 8, 640, cost="ace", ladder=holed)
     refused("hole at level 16", LADDER.cost, "ace", gradients=16)
     static = StaticSchedule(8, 10)
-    refused("a cost that is a function knows its formats", static.relative_cost, cost=lambda q: 1.0, ladder=LADDER)
+    refused(
+        "a cost that is a function knows its formats",
+        static.relative_cost,
+        cost=lambda q: 1.0,
+        ladder=LADDER,
+    )

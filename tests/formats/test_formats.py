@@ -13,7 +13,12 @@ from helpers import refused, said_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, Quantizer, quantizer_of
+from cpt_core.quantization.roles import (
+    GRANULARITIES,
+    ROUNDINGS,
+    Quantizer,
+    quantizer_of,
+)
 from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
 from cpt_extras.formats.ladder_rounding import on_level
@@ -35,10 +40,14 @@ THEIRS = {
 @pytest.mark.parametrize("name", THEIRS)
 def test_every_value_is_that_of_ml_dtypes(name):
     format, dtype = Format.of(name), np.dtype(THEIRS[name])
-    codes = np.arange(2**format.bits).astype(np.uint8 if format.bits <= 8 else np.uint16)
+    codes = np.arange(2**format.bits).astype(
+        np.uint8 if format.bits <= 8 else np.uint16
+    )
     with np.errstate(invalid="ignore"):  # NaN among them
         values = codes.view(dtype).astype(np.float32)
-    assert np.array_equal(format.values().numpy(), np.unique(values[np.isfinite(values)] + 0.0))
+    assert np.array_equal(
+        format.values().numpy(), np.unique(values[np.isfinite(values)] + 0.0)
+    )
     assert format.largest == float(ml_dtypes.finfo(dtype).max)
     assert format.bits == ml_dtypes.finfo(dtype).bits
     assert bool(np.isinf(values).any()) == (format.specials == "infinity")
@@ -77,18 +86,23 @@ elements = st.one_of(
     st.builds(Format.symmetric, st.integers(2, 23)),
     st.builds(Format.log2, st.integers(2, 8)),
     st.builds(
-        Format.minifloat, st.integers(2, 7), st.integers(0, 23), st.sampled_from([None, "none", "nan", "infinity"])
+        Format.minifloat,
+        st.integers(2, 7),
+        st.integers(0, 23),
+        st.sampled_from([None, "none", "nan", "infinity"]),
     ),
     st.builds(Format.minifloat, st.just(8), st.integers(0, 23)),
 )
 blocks = st.one_of(
     st.builds(Format.nvfp4, st.integers(1, 64)),
     st.builds(
-        Format.mx, elements.filter(lambda f: f.kind in ("minifloat", "symmetric")), st.integers(1, 64),
+        Format.mx,
+        elements.filter(lambda f: f.kind in ("minifloat", "symmetric")),
+        st.integers(1, 64),
         partial=st.booleans(),
     ),
     st.sampled_from(list(FORMATS.values())),
-)  # fmt: skip
+)
 
 
 @given(st.one_of(elements, blocks), st.booleans(), options())
@@ -100,7 +114,11 @@ def test_a_name_gives_the_format_back(format, saturate, chosen):
     level = FormatQuantizer(format=format, **chosen)
     assert FormatQuantizer.of(str(level)) == level
     assert FormatQuantizer.of(level) is level
-    assert FormatQuantizer.of(str(format)) == FormatQuantizer.of(format) == FormatQuantizer(format=format)
+    assert (
+        FormatQuantizer.of(str(format))
+        == FormatQuantizer.of(format)
+        == FormatQuantizer(format=format)
+    )
 
 
 @given(st.one_of(elements, blocks), options())
@@ -125,32 +143,82 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Format.of("e9m9"), "bits of a minifloat.s exponent must be .* at least 2 and at most 8"),
+        (
+            lambda: Format.of("e9m9"),
+            "bits of a minifloat.s exponent must be .* at least 2 and at most 8",
+        ),
         (lambda: Format.of("nonsense"), "unknown format 'nonsense'"),
         (lambda: Format.of(8), "a format is a Format or its name, got 8"),
         (lambda: Format.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'"),
-        (lambda: Format.of("e4m3:rounding=nearest"), "unknown option of a format 'rounding'"),
-        (lambda: FormatQuantizer.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'.*hadamard"),
-        (lambda: FormatQuantizer.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
-        (lambda: FormatQuantizer.of(Quantizer("per_row")), "a level has a Format, its name, or a FormatQuantizer"),
-        (lambda: Format.affine(0), "bits of affine formats must be .* at least 1 and at most 23, got 0"),
-        (lambda: Format.symmetric(1), "bits of symmetric formats must be .* at least 2 and at most 23, got 1"),
-        (lambda: Format.log2(9), "bits of log2 formats must be .* at least 2 and at most 8, got 9"),
-        (lambda: Format.minifloat(1, 2), "bits of a minifloat.s exponent must be .* at least 2 and at most 8"),
+        (
+            lambda: Format.of("e4m3:rounding=nearest"),
+            "unknown option of a format 'rounding'",
+        ),
+        (
+            lambda: FormatQuantizer.of("e4m3:nonsense=1"),
+            "unknown option of a format 'nonsense'.*hadamard",
+        ),
+        (
+            lambda: FormatQuantizer.of("e4m3:rounding=up"),
+            "unknown rounding 'up'; choose from nearest, stochastic",
+        ),
+        (
+            lambda: FormatQuantizer.of(Quantizer("per_row")),
+            "a level has a Format, its name, or a FormatQuantizer",
+        ),
+        (
+            lambda: Format.affine(0),
+            "bits of affine formats must be .* at least 1 and at most 23, got 0",
+        ),
+        (
+            lambda: Format.symmetric(1),
+            "bits of symmetric formats must be .* at least 2 and at most 23, got 1",
+        ),
+        (
+            lambda: Format.log2(9),
+            "bits of log2 formats must be .* at least 2 and at most 8, got 9",
+        ),
+        (
+            lambda: Format.minifloat(1, 2),
+            "bits of a minifloat.s exponent must be .* at least 2 and at most 8",
+        ),
         (lambda: Format.mx("affine4"), "blocks of minifloats or whole numbers"),
-        (lambda: Format.mx("e2m1", block=0), "block must be a whole number of at least 1, got 0"),
-        (lambda: FormatQuantizer("per_row", format=Format.affine(4), hadamard=12), "power of two as its size, got 12"),
-        (lambda: FormatQuantizer.of("affine4:clipping=rms"), "unknown option of a format 'clipping'"),
+        (
+            lambda: Format.mx("e2m1", block=0),
+            "block must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: FormatQuantizer("per_row", format=Format.affine(4), hadamard=12),
+            "power of two as its size, got 12",
+        ),
+        (
+            lambda: FormatQuantizer.of("affine4:clipping=rms"),
+            "unknown option of a format 'clipping'",
+        ),
         (lambda: Quantizer("per_cow"), "unknown granularity 'per_cow'"),
         (
-            lambda: FormatQuantizer.of(FormatQuantizer("per_tensor", running=True, format=FORMATS["e4m3"])),
+            lambda: FormatQuantizer.of(
+                FormatQuantizer("per_tensor", running=True, format=FORMATS["e4m3"])
+            ),
             "a FormatQuantizer that is not running; got",
         ),
-        (lambda: quantizer_of(FormatQuantizer("per_row", format=FORMATS["e4m3"])), "no format, which a ladder gives"),
-        (lambda: Format.minifloat(8, 7, "none"), "e8m7 with specials 'none' has numbers beyond the largest of float32"),
+        (
+            lambda: quantizer_of(FormatQuantizer("per_row", format=FORMATS["e4m3"])),
+            "no format, which a ladder gives",
+        ),
+        (
+            lambda: Format.minifloat(8, 7, "none"),
+            "e8m7 with specials 'none' has numbers beyond the largest of float32",
+        ),
         (lambda: Format.minifloat(8, 1, "nan"), "beyond the largest of float32"),
-        (lambda: FormatQuantizer.of("mxfp4:hadamard=x"), "option .hadamard. of format .mxfp4:hadamard=x. cannot be"),
-        (lambda: Format.of("mxfp4:partial=True"), "option 'partial' of format 'mxfp4:partial=True' cannot be 'True'"),
+        (
+            lambda: FormatQuantizer.of("mxfp4:hadamard=x"),
+            "option .hadamard. of format .mxfp4:hadamard=x. cannot be",
+        ),
+        (
+            lambda: Format.of("mxfp4:partial=True"),
+            "option 'partial' of format 'mxfp4:partial=True' cannot be 'True'",
+        ),
     ],
 )
 def test_bad_formats_are_refused(make, words):
@@ -166,7 +234,11 @@ def test_ladders():
     assert ladder == FormatLadder.from_dict(ladder.to_dict()) == ladder_of(ladder)
 
 
-@given(st.dictionaries(st.integers(1, 32), st.one_of(elements, blocks), min_size=1, max_size=6))
+@given(
+    st.dictionaries(
+        st.integers(1, 32), st.one_of(elements, blocks), min_size=1, max_size=6
+    )
+)
 def test_ladders_come_back_from_their_description(formats):
     ladder = FormatLadder(formats)
     assert FormatLadder.from_dict(ladder.to_dict()) == ladder
@@ -176,7 +248,17 @@ def test_ladders_come_back_from_their_description(formats):
 
 
 @pytest.mark.parametrize(
-    "bad", [{}, {0: "e4m3"}, {33: "e4m3"}, {1.5: "e4m3"}, {True: "e4m3"}, {4: "e9"}, ["e4m3"], None]
+    "bad",
+    [
+        {},
+        {0: "e4m3"},
+        {33: "e4m3"},
+        {1.5: "e4m3"},
+        {True: "e4m3"},
+        {4: "e9"},
+        ["e4m3"],
+        None,
+    ],
 )
 def test_bad_ladders_are_refused(bad):
     refused(r"ladder is a mapping|level|unknown format", FormatLadder, bad)
@@ -184,7 +266,11 @@ def test_bad_ladders_are_refused(bad):
 
 def test_a_hole_is_named():
     ladder = FormatLadder({3: "e2m1", 8: "e4m3"})
-    refused(r"hole at level 5: its levels are 3, 8; ladder.filled\(\)", ladder.check, [3, 8, 5])
+    refused(
+        r"hole at level 5: its levels are 3, 8; ladder.filled\(\)",
+        ladder.check,
+        [3, 8, 5],
+    )
     for level in set(range(1, 32)) - {3, 8}:
         with pytest.raises(ValueError, match=f"hole at level {level}:"):
             ladder[level]
@@ -200,4 +286,7 @@ def test_a_stored_ladder_is_found_again_in_another_process():
         "import pickle; from cpt_extras.formats.ladder import FormatLadder\n"
         f"print({{FormatLadder({{3: 'mxfp4', 8: 'e4m3'}}): 1}}[pickle.loads({stored!r})])"
     )
-    assert said_by(sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"}) == "1\n"
+    assert (
+        said_by(sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"})
+        == "1\n"
+    )

@@ -13,12 +13,18 @@ from cpt_lab.data.graph_batches import sample_blocks
 
 
 def random_edges(nodes=30, edges=200, seed=0):
-    return torch.randint(0, nodes, (2, edges), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, nodes, (2, edges), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def dense(source, destination, nodes):
     matrix = torch.zeros(nodes, nodes, dtype=torch.float64)
-    return matrix.index_put((destination, source), torch.ones(len(source), dtype=torch.float64), accumulate=True)
+    return matrix.index_put(
+        (destination, source),
+        torch.ones(len(source), dtype=torch.float64),
+        accumulate=True,
+    )
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
@@ -34,13 +40,17 @@ def test_aggregates_as_a_dense_product_does_forward_and_backward(device, reduce)
     y = graph.aggregate(x.to(device), reduce).cpu()
     (found,) = torch.autograd.grad(y, x, upstream)
     torch.testing.assert_close(y, (matrix @ x.double()).float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, (matrix.T @ upstream.double()).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, (matrix.T @ upstream.double()).float(), rtol=1e-5, atol=1e-6
+    )
     assert y[7].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_half_precision_is_summed_in_float32_and_types_stay(dtype):
-    graph = Graph.from_edges(torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2)
+    graph = Graph.from_edges(
+        torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2
+    )
     y = graph.aggregate(torch.ones(2, 1, dtype=dtype))
     assert y.dtype == dtype
     assert y[1].item() == 4096  # bfloat16 alone would stop at 256
@@ -67,45 +77,112 @@ def test_graphs_and_blocks_of_dgl():
     x, weights = torch.randn(30, 3, requires_grad=True), torch.randn(30, 3)
     ours, theirs = graph.aggregate(x), dgl.ops.copy_u_sum(g, x)
     assert torch.equal(ours, theirs)
-    ((gradient,), (expected,)) = (torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs))
+    ((gradient,), (expected,)) = (
+        torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs)
+    )
     assert torch.equal(gradient, expected)
     block = dgl.to_block(dgl.in_subgraph(g, torch.tensor([3, 4])), torch.tensor([3, 4]))
     small = as_graph(block)
     assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
-    assert (small.transposed.num_src, small.transposed.num_dst) == (2, block.num_src_nodes())
-    refused("graph must be a Graph or a DGLGraph, got Tensor", as_graph, torch.eye(3), error=TypeError)
+    assert (small.transposed.num_src, small.transposed.num_dst) == (
+        2,
+        block.num_src_nodes(),
+    )
+    refused(
+        "graph must be a Graph or a DGLGraph, got Tensor",
+        as_graph,
+        torch.eye(3),
+        error=TypeError,
+    )
 
 
 def test_graph_from_pyg_takes_edges_without_weights():
     """``Data`` of PyTorch Geometric has these attributes."""
     edges = random_edges()
     data, x = SimpleNamespace(edge_index=edges, num_nodes=30), torch.randn(30, 3)
-    assert torch.equal(Graph.from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x))
+    assert torch.equal(
+        Graph.from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x)
+    )
     weighted = SimpleNamespace(**vars(data), edge_weight=torch.ones(200))
     refused("and no edge_weight, got a Tensor and a Tensor", Graph.from_pyg, weighted)
-    for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=edges.t(), num_nodes=30)):
-        refused(r"data must have an edge_index, a tensor \(2, E\), and no ", Graph.from_pyg, bad)
+    for bad in (
+        SimpleNamespace(num_nodes=3),
+        SimpleNamespace(edge_index=edges.t(), num_nodes=30),
+    ):
+        refused(
+            r"data must have an edge_index, a tensor \(2, E\), and no ",
+            Graph.from_pyg,
+            bad,
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3), r"nodes 0\.\.2, got 5"),
-        (lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 5"),
-        (lambda: Graph.from_edges(torch.tensor([2**32]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 4294967296"),
-        (lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3), r"nodes 0\.\.2, got -1"),
-        (lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])), "indptr must go from 0 to the number of edges, 1"),
-        (lambda: Graph(torch.tensor([0], dtype=torch.int64)[:0], torch.tensor([0])), "indptr must go from 0 to the"),
-        (lambda: triangle().aggregate(torch.ones(2, 1)), r"must be \(3, F\).*got \(2, 1\)"),
-        (lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)), r"floating point, got torch.int64"),
-        (lambda: triangle().aggregate(torch.ones(3, 1), "max"), "unknown reduce 'max'; choose from sum, mean"),
-        (lambda: triangle().set_constant(torch.ones(3, 1, requires_grad=True)), "cannot require a gradient"),
-        (lambda: Graph(torch.tensor([0, 5, 2]), torch.tensor([0, 1])), "ascend, at node 1 it goes from 5 to 2"),
-        (lambda: Graph(torch.tensor([0, -3, 2]), torch.tensor([0, 1])), "indptr must ascend, at node 0 .* to -3"),
-        (lambda: Graph(torch.tensor([0, 1]).int(), torch.tensor([0])), "of int32 or int64 .* got torch.int32"),
-        (lambda: Graph(torch.tensor([0.0, 1]), torch.tensor([0.0])), "of int32 or int64 .* got torch.float32"),
-        (lambda: Graph(torch.tensor([0, 1]), torch.tensor([[0]])), r"indices must be \(n,\), .* \(1, 1\)"),
-        (lambda: Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1]), 2), r"an entry per edge, got \(2,\) and"),
+        (
+            lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3),
+            r"nodes 0\.\.2, got 5",
+        ),
+        (
+            lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3),
+            r"nodes 0\.\.2, got 5",
+        ),
+        (
+            lambda: Graph.from_edges(torch.tensor([2**32]), torch.tensor([0]), 3),
+            r"nodes 0\.\.2, got 4294967296",
+        ),
+        (
+            lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3),
+            r"nodes 0\.\.2, got -1",
+        ),
+        (
+            lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])),
+            "indptr must go from 0 to the number of edges, 1",
+        ),
+        (
+            lambda: Graph(torch.tensor([0], dtype=torch.int64)[:0], torch.tensor([0])),
+            "indptr must go from 0 to the",
+        ),
+        (
+            lambda: triangle().aggregate(torch.ones(2, 1)),
+            r"must be \(3, F\).*got \(2, 1\)",
+        ),
+        (
+            lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)),
+            r"floating point, got torch.int64",
+        ),
+        (
+            lambda: triangle().aggregate(torch.ones(3, 1), "max"),
+            "unknown reduce 'max'; choose from sum, mean",
+        ),
+        (
+            lambda: triangle().set_constant(torch.ones(3, 1, requires_grad=True)),
+            "cannot require a gradient",
+        ),
+        (
+            lambda: Graph(torch.tensor([0, 5, 2]), torch.tensor([0, 1])),
+            "ascend, at node 1 it goes from 5 to 2",
+        ),
+        (
+            lambda: Graph(torch.tensor([0, -3, 2]), torch.tensor([0, 1])),
+            "indptr must ascend, at node 0 .* to -3",
+        ),
+        (
+            lambda: Graph(torch.tensor([0, 1]).int(), torch.tensor([0])),
+            "of int32 or int64 .* got torch.int32",
+        ),
+        (
+            lambda: Graph(torch.tensor([0.0, 1]), torch.tensor([0.0])),
+            "of int32 or int64 .* got torch.float32",
+        ),
+        (
+            lambda: Graph(torch.tensor([0, 1]), torch.tensor([[0]])),
+            r"indices must be \(n,\), .* \(1, 1\)",
+        ),
+        (
+            lambda: Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1]), 2),
+            r"an entry per edge, got \(2,\) and",
+        ),
     ],
 )
 def test_bad_input(make, message):
@@ -119,7 +196,9 @@ def triangle():
 def test_sum_is_one_operator_for_recorders():
     graph = Graph.from_edges(*random_edges(), 30)
     nodes = make_fx(lambda h: graph.aggregate(h))(torch.randn(30, 4)).graph.nodes
-    assert [str(node.target) for node in nodes if node.op == "call_function"][-1] == "cpt_graphs.sum.default"
+    assert [str(node.target) for node in nodes if node.op == "call_function"][
+        -1
+    ] == "cpt_graphs.sum.default"
 
 
 # --- constant features ----------------------------------------------------------------------------
@@ -136,7 +215,9 @@ def test_constant_features_are_summed_once_per_key():
     assert torch.equal(compute("a"), compute("a"))
     compute("b")
     assert calls == ["a", "b"]
-    graph.keep(x.clone(), "a", lambda: calls.append("other") or x)  # equal, but not the same tensor
+    graph.keep(
+        x.clone(), "a", lambda: calls.append("other") or x
+    )  # equal, but not the same tensor
     assert calls == ["a", "b", "other"]
     x.add_(1)  # changed in place: nothing kept is valid
     assert torch.equal(compute("a"), graph.aggregate(x))
@@ -166,8 +247,16 @@ def test_what_is_computed_of_a_kept_table_is_kept_with_it():
 @pytest.mark.parametrize("sources", [30, 50])
 def test_edges_the_other_way_round(sources):
     drawn = torch.Generator().manual_seed(0)
-    destination, source = torch.randint(30, (99,), generator=drawn).sort().values, torch.randint(sources, (99,))
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(destination, minlength=30).cumsum(0)])
+    destination, source = (
+        torch.randint(30, (99,), generator=drawn).sort().values,
+        torch.randint(sources, (99,)),
+    )
+    indptr = torch.cat(
+        [
+            torch.zeros(1, dtype=torch.int64),
+            torch.bincount(destination, minlength=30).cumsum(0),
+        ]
+    )
     graph = Graph(indptr, source, sources)
     back, matrix = graph.transposed, torch.zeros(30, sources)
     matrix.index_put_((destination, source), torch.ones(99), accumulate=True)
@@ -181,8 +270,16 @@ def test_edges_the_other_way_round(sources):
 
 def names_of(nodes, block, level):
     """Edges of a block in the graph's own numbers; ``level`` are those of its destinations."""
-    destination = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff().long())
-    return list(zip(nodes[block.indices.long()].tolist(), level[destination].tolist(), strict=True))
+    destination = torch.repeat_interleave(
+        torch.arange(block.num_dst), block.indptr.diff().long()
+    )
+    return list(
+        zip(
+            nodes[block.indices.long()].tolist(),
+            level[destination].tolist(),
+            strict=True,
+        )
+    )
 
 
 def test_blocks_hold_edges_of_the_graph_and_no_neighbour_twice():
@@ -191,16 +288,23 @@ def test_blocks_hold_edges_of_the_graph_and_no_neighbour_twice():
     graph = Graph.from_edges(*unique, 40)
     edges = set(map(tuple, unique.T.tolist()))
     seeds = torch.tensor([5, 0, 17])
-    nodes, blocks = sample_blocks(graph, seeds, [3, 4], torch.Generator().manual_seed(0))
+    nodes, blocks = sample_blocks(
+        graph, seeds, [3, 4], torch.Generator().manual_seed(0)
+    )
     assert [b.num_dst for b in blocks] == [blocks[1].num_src, 3]
     assert len(nodes) == blocks[0].num_src == len(set(nodes.tolist()))
     assert nodes[:3].tolist() == seeds.tolist()
     level = nodes[: blocks[0].num_dst]
-    for block, sources, destinations, fanout in ((blocks[0], nodes, level, 3), (blocks[1], level, seeds, 4)):
+    for block, sources, destinations, fanout in (
+        (blocks[0], nodes, level, 3),
+        (blocks[1], level, seeds, 4),
+    ):
         found = names_of(sources, block, destinations)
         assert set(found) <= edges
         assert len(set(found)) == len(found)
-        assert block.in_degrees.tolist() == [min(fanout, int(graph.in_degrees[n])) for n in destinations]
+        assert block.in_degrees.tolist() == [
+            min(fanout, int(graph.in_degrees[n])) for n in destinations
+        ]
 
 
 def test_all_neighbours_without_a_fanout():
@@ -214,7 +318,9 @@ def test_a_sample_is_a_function_of_the_generator():
     graph = Graph.from_edges(*random_edges(100, 3000), 100)
 
     def sample(seed):
-        return sample_blocks(graph, torch.arange(20), [5, 5], torch.Generator().manual_seed(seed))
+        return sample_blocks(
+            graph, torch.arange(20), [5, 5], torch.Generator().manual_seed(seed)
+        )
 
     assert torch.equal(sample(1)[0], sample(1)[0])
     assert torch.equal(sample(1)[1][0].indices, sample(1)[1][0].indices)
@@ -227,12 +333,17 @@ def test_samples_of_a_checked_graph_are_not_checked_again():
         graph = Graph.from_edges(*random_edges(), 30)
     assert ran.count("_local_scalar_dense")
     with Ran() as ran:
-        _, blocks = sample_blocks(graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0))
+        _, blocks = sample_blocks(
+            graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0)
+        )
         copies = [copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))]
         blocks += [graph.to("meta"), *copies]
     assert not ran.count("_local_scalar_dense")
     for block in blocks:
-        assert (block.num_dst, block.num_edges) == (len(block.indptr) - 1, len(block.indices))
+        assert (block.num_dst, block.num_edges) == (
+            len(block.indptr) - 1,
+            len(block.indices),
+        )
     x = torch.randn(30, 2)
     assert all(torch.equal(other.aggregate(x), graph.aggregate(x)) for other in copies)
 
@@ -245,10 +356,17 @@ def test_every_neighbour_is_equally_likely_as_with_dgl():
     graph = Graph.from_edges(*edges, n + 12)
     nodes, (block,) = sample_blocks(graph, stars, [4], torch.Generator().manual_seed(0))
     dgl.seed(0)
-    others, _, (theirs,) = dgl.dataloading.NeighborSampler([4]).sample_blocks(dgl.graph(edges), stars)
+    others, _, (theirs,) = dgl.dataloading.NeighborSampler([4]).sample_blocks(
+        dgl.graph(edges), stars
+    )
     source, destination = theirs.edges()
-    for leaf, star in (torch.tensor(names_of(nodes, block, stars)).T, (others[source], destination)):
-        taken = torch.zeros(n, 12).index_put_((star, leaf - n), torch.ones(()), accumulate=True)
+    for leaf, star in (
+        torch.tensor(names_of(nodes, block, stars)).T,
+        (others[source], destination),
+    ):
+        taken = torch.zeros(n, 12).index_put_(
+            (star, leaf - n), torch.ones(()), accumulate=True
+        )
         assert taken.max() == 1
         assert taken.sum(1).eq(4).all()
         # standard deviation of a leaf's count: sqrt(n / 3 * 2 / 3) = 30; of a pair's: sqrt(n / 11 * 10 / 11) = 18

@@ -43,10 +43,16 @@ def decoder():
     transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=20, bos_token_id=0, eos_token_id=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, intermediate_size=32,
+            vocab_size=20,
+            bos_token_id=0,
+            eos_token_id=1,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
         )
-    )  # fmt: skip
+    )
 
 
 def words(n):
@@ -54,7 +60,9 @@ def words(n):
 
 
 def numbers(*shape):
-    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))),)
+    return (
+        3 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))),
+    )
 
 
 # what makes the model, an example, other inputs, bits
@@ -91,7 +99,9 @@ def alone(tmp_path_factory):
         expected[name], inputs[name] = evaluated(model, others, bits), others
     torch.save(inputs, folder / "inputs.pt")
     said_by(sys.executable, "-c", ALONE, cwd=folder)
-    return programs, {name: (torch.load(folder / f"{name}.pt"), expected[name]) for name in MODELS}
+    return programs, {
+        name: (torch.load(folder / f"{name}.pt"), expected[name]) for name in MODELS
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,16 +120,26 @@ def test_torch_alone_finds_the_same_numbers(name, alone):
 
 
 def test_weights_are_bytes_and_the_file_a_quarter(tmp_path):
-    model = filled(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), *numbers(4, 512))
+    model = filled(
+        nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
+        *numbers(4, 512),
+    )
     program = cpt.export(model, numbers(2, 512))
     torch.export.save(program, tmp_path / "program.pt2")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     sizes = [(tmp_path / name).stat().st_size for name in ("program.pt2", "weights.pt")]
     assert sizes[0] < 0.3 * sizes[1]
-    assert {f"{layer}.{name}.codes" for layer in (0, 2) for name in ("weight", "bias")} <= program.state_dict.keys()
-    held = [*program.state_dict.values(), *(c for c in program.constants.values() if isinstance(c, torch.Tensor))]
+    assert {
+        f"{layer}.{name}.codes" for layer in (0, 2) for name in ("weight", "bias")
+    } <= program.state_dict.keys()
+    held = [
+        *program.state_dict.values(),
+        *(c for c in program.constants.values() if isinstance(c, torch.Tensor)),
+    ]
     assert {x.dtype for x in held if x.numel() > 512} == {torch.int8}
-    assert str(tmp_path.parent) not in program.graph_module.print_readable(print_output=False)
+    assert str(tmp_path.parent) not in program.graph_module.print_readable(
+        print_output=False
+    )
 
 
 def test_a_program_holds_operations_of_torch_only(alone):
@@ -140,10 +160,12 @@ SHARED = cpt.QuantConfig().with_shared_steps().quantizers
 CONFIGS = {
     "authors' running ranges": {"running_start": "zero"},
     "its own range": {
-        "quantizers": cpt.quantization.QUANTIZERS | {"conv_input": cpt.quantization.Quantizer("per_sample_mean")}
+        "quantizers": cpt.quantization.QUANTIZERS
+        | {"conv_input": cpt.quantization.Quantizer("per_sample_mean")}
     },
     "weights with running ranges": {
-        "quantizers": SHARED | {"linear_weight": cpt.quantization.Quantizer("per_tensor", running=True)}
+        "quantizers": SHARED
+        | {"linear_weight": cpt.quantization.Quantizer("per_tensor", running=True)}
     },
     "layers in float32": {"float32": ("3",)},
 }
@@ -153,30 +175,55 @@ CONFIGS = {
 def test_any_configuration(name):
     model = filled(small(), pictures(), **CONFIGS[name])
     program = cpt.export(model, (pictures(),), 4)
-    assert torch.equal(program.module()(2 * pictures(1, n=6)), evaluated(model, (2 * pictures(1, n=6),), 4))
+    assert torch.equal(
+        program.module()(2 * pictures(1, n=6)),
+        evaluated(model, (2 * pictures(1, n=6),), 4),
+    )
 
 
 def test_a_model_of_half_a_type_stays_one():
     x = numbers(4, 12)[0].bfloat16()
     model = filled(perceptron().bfloat16(), x)
     found = cpt.export(model, (x,)).module()(3 * x)
-    assert (found.dtype, identical([found], [evaluated(model, (3 * x,), 8)])) == (torch.bfloat16, True)
+    assert (found.dtype, identical([found], [evaluated(model, (3 * x,), 8)])) == (
+        torch.bfloat16,
+        True,
+    )
 
 
 def test_products_on_codes_agree_up_to_their_rounding():
     model = filled(small(), pictures(), execution="integer")
     x = pictures(1)
-    assert torch.allclose(cpt.export(model, (x,)).module()(x), evaluated(model, (x,), 8), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        cpt.export(model, (x,)).module()(x),
+        evaluated(model, (x,), 8),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_bits_of_every_layer_and_of_the_schedule():
     model, x = filled(perceptron(), *numbers(4, 12)), numbers(6, 12)
     by_layer = {"0": 3, "*": 7}
-    assert torch.equal(cpt.export(model, x, by_layer).module()(*x), evaluated(model, x, by_layer))
-    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=2, q_max=5, total_steps=8, n_cycles=1))
-    assert torch.equal(cpt.export(model, x, "q_max").module()(*x), evaluated(model, x, 5))
-    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=2, q_max=12, total_steps=8, n_cycles=1))
-    refused("layer '0' would have 12 bits; codes of a byte hold 8", cpt.export, model, x, "q_max")
+    assert torch.equal(
+        cpt.export(model, x, by_layer).module()(*x), evaluated(model, x, by_layer)
+    )
+    cpt.PrecisionScheduler(
+        model, cpt.make_schedule("CR", q_min=2, q_max=5, total_steps=8, n_cycles=1)
+    )
+    assert torch.equal(
+        cpt.export(model, x, "q_max").module()(*x), evaluated(model, x, 5)
+    )
+    cpt.PrecisionScheduler(
+        model, cpt.make_schedule("CR", q_min=2, q_max=12, total_steps=8, n_cycles=1)
+    )
+    refused(
+        "layer '0' would have 12 bits; codes of a byte hold 8",
+        cpt.export,
+        model,
+        x,
+        "q_max",
+    )
 
 
 def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
@@ -186,13 +233,17 @@ def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
     assert identical(model.state_dict().values(), other.state_dict().values())
     assert [p.in_force for p in layer_precisions(model).values()] == [None, None]
     assert torch.equal(evaluated(model, x, 8), before)
-    with pytest.raises((RuntimeError, AssertionError), match="6"):  # the sizes of the example alone
+    with pytest.raises(
+        (RuntimeError, AssertionError), match="6"
+    ):  # the sizes of the example alone
         program.module()(*numbers(5, 12))
     for m in (model, other):
         m.train()
         with cpt.precision(m, 4, q_grad=8):
             m(*x).square().sum().backward()
-    assert identical([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+    assert identical(
+        [p.grad for p in model.parameters()], [p.grad for p in other.parameters()]
+    )
 
 
 def test_other_bits_are_refused():
@@ -206,16 +257,33 @@ def test_models_that_cannot_be_handed_over_are_refused():
     x = numbers(2, 12)
     refused("no quantised layers; call quantize_", cpt.export, perceptron().eval(), x)
     model = cpt.quantize_(perceptron())
-    refused(r"in training mode, a program only evaluates: call model.eval\(\)", cpt.export, model, x)
-    refused("layer '0' has no running range of its input yet", cpt.export, model.eval(), x)
+    refused(
+        r"in training mode, a program only evaluates: call model.eval\(\)",
+        cpt.export,
+        model,
+        x,
+    )
+    refused(
+        "layer '0' has no running range of its input yet", cpt.export, model.eval(), x
+    )
     model = filled(perceptron(), *x)
     model[2].train()
     refused("2 is in training mode", cpt.export, model, x)
     graphs = cpt.quantize_(nn.ModuleList([cpt.GraphConv(4, 2)])).eval()
-    refused("layer '0' is a GraphConv, and a program takes no graphs", cpt.export, graphs, ())
+    refused(
+        "layer '0' is a GraphConv, and a program takes no graphs",
+        cpt.export,
+        graphs,
+        (),
+    )
     x = (x[0].double(),)
     doubled = filled(perceptron().double(), *x)
-    refused(r"layer '0' computes in float64, a program in float32: call model.float\(\)", cpt.export, doubled, x)
+    refused(
+        r"layer '0' computes in float64, a program in float32: call model.float\(\)",
+        cpt.export,
+        doubled,
+        x,
+    )
 
 
 class Bypassing(nn.Module):
@@ -265,16 +333,24 @@ KEEPING_WEIGHTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:The tensor attribute")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:The tensor attribute"
+)
 @pytest.mark.parametrize("name", KEEPING_WEIGHTS)
 def test_export_keeps_weights_in_float32(name):
     """Weights that their layer does not multiply by as they are, and by itself, are rounded by every call."""
     make, names = KEEPING_WEIGHTS[name]
     model = filled(make(), *numbers(4, 12))
     program = cpt.export(model, numbers(2, 12))
-    codes = {key.removesuffix(".codes") for key in program.state_dict if key.endswith(".codes")}
+    codes = {
+        key.removesuffix(".codes")
+        for key in program.state_dict
+        if key.endswith(".codes")
+    }
     assert codes == names
-    assert torch.equal(program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
+    assert torch.equal(
+        program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8)
+    )
 
 
 def test_export_takes_parametrised_layers():
@@ -282,7 +358,9 @@ def test_export_takes_parametrised_layers():
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
     model.eval()
     program = cpt.export(model, numbers(2, 12))
-    assert torch.equal(program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))
+    assert torch.equal(
+        program.module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8)
+    )
 
 
 @pytest.mark.parametrize("layer", [nn.ConvTranspose2d, Standardised])
@@ -293,4 +371,6 @@ def test_a_caught_layer_needs_the_running_range_of_its_own_product(layer):
     refused("has no running range of its", cpt.export, model.eval(), (x,), 8)
     model = filled(nn.Sequential(layer(3, 4, 3), nn.ReLU()), x)
     with torch.no_grad():
-        assert torch.equal(cpt.export(model, (x,), 8).module()(x), evaluated(model, (x,), 8))
+        assert torch.equal(
+            cpt.export(model, (x,), 8).module()(x), evaluated(model, (x,), 8)
+        )

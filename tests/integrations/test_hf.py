@@ -22,7 +22,12 @@ from cpt_extras.integrations.hf import FILE, PrecisionCallback  # noqa: E402
 pytestmark = pytest.mark.slow
 
 STEPS, ACCUMULATED = 12, 2
-CONFIG = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+CONFIG = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 LAYERS = 8  # linear ones
 
 
@@ -32,28 +37,46 @@ schedule_of = partial(make, total_steps=STEPS, n_cycles=2)
 def bert():
     torch.manual_seed(0)
     return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**CONFIG, vocab_size=20, max_position_embeddings=8, num_labels=2)
+        transformers.BertConfig(
+            **CONFIG, vocab_size=20, max_position_embeddings=8, num_labels=2
+        )
     )
 
 
 def sentences(n, seed):
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(20, (n, 6), generator=generator)
-    return [{"input_ids": w, "attention_mask": torch.ones_like(w), "labels": int(w[0]) % 2} for w in words]
+    return [
+        {"input_ids": w, "attention_mask": torch.ones_like(w), "labels": int(w[0]) % 2}
+        for w in words
+    ]
 
 
-TRAIN, TEST = sentences(24, 0), sentences(8, 1)  # two epochs of 6 optimizer steps of 2 batches of 2
+TRAIN, TEST = (
+    sentences(24, 0),
+    sentences(8, 1),
+)  # two epochs of 6 optimizer steps of 2 batches of 2
 
 
 def trainer_of(folder, callback, model=None, callbacks=(), **changes):
     settings = {
-        "output_dir": str(folder), "num_train_epochs": 2, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": ACCUMULATED, "learning_rate": 0.01, "use_cpu": True, "report_to": [],
-        "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": ACCUMULATED,
+        "learning_rate": 0.01,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
     model = cpt.quantize_(bert()) if model is None else model
     arguments = transformers.TrainingArguments(**settings | changes)
-    return transformers.Trainer(model, arguments, None, TRAIN, TEST, callbacks=[callback, *callbacks])
+    return transformers.Trainer(
+        model, arguments, None, TRAIN, TEST, callbacks=[callback, *callbacks]
+    )
 
 
 def precisions_of(model):
@@ -69,7 +92,9 @@ def probe(model):
     attention = model.bert.encoder.layer[0].attention.self
     layers.append(attention.precision)  # which holds no weights, and runs now
     attention.register_forward_pre_hook(
-        lambda *_: seen.append((model.training, {p.bits for p in layers}, {p.q_grad for p in layers}))
+        lambda *_: seen.append(
+            (model.training, {p.bits for p in layers}, {p.q_grad for p in layers})
+        )
     )
     return seen
 
@@ -80,7 +105,9 @@ def per_batch(schedule):
 
 def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule = schedule_of()
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), use_cpu=device.type == "cpu")
+    trainer = trainer_of(
+        tmp_path, PrecisionCallback(schedule, q_grad=6), use_cpu=device.type == "cpu"
+    )
     seen = probe(trainer.model)
     trainer.train()
     assert trainer.model.device.type == device.type
@@ -96,7 +123,9 @@ class Peek(transformers.TrainerCallback):
             model(**{k: torch.as_tensor(v)[None] for k, v in TEST[0].items()})
 
 
-def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leaves_no_trace(tmp_path):
+def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leaves_no_trace(
+    tmp_path,
+):
     callback = PrecisionCallback(schedule_of(), eval_bits=5)
     how = {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
     trainer = trainer_of(tmp_path, callback, callbacks=[Peek()], **how)
@@ -111,14 +140,20 @@ def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leav
     assert [bits for training, bits, _ in seen if training] == per_batch(schedule_of())
     evaluations = [bits for training, bits, _ in seen if not training]
     assert evaluations.count({2}) == STEPS
-    times = 1 + 1 + 3 + 2  # one batch of 8 each: before, at the start, at 5, 10, 12, after
+    times = (
+        1 + 1 + 3 + 2
+    )  # one batch of 8 each: before, at the start, at 5, 10, 12, after
     assert [bits for bits in evaluations if bits != {2}] == [{5}] * times
 
 
 # --- resuming -------------------------------------------------------------------------------------
 
 STOP = 4  # inside the first cycle and inside the first epoch
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 6, "eval_on_start": True}  # which draws random numbers of torch
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 6,
+    "eval_on_start": True,
+}  # which draws random numbers of torch
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +165,12 @@ def straight(tmp_path_factory):
     with contextlib.redirect_stdout(printed):
         trainer.train()
     history = list(trainer.state.log_history)
-    return SimpleNamespace(trainer=trainer, checkpoint=folder / f"checkpoint-{STOP}", history=history, printed=printed)
+    return SimpleNamespace(
+        trainer=trainer,
+        checkpoint=folder / f"checkpoint-{STOP}",
+        history=history,
+        printed=printed,
+    )
 
 
 def losses_in(history):
@@ -140,11 +180,17 @@ def losses_in(history):
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
     whole, checkpoint = straight.trainer, straight.checkpoint
-    callback = PrecisionCallback(schedule_of(), resume_from=checkpoint if elsewhere else None)
-    trainer = trainer_of(tmp_path if elsewhere else checkpoint.parent, callback, **EVALUATED)
+    callback = PrecisionCallback(
+        schedule_of(), resume_from=checkpoint if elsewhere else None
+    )
+    trainer = trainer_of(
+        tmp_path if elsewhere else checkpoint.parent, callback, **EVALUATED
+    )
     seen = probe(trainer.model)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert [b for training, b, _ in seen if training] == per_batch(schedule_of())[STOP * ACCUMULATED :]
+    assert [b for training, b, _ in seen if training] == per_batch(schedule_of())[
+        STOP * ACCUMULATED :
+    ]
     assert identical(state_of(trainer.model), state_of(whole.model))
     assert losses_in(trainer.state.log_history) == losses_in(straight.history)
     assert whole.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
@@ -163,7 +209,9 @@ def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
     ],
     ids=["missing", "bytes", "empty", "other object", "other schedule", "other step"],
 )
-def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, schedule, message):
+def test_checkpoints_of_other_runs_are_refused(
+    straight, tmp_path, content, schedule, message
+):
     path = tmp_path / FILE
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -172,8 +220,12 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, sche
         saved["last_step"] -= content == "step"
         torch.save(saved if isinstance(content, str) else content, path)
     callback = PrecisionCallback(schedule, resume_from=tmp_path)
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    state = transformers.TrainerState(max_steps=STEPS, global_step=STOP)  # as the Trainer read it
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[]
+    )
+    state = transformers.TrainerState(
+        max_steps=STEPS, global_step=STOP
+    )  # as the Trainer read it
     with pytest.raises(ValueError, match=message) as error:
         callback.on_train_begin(arguments, state, None, model=cpt.quantize_(bert()))
     assert str(path) in str(error.value)
@@ -181,9 +233,20 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, sche
 
 
 def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
-    changes = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3}
-    settings = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), **changes | settings)  # the worst, in fact
+    changes = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+    }
+    settings = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    trainer = trainer_of(
+        tmp_path, PrecisionCallback(schedule_of()), **changes | settings
+    )  # the worst, in fact
     trainer.train()
     assert trainer.state.best_global_step < STEPS
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
@@ -193,14 +256,23 @@ def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
 
 
 def test_settings_models_and_steps_that_do_not_fit_are_refused(tmp_path):
-    eval_bits = r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+    eval_bits = (
+        r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+    )
     refused(eval_bits, PrecisionCallback, schedule_of(), eval_bits="max")
-    refused("record_every must be .* at least 1, got 'often'", PrecisionCallback, schedule_of(), record_every="often")
+    refused(
+        "record_every must be .* at least 1, got 'often'",
+        PrecisionCallback,
+        schedule_of(),
+        record_every="often",
+    )
     convert = r"call quantize_\(model\) before the Trainer is made"
     refused(convert, trainer_of, tmp_path, PrecisionCallback(schedule_of()), bert())
     trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of(total_steps=24)))
     seen = probe(trainer.model)
-    refused("total_steps = 24, but the Trainer will take 12 optimizer steps", trainer.train)
+    refused(
+        "total_steps = 24, but the Trainer will take 12 optimizer steps", trainer.train
+    )
     assert seen == []
 
 
@@ -208,10 +280,14 @@ def test_the_log_tells_bits_and_cost(straight):
     schedule, history = schedule_of(), straight.history
     steps = [e for e in history if "loss" in e]
     assert [e["bits"] for e in steps] == schedule.bits().tolist()
-    assert steps[0]["relative_cost"] == (3 * 3 + 2 * 3 * 8) / (3 * 8 * 8)  # one forward, two backward products
+    assert steps[0]["relative_cost"] == (3 * 3 + 2 * 3 * 8) / (
+        3 * 8 * 8
+    )  # one forward, two backward products
     assert steps[-1]["relative_cost"] == schedule.relative_cost()
     assert all("eval_bits" not in e for e in history if "eval_loss" not in e)
-    evaluations = [(e["step"], e.get("bits"), e["eval_bits"]) for e in history if "eval_loss" in e]
+    evaluations = [
+        (e["step"], e.get("bits"), e["eval_bits"]) for e in history if "eval_loss" in e
+    ]
     assert evaluations == [(0, None, 8), (6, schedule(5), 8), (12, 8, 8)]
     assert "train_loss" in history[-1]
     assert history[-1]["relative_cost"] == schedule.relative_cost()
@@ -224,11 +300,19 @@ def test_the_log_tells_what_quantisation_did(straight, tmp_path):
     trainer.train()
     steps = [e for e in trainer.state.log_history if "loss" in e]
     assert losses_in(steps) == losses_in(straight.history)
-    assert [e["step"] for e in steps if "input/snr_db" in e] == [1, 5, 9]  # steps 0, 4 and 8 have ended
+    assert [e["step"] for e in steps if "input/snr_db" in e] == [
+        1,
+        5,
+        9,
+    ]  # steps 0, 4 and 8 have ended
     assert max(map(len, steps)) < 40  # every layer has as many again
     recording = callback.precision.recording
     assert recording.steps == [0, 4, 8]
-    of_layers = [value for name, value in recording.scalars(4).items() if name.endswith("/input/snr_db")]
+    of_layers = [
+        value
+        for name, value in recording.scalars(4).items()
+        if name.endswith("/input/snr_db")
+    ]
     assert len(of_layers) > 5
     assert steps[4]["input/snr_db"] == np.median(of_layers)
     assert not recording.open
@@ -258,7 +342,10 @@ def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path
 
 def test_another_trainer_takes_the_model_over(tmp_path):
     model = cpt.quantize_(bert())
-    first, second = PrecisionCallback(schedule_of(), eval_bits=5), PrecisionCallback(schedule_of(), eval_bits=6)
+    first, second = (
+        PrecisionCallback(schedule_of(), eval_bits=5),
+        PrecisionCallback(schedule_of(), eval_bits=6),
+    )
     trainer_of(tmp_path, first, model)
     trainer = trainer_of(tmp_path, second, model)
     assert trainer.evaluate()["eval_bits"] == 6
@@ -274,9 +361,18 @@ def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
         return made[-1]
 
     callback = PrecisionCallback(schedule_of(), eval_bits=5)
-    settings = transformers.TrainingArguments(str(tmp_path), max_steps=STEPS, use_cpu=True, report_to=[])
-    trainer = transformers.Trainer(args=settings, model_init=model_init, train_dataset=TRAIN, callbacks=[callback])
-    callback.on_train_begin(settings, transformers.TrainerState(max_steps=STEPS), None, model=trainer.call_model_init())
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=STEPS, use_cpu=True, report_to=[]
+    )
+    trainer = transformers.Trainer(
+        args=settings, model_init=model_init, train_dataset=TRAIN, callbacks=[callback]
+    )
+    callback.on_train_begin(
+        settings,
+        transformers.TrainerState(max_steps=STEPS),
+        None,
+        model=trainer.call_model_init(),
+    )
     first, second = made
     second.train()
     first.eval()
@@ -294,21 +390,37 @@ class Pooled(torch.nn.Module):
         self.bert, self.pooler = bert(), torch.nn.Linear(4, 4)
 
     def forward(self, input_ids, attention_mask, labels):
-        return self.bert(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        return self.bert(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels
+        )
 
 
 def test_a_layer_that_never_runs_is_in_checkpoints_and_in_the_best_model(tmp_path):
-    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving)
+    saving = {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
+    trainer = trainer_of(
+        tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving
+    )
     trainer.train()
-    again = trainer_of(tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving)
+    again = trainer_of(
+        tmp_path, PrecisionCallback(schedule_of()), cpt.quantize_(Pooled()), **saving
+    )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert again.state.global_step == STEPS
 
 
 def test_a_search_keeps_no_precision_and_ends_without_one(tmp_path):
     callback = PrecisionCallback(schedule_of())
-    trainer = trainer_of(tmp_path, callback, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True)
+    trainer = trainer_of(
+        tmp_path,
+        callback,
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        load_best_model_at_end=True,
+    )
 
     class Searching(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):

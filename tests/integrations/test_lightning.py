@@ -18,8 +18,12 @@ from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 from cpt_extras.integrations.lightning import PrecisionCallback  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),  # nor do they need them
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs here keep no checkpoints
+    pytest.mark.filterwarnings(
+        "ignore:The '.*_dataloader' does not have many workers"
+    ),  # nor do they need them
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`"
+    ),  # resumed runs here keep no checkpoints
 ]
 
 STEPS, ACCUMULATED, EPOCHS, LAYERS = 12, 2, 3, 2
@@ -70,10 +74,15 @@ def module_of():
 def loader_of(n, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 6, generator=generator)
-    return torch.utils.data.DataLoader(list(zip(x, (x[:, 0] > 0).long(), strict=True)), batch_size=2)
+    return torch.utils.data.DataLoader(
+        list(zip(x, (x[:, 0] > 0).long(), strict=True)), batch_size=2
+    )
 
 
-TRAIN, TEST = loader_of(16, 0), loader_of(2, 1)  # three epochs of 4 optimizer steps of 2 batches of 2
+TRAIN, TEST = (
+    loader_of(16, 0),
+    loader_of(2, 1),
+)  # three epochs of 4 optimizer steps of 2 batches of 2
 
 
 class Log(DummyLogger):
@@ -92,10 +101,16 @@ class Log(DummyLogger):
 
 def trainer_of(folder, *callbacks, **changes):
     settings = {
-        "default_root_dir": folder, "max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATED, "accelerator": "cpu",
-        "logger": False, "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
-    }  # fmt: skip
+        "default_root_dir": folder,
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": ACCUMULATED,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
     return pl.Trainer(callbacks=list(callbacks), **settings | changes)
 
 
@@ -104,13 +119,21 @@ def per_batch(bits):
 
 
 def test_loggers_get_what_quantisation_did(straight, tmp_path):
-    callback, log, module = PrecisionCallback(schedule_of(), record_every=5), Log(), module_of()
+    callback, log, module = (
+        PrecisionCallback(schedule_of(), record_every=5),
+        Log(),
+        module_of(),
+    )
     trainer_of(tmp_path, callback, logger=log).fit(module, TRAIN, TEST)
     recording = callback.precision.recording
     assert recording.steps == [0, 5, 10]
     names = [f"net.{layer}/grad/gradient_to_noise" for layer in (0, 2)]
-    of_layers = [[recording.scalars(step)[name] for name in names] for step in recording.steps]
-    assert log.of("grad/gradient_to_noise") == [np.mean(two) for two in of_layers]  # the median of two
+    of_layers = [
+        [recording.scalars(step)[name] for name in names] for step in recording.steps
+    ]
+    assert log.of("grad/gradient_to_noise") == [
+        np.mean(two) for two in of_layers
+    ]  # the median of two
     assert not recording.open
     assert torch.equal(straight[0].net[0].weight, module.net[0].weight)
 
@@ -128,7 +151,9 @@ def test_an_error_ends_the_recording(tmp_path):
 
 def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule, module = schedule_of(), module_of()
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), accelerator=device.type)
+    trainer = trainer_of(
+        tmp_path, PrecisionCallback(schedule, q_grad=6), accelerator=device.type
+    )
     trainer.fit(module, TRAIN, TEST)
     assert trainer.global_step == STEPS
     assert [entry for entry in module.seen if entry[0] == "train"] == [
@@ -138,7 +163,9 @@ def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device)
 
 def test_evaluations_have_bits_of_their_own(tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
-    trainer = trainer_of(tmp_path, callback, val_check_interval=3)  # in the middle of an accumulation, too
+    trainer = trainer_of(
+        tmp_path, callback, val_check_interval=3
+    )  # in the middle of an accumulation, too
     trainer.validate(module, TEST, verbose=False)  # before any training
     trainer.fit(module, TRAIN, TEST)
     trainer.test(module, TEST, verbose=False)
@@ -147,10 +174,14 @@ def test_evaluations_have_bits_of_their_own(tmp_path):
     (metrics,) = trainer.test(module, TEST, verbose=False)
     assert metrics["eval_bits"] == 32
     assert module.bits("train") == per_batch(schedule_of().bits())
-    assert module.bits("val") == [{5}] * (1 + 1 + 2 * EPOCHS)  # before, the sanity check, twice an epoch
+    assert module.bits("val") == [{5}] * (
+        1 + 1 + 2 * EPOCHS
+    )  # before, the sanity check, twice an epoch
     assert (module.bits("predict"), module.bits("test")) == ([{5}], [{5}, {None}])
     assert callback.precision.get_last_bits() == [8]
-    assert {m.precision.bits for m in (module.net[0], module.net[2])} == {8}  # those of training again
+    assert {m.precision.bits for m in (module.net[0], module.net[2])} == {
+        8
+    }  # those of training again
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -162,36 +193,55 @@ STOP = 4  # inside the first cycle, at the end of the first epoch
 def straight(tmp_path_factory):
     """A run without interruption, its checkpoint after the 4th step, and what it logged."""
     folder, module, log = tmp_path_factory.mktemp("straight"), module_of(), Log()
-    keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1)
-    trainer_of(folder, PrecisionCallback(schedule_of()), keeper, logger=log).fit(module, TRAIN, TEST)
+    keeper = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
+    )
+    trainer_of(folder, PrecisionCallback(schedule_of()), keeper, logger=log).fit(
+        module, TRAIN, TEST
+    )
     return module, folder / f"step={STOP}.ckpt", log
 
 
 def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
     whole, checkpoint, _ = straight
     module = module_of()
-    trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
+    trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(
+        module, TRAIN, TEST, ckpt_path=checkpoint
+    )
     assert module.bits("train") == per_batch(schedule_of().bits()[STOP:])
     assert identical(state_of(module), state_of(whole))
 
 
 def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
     whole, checkpoint, _ = straight
-    found, callback, path = [], PrecisionCallback(schedule_of()), checkpoint.with_name(f"step={STEPS}.ckpt")
+    found, callback, path = (
+        [],
+        PrecisionCallback(schedule_of()),
+        checkpoint.with_name(f"step={STEPS}.ckpt"),
+    )
     for module in (whole, module_of()):  # one callback for both
-        found += trainer_of(tmp_path, callback).test(module, TEST, ckpt_path=path, verbose=False)
+        found += trainer_of(tmp_path, callback).test(
+            module, TEST, ckpt_path=path, verbose=False
+        )
     assert found[0]["test_loss"] == found[1]["test_loss"]
     assert identical(state_of(module), state_of(whole))
 
 
 def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
     checkpoint, module = straight[1], module_of()
-    content, without = torch.load(checkpoint, weights_only=True), tmp_path / "without.ckpt"
+    content, without = (
+        torch.load(checkpoint, weights_only=True),
+        tmp_path / "without.ckpt",
+    )
     del content["callbacks"]["PrecisionCallback"]
     torch.save(content, without)
     for schedule, path, message in (
         (schedule_of("ER"), checkpoint, "the checkpoint has schedules"),
-        (schedule_of(), without, "starts at step 4, but its checkpoint has no state of PrecisionCallback"),
+        (
+            schedule_of(),
+            without,
+            "starts at step 4, but its checkpoint has no state of PrecisionCallback",
+        ),
     ):
         trainer = trainer_of(tmp_path, PrecisionCallback(schedule))
         refused(message, trainer.fit, module, TRAIN, TEST, ckpt_path=path)
@@ -201,7 +251,9 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
 def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of())
     longer = trainer_of(tmp_path, callback, max_epochs=EPOCHS + 1)
-    refused("the two must be equal", longer.fit, module, TRAIN, TEST, ckpt_path=straight[1])
+    refused(
+        "the two must be equal", longer.fit, module, TRAIN, TEST, ckpt_path=straight[1]
+    )
     trainer_of(tmp_path, callback).fit(module, TRAIN, TEST)
     assert module.bits("train") == per_batch(schedule_of().bits())
 
@@ -210,13 +262,21 @@ def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
 
 
 def test_settings_modules_and_steps_that_do_not_fit_are_refused(tmp_path):
-    eval_bits = r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+    eval_bits = (
+        r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+    )
     refused(eval_bits, PrecisionCallback, schedule_of(), eval_bits="max")
     for module, steps, message in (
         (Small(), STEPS, r"call quantize_\(model\) before the Trainer is made"),
-        (module_of(), 24, "total_steps = 24, but the Trainer will take 12 optimizer steps"),
+        (
+            module_of(),
+            24,
+            "total_steps = 24, but the Trainer will take 12 optimizer steps",
+        ),
     ):
-        trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of(total_steps=steps)))
+        trainer = trainer_of(
+            tmp_path, PrecisionCallback(schedule_of(total_steps=steps))
+        )
         refused(message, trainer.fit, module, TRAIN, TEST)
         assert module.seen == []
 
@@ -225,7 +285,9 @@ def test_loggers_get_bits_and_cost(straight):
     schedule, log = schedule_of(), straight[2]
     assert log.of("bits") == schedule.bits().tolist()
     costs = log.of("relative_cost")
-    assert costs[0] == pytest.approx((3 * 3 + 2 * 3 * 8) / (3 * 8 * 8))  # one forward, two backward products
+    assert costs[0] == pytest.approx(
+        (3 * 3 + 2 * 3 * 8) / (3 * 8 * 8)
+    )  # one forward, two backward products
     assert costs[-1] == pytest.approx(schedule.relative_cost())
     assert len(costs) == STEPS
     assert log.of("eval_bits") == [8] * EPOCHS
@@ -258,7 +320,9 @@ class Twofold(Small):
 
 
 def test_every_step_of_manual_optimization_has_its_bits(tmp_path):
-    schedule = cpt.FunctionSchedule(lambda u: 3 if round(15 * u) % 2 == 0 else 8, total_steps=16)
+    schedule = cpt.FunctionSchedule(
+        lambda u: 3 if round(15 * u) % 2 == 0 else 8, total_steps=16
+    )
     module = cpt.quantize_(Twofold())
     callback = PrecisionCallback(schedule)
     trainer = trainer_of(tmp_path, callback, max_epochs=1, accumulate_grad_batches=1)

@@ -14,17 +14,29 @@ from cpt_extras.search.custom_schedules import FunctionSchedule
 from tests.helpers import quietly
 
 
-@pytest.mark.parametrize(("name", "q_min", "q_max"), [("affine", 3, 8), ("minifloat", 4, 8), ("mx", 1, 4)])
+@pytest.mark.parametrize(
+    ("name", "q_min", "q_max"), [("affine", 3, 8), ("minifloat", 4, 8), ("mx", 1, 4)]
+)
 def test_the_cost_on_a_ladder_is_that_of_its_formats(name, q_min, q_max):
-    schedule = quietly(cpt.make_schedule, "CR", q_min=q_min, q_max=q_max, total_steps=40, n_cycles=2)
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig(ladder=LADDERS[name]))
+    schedule = quietly(
+        cpt.make_schedule, "CR", q_min=q_min, q_max=q_max, total_steps=40, n_cycles=2
+    )
+    model = cpt.quantize_(
+        nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig(ladder=LADDERS[name])
+    )
     logs = TrainerPrecision(model, schedule, None, eval_bits="q_max").logs(40)
     assert logs["bits"] == schedule(39)
-    assert logs["relative_cost"] == pytest.approx(schedule.relative_cost(ladder=LADDERS[name]), rel=1e-12)
-    assert (logs["relative_cost"] == schedule.relative_cost()) == (name in ("affine", "minifloat"))
+    assert logs["relative_cost"] == pytest.approx(
+        schedule.relative_cost(ladder=LADDERS[name]), rel=1e-12
+    )
+    assert (logs["relative_cost"] == schedule.relative_cost()) == (
+        name in ("affine", "minifloat")
+    )
     roles = cpt.RoleSchedules(weight=schedule, activation=q_max, gradient="float32")
     logs = TrainerPrecision(model, roles, None, eval_bits="q_max").logs(40)
-    assert logs["relative_cost"] == pytest.approx(roles.relative_cost(ladder=LADDERS[name]))
+    assert logs["relative_cost"] == pytest.approx(
+        roles.relative_cost(ladder=LADDERS[name])
+    )
 
 
 def test_precisions_of_evaluation():
@@ -33,20 +45,32 @@ def test_precisions_of_evaluation():
     trained = TrainerPrecision(model, falling, None, eval_bits="q_max")
     for _ in range(12):  # to 4 bits
         trained.step()
-    for chosen, bits, logged in (("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)):
+    for chosen, bits, logged in (
+        ("q_max", 7, 7),
+        ("current", 4, 4),
+        ("float", None, 32),
+        (2, 2, 2),
+    ):
         trained.eval_bits = chosen
         model.eval()
-        assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (bits, {"eval_bits": logged})
+        assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (
+            bits,
+            {"eval_bits": logged},
+        )
     model.train()
     assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (4, {})
 
 
 def test_schedules_per_layer_have_entries_of_their_own():
     first, rest = (
-        cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2) for n, q in (("ER", 6), ("CR", 8))
+        cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2)
+        for n, q in (("ER", 6), ("CR", 8))
     )
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    trained, logs = TrainerPrecision(model, {"0": first, "*": rest}, None, eval_bits="q_max"), []
+    trained, logs = (
+        TrainerPrecision(model, {"0": first, "*": rest}, None, eval_bits="q_max"),
+        [],
+    )
     for step in range(1, 13):
         trained.step()
         logs.append(trained.logs(step))

@@ -21,8 +21,12 @@ def layouts(n):
         "(n, f)": normal(7 * n, 23 * n),
         "(n, l, f)": normal(3, 5, 11 * n),
         "(n, c, h, w)": normal(2 * n, 3, 5, 7),
-        "channels_last": normal(2, 3 * n, 5, 7).contiguous(memory_format=torch.channels_last),
-        "channels_last_3d": normal(2, 3 * n, 3, 2, 4).contiguous(memory_format=torch.channels_last_3d),
+        "channels_last": normal(2, 3 * n, 5, 7).contiguous(
+            memory_format=torch.channels_last
+        ),
+        "channels_last_3d": normal(2, 3 * n, 3, 2, 4).contiguous(
+            memory_format=torch.channels_last_3d
+        ),
         "transposed": normal(7 * n, 20 * n).t(),
         "queries": normal(2, 5, 3, 4 * n).transpose(1, 2),
         "keys": normal(2, 5, 3, 4 * n).transpose(1, 2).transpose(2, 3),
@@ -50,7 +54,11 @@ def numbers(n):
     }
 
 
-LAYOUTS = layouts(5) | numbers(5) | {"large": normal(700, 900), "float16, 4-d": normal(4, 6, 8, 10).half()}
+LAYOUTS = (
+    layouts(5)
+    | numbers(5)
+    | {"large": normal(700, 900), "float16, 4-d": normal(4, 6, 8, 10).half()}
+)
 
 
 def test_what_rounds_on_a_device_is_said(monkeypatch):
@@ -59,7 +67,9 @@ def test_what_rounds_on_a_device_is_said(monkeypatch):
 
     monkeypatch.setattr(backend_module, "_active", None)
     assert on("cpu") == "not loaded"
-    monkeypatch.setattr(backend_module, "_active", backend_module.Backend("cpp", "triton", {}))
+    monkeypatch.setattr(
+        backend_module, "_active", backend_module.Backend("cpp", "triton", {})
+    )
     monkeypatch.setattr(operators, "active", torch.ops.cpt)
     assert (on("cpu"), on("cuda")) == ("cpp", "triton")
     with backend_module.reference():
@@ -68,7 +78,10 @@ def test_what_rounds_on_a_device_is_said(monkeypatch):
     assert (on("cpu"), on("cuda")) == ("cpp", "triton")
 
 
-@pytest.mark.parametrize("granularity", [name + end for name in sorted(GRANULARITIES) for end in ("", "+zero")])
+@pytest.mark.parametrize(
+    "granularity",
+    [name + end for name in sorted(GRANULARITIES) for end in ("", "+zero")],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpp_is_bit_identical(compiled, layout, granularity):
     x, plain = LAYOUTS[layout], torch.ops.cpt_reference
@@ -76,11 +89,24 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
         pytest.skip("nothing to take the mean over")
     assert identical(compiled.range(x, granularity), plain.range(x, granularity))
     # among the large numbers of a grid of 16 bits there are ties
-    for bits, key, clip in ((1, 7, True), (4, None, True), (4, 7, False), (16, None, False), (16, 7, True)):
-        levels, key = torch.tensor(2.0**bits - 1), None if key is None else torch.tensor(key)
-        found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
+    for bits, key, clip in (
+        (1, 7, True),
+        (4, None, True),
+        (4, 7, False),
+        (16, None, False),
+        (16, 7, True),
+    ):
+        levels, key = (
+            torch.tensor(2.0**bits - 1),
+            None if key is None else torch.tensor(key),
+        )
+        found, expected = (
+            ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain)
+        )
         assert identical(found, expected)
-        assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+        assert (
+            found[0].stride() == expected[0].stride()
+        )  # what is computed with it takes the same path
         args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
         assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
 
@@ -99,7 +125,8 @@ def test_threads_change_no_bit(compiled, threaded, threads):
     threaded(threads)
     assert identical(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
     assert identical(
-        compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row")
+        compiled.fake_quantize(x, levels, "per_row", None)[1:],
+        torch.ops.cpt_reference.range(x, "per_row"),
     )
 
 
@@ -110,24 +137,52 @@ def test_running_ranges_are_followed_alike(compiled, now):
         compiled.track_(found, *map(torch.tensor, now))
         torch.ops.cpt_reference.track_(expected, *map(torch.tensor, now))
     assert torch.equal(found, expected)
-    assert (expected[0] == torch.tensor(0.3)) == (not torch.tensor(now).isfinite().all())
+    assert (expected[0] == torch.tensor(0.3)) == (
+        not torch.tensor(now).isfinite().all()
+    )
 
 
 # --- grids of formats ------------------------------------------------------------------------------
 
 N = torch.tensor(15.0)
-GRIDS = ["per_row|e4m3", "per_tensor|e5m2", "per_channel|symmetric4", "per_position|log2_4", "per_row|bf16"]
-GRIDS += ["per_tensor|mxfp8_e4m3:partial=1", "per_row|nvfp4:partial=1", "per_sample_mean|e2m1", "per_row|float32"]
+GRIDS = [
+    "per_row|e4m3",
+    "per_tensor|e5m2",
+    "per_channel|symmetric4",
+    "per_position|log2_4",
+    "per_row|bf16",
+]
+GRIDS += [
+    "per_tensor|mxfp8_e4m3:partial=1",
+    "per_row|nvfp4:partial=1",
+    "per_sample_mean|e2m1",
+    "per_row|float32",
+]
 GRIDS += ["per_row|affine3:saturate=0", "per_row|e2m1", "per_channel|e2m1"]
-NAMES = ["(n, l, f)", "(n, f)", "(n)", "0-d", "channels_last", "transposed", "gaps", "bfloat16", "float16", "float64"]
+NAMES = [
+    "(n, l, f)",
+    "(n, f)",
+    "(n)",
+    "0-d",
+    "channels_last",
+    "transposed",
+    "gaps",
+    "bfloat16",
+    "float16",
+    "float64",
+]
 
 
 def fits(layout, grid):
     """Whether there are rows, blocks and samples."""
-    return layout != "0-d" or not ("partial" in grid or grid.startswith(("per_row", "per_sample_mean")))
+    return layout != "0-d" or not (
+        "partial" in grid or grid.startswith(("per_row", "per_sample_mean"))
+    )
 
 
-@pytest.mark.parametrize(("layout", "grid"), [(n, g) for n in NAMES for g in GRIDS if fits(n, g)])
+@pytest.mark.parametrize(
+    ("layout", "grid"), [(n, g) for n in NAMES for g in GRIDS if fits(n, g)]
+)
 def test_all_backends_round_alike(cpp_kernels, layout, grid):
     x = LAYOUTS[layout]
     for key in (None, torch.tensor(7)):
@@ -141,20 +196,27 @@ def test_all_backends_round_alike(cpp_kernels, layout, grid):
             again = ops.round_in_range(x, *found[1:], N, grid, key, False)
             assert identical([again], [expected[0]])
     if x.dtype != torch.float32:
-        assert identical([expected[0]], [grids.fake_quantize(x.float(), N, grid, key)[0].to(x.dtype)])
+        assert identical(
+            [expected[0]], [grids.fake_quantize(x.float(), N, grid, key)[0].to(x.dtype)]
+        )
 
 
 def test_a_grid_without_a_format_is_the_one_of_levels():
     x = normal(6, 9)
     four = Format.affine(4)
     assert FormatQuantizer("per_row", format=four).grid == "per_row"
-    assert on_level(Quantizer("per_row"), FormatQuantizer("per_tensor", format=four)).grid == "per_tensor"
+    assert (
+        on_level(Quantizer("per_row"), FormatQuantizer("per_tensor", format=four)).grid
+        == "per_tensor"
+    )
     low, width = reference.range_of(x, "per_row")
     expected = reference.round_to_grid(x, low, width, N, None, False), low, width
     assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
     assert identical(grids.fake_quantize(x, N, "per_row", None), expected)
     stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
-    assert identical([stored], [operators.active.round_to_grid(x, *expected[1:], N, None, True)])
+    assert identical(
+        [stored], [operators.active.round_to_grid(x, *expected[1:], N, None, True)]
+    )
     named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
     assert identical(named, expected)  # its own n
 
@@ -169,9 +231,13 @@ def test_gradients_pass_unchanged(cpp_kernels, family, key):
         assert not low.requires_grad
         assert not width.requires_grad
         results = [y, ops.round_in_range(x, low / 4, width / 4, N, grid, key, True)]
-        results += [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
+        results += (
+            [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
+        )
         for result in results:
-            assert torch.equal(torch.autograd.grad(result, x, g, retain_graph=True)[0], g)
+            assert torch.equal(
+                torch.autograd.grad(result, x, g, retain_graph=True)[0], g
+            )
         assert not ops.encode(x, low, width, N, key, True).requires_grad
 
 

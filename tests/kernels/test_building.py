@@ -51,7 +51,12 @@ def compiler(tmp_path, monkeypatch):
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, compiler):
     """A compiler that copies the library that is there already, and keeps count."""
-    where = cpt.backend().why["cpu"].removeprefix(f"{build.capability()}, ").partition("; ")[0]
+    where = (
+        cpt.backend()
+        .why["cpu"]
+        .removeprefix(f"{build.capability()}, ")
+        .partition("; ")[0]
+    )
     built, count = Path(where), tmp_path / "count"
     assert built.is_file()
     compiler(f'echo built >> {count}\nsleep 0.3; cp {built} "$2"')
@@ -60,7 +65,9 @@ def fake(cpp_kernels, tmp_path, compiler):
 
 def test_the_name_of_the_library_holds_every_source():
     root = Path(cpt.__file__).parents[1]
-    assert set(build.SOURCES) == {p for kind in ("cpp", "h", "cu") for p in root.glob(f"cpt_*/**/*.{kind}")}
+    assert set(build.SOURCES) == {
+        p for kind in ("cpp", "h", "cu") for p in root.glob(f"cpt_*/**/*.{kind}")
+    }
     assert build.SOURCES[0].suffix == ".cpp"
     assert len(build.SOURCES) > 5
 
@@ -101,13 +108,20 @@ def test_two_processes_at_once_build_once_and_a_third_builds_nothing(
     """The other one has imported the package, and loads a model; it has the toolkit of CUDA, and no device."""
     ready, env = tmp_path / "ready", os.environ | {"CUDA_HOME": str(tmp_path)}
     command = [sys.executable, "-c", OTHER_PROCESS, stored, ready]
-    pipes, root = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}, Path(__file__).parents[2]
+    pipes, root = (
+        {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+        Path(__file__).parents[2],
+    )
     with subprocess.Popen(command, text=True, cwd=root, env=env, **pipes) as other:
         while not ready.exists() and other.poll() is None:
             time.sleep(0.01)
         assert cpt.backend().cpu == "cpp"
         out = other.communicate()[0]
-    assert (other.returncode, "on a CPU: cpp" in out, len(out.splitlines())) == (0, True, 3), out  # no warning
+    assert (other.returncode, "on a CPU: cpp" in out, len(out.splitlines())) == (
+        0,
+        True,
+        3,
+    ), out  # no warning
     monkeypatch.setattr(module, "_active", None)
     assert cpt.backend().cpu == "cpp"
     assert loaded == list(cache.glob("*.so")) * 2
@@ -129,22 +143,41 @@ def open_above(mode, folder):
 
 UNUSABLE = {
     "a file above": (no_file, "cache cannot be written to"),
-    "nowhere": (lambda folder: Path("/proc/nope/cache"), "/proc/nope/cache cannot be written to"),
-    "everybody may write above": (partial(open_above, 0o777), r"shared can be written to by others \(mode 777\)"),
-    "a group may write above": (partial(open_above, 0o2775), r"shared can be written to by others \(mode 2775\)"),
-    "no home": (lambda folder: "~nobody-of-this-name/kernels", "has no home folder for ~nobody-of-this-name"),
+    "nowhere": (
+        lambda folder: Path("/proc/nope/cache"),
+        "/proc/nope/cache cannot be written to",
+    ),
+    "everybody may write above": (
+        partial(open_above, 0o777),
+        r"shared can be written to by others \(mode 777\)",
+    ),
+    "a group may write above": (
+        partial(open_above, 0o2775),
+        r"shared can be written to by others \(mode 2775\)",
+    ),
+    "no home": (
+        lambda folder: "~nobody-of-this-name/kernels",
+        "has no home folder for ~nobody-of-this-name",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(name, fake, loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_is_own_group", lambda number: False)  # root's group is root's alone
+def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(
+    name, fake, loaded, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        build, "_is_own_group", lambda number: False
+    )  # root's group is root's alone
     monkeypatch.setenv("CPT_KERNELS_DIR", str(UNUSABLE[name][0](tmp_path)))
     for _ in range(3):
         monkeypatch.setattr(module, "_active", None)
         assert re.search(UNUSABLE[name][1], cpt.backend().why["cpu"])
     spare = tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
-    assert (stat.S_IMODE(spare.stat().st_mode), spare.stat().st_uid) == (0o700, os.geteuid())
+    assert (stat.S_IMODE(spare.stat().st_mode), spare.stat().st_uid) == (
+        0o700,
+        os.geteuid(),
+    )
     assert loaded == list(spare.glob("*.so")) * 3
     assert fake.read_text() == "built\n"
     place = spare_folders.find_place()
@@ -157,15 +190,29 @@ def owned(folder):
 
 
 TAKEN = {
-    "another user has it": (lambda folder: folder.mkdir() or owned(folder), "belongs to another user"),
-    "others may write to it": (lambda folder: folder.mkdir() or folder.chmod(0o777), "can be written to by others"),
-    "it is a link": (lambda folder: folder.symlink_to("elsewhere", target_is_directory=True), "is a link"),
-    "its folder is not safe": (lambda folder: folder.parent.chmod(0o777), "can be written to by others"),
+    "another user has it": (
+        lambda folder: folder.mkdir() or owned(folder),
+        "belongs to another user",
+    ),
+    "others may write to it": (
+        lambda folder: folder.mkdir() or folder.chmod(0o777),
+        "can be written to by others",
+    ),
+    "it is a link": (
+        lambda folder: folder.symlink_to("elsewhere", target_is_directory=True),
+        "is a link",
+    ),
+    "its folder is not safe": (
+        lambda folder: folder.parent.chmod(0o777),
+        "can be written to by others",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_spare_folder_that_others_could_have_made_is_not_used(name, fake, loaded, tmp_path, monkeypatch, caplog):
+def test_a_spare_folder_that_others_could_have_made_is_not_used(
+    name, fake, loaded, tmp_path, monkeypatch, caplog
+):
     """Then each process builds its own, which it says."""
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
@@ -173,10 +220,17 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(name, fake, load
     (tmp_path / "temporary" / "elsewhere").mkdir()
     spare = tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
     TAKEN[name][0](spare)
-    assert "built for this process alone: /proc/nope/cache cannot be written to" in cpt.backend().why["cpu"]
+    assert (
+        "built for this process alone: /proc/nope/cache cannot be written to"
+        in cpt.backend().why["cpu"]
+    )
     assert caplog.text.count("name a safe folder with CPT_KERNELS_DIR") == 1
     assert not list((tmp_path / "temporary").rglob("*.so"))
-    assert spare_folders.find_place()[:3] == (None, "/proc/nope/cache cannot be written to", False)
+    assert spare_folders.find_place()[:3] == (
+        None,
+        "/proc/nope/cache cannot be written to",
+        False,
+    )
     monkeypatch.setattr(spare_folders, "SPARE_DIRS", (str(tmp_path / "second"),))
     (tmp_path / "second").mkdir()
     monkeypatch.setattr(module, "_active", None)
@@ -184,19 +238,27 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(name, fake, load
     assert loaded[-1].parent.parent == tmp_path / "second"
 
 
-def test_a_folder_from_which_nothing_may_be_run_is_left_out(fake, undecided, cache, tmp_path, monkeypatch):
+def test_a_folder_from_which_nothing_may_be_run_is_left_out(
+    fake, undecided, cache, tmp_path, monkeypatch
+):
     def load(library):
         loaded.append(library)
         if library.parent == cache:
-            raise build.NoKernelsError(f"{library} cannot be loaded: failed to map segment from shared object")
+            raise build.NoKernelsError(
+                f"{library} cannot be loaded: failed to map segment from shared object"
+            )
 
     loaded = []
     monkeypatch.setattr(build, "_load", load)
     assert "failed to map segment" in cpt.backend().why["cpu"]
-    assert loaded[-1].parent == tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
+    assert (
+        loaded[-1].parent == tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
+    )
 
 
-def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(fake, loaded, cache, monkeypatch):
+def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(
+    fake, loaded, cache, monkeypatch
+):
     """As root's home for another user: where the system refuses even to say whether a file is there."""
     exists = Path.exists
 
@@ -217,17 +279,37 @@ def planted(fake, cache):
     library.parent.mkdir(mode=0o700)
     library.write_bytes(b"planted")
     digest = hashlib.sha256(b"planted").hexdigest()
-    library.with_suffix(".sha256").write_text(digest)  # who writes the one can write the other
+    library.with_suffix(".sha256").write_text(
+        digest
+    )  # who writes the one can write the other
     return library
 
 
 OPEN = {
-    "a folder like /tmp": (lambda file: file.parent.chmod(0o1777), r"cache can be written to by others \(mode 1777\)"),
-    "a folder above": (lambda file: file.parents[1].chmod(0o777), r"can be written to by others \(mode 777\)"),
-    "a file that others may write": (lambda file: file.chmod(0o666), r"\.so can be written to by others"),
-    "a link": (lambda file: file.rename(file.parent / "x") and file.symlink_to("x"), r"\.so can be written"),
-    "a folder of another user": (lambda file: os.chown(file.parent, NOBODY, -1), "cache belongs to another user"),
-    "a file of another user": (lambda file: os.chown(file, NOBODY, -1), r"\.so belongs to another user"),
+    "a folder like /tmp": (
+        lambda file: file.parent.chmod(0o1777),
+        r"cache can be written to by others \(mode 1777\)",
+    ),
+    "a folder above": (
+        lambda file: file.parents[1].chmod(0o777),
+        r"can be written to by others \(mode 777\)",
+    ),
+    "a file that others may write": (
+        lambda file: file.chmod(0o666),
+        r"\.so can be written to by others",
+    ),
+    "a link": (
+        lambda file: file.rename(file.parent / "x") and file.symlink_to("x"),
+        r"\.so can be written",
+    ),
+    "a folder of another user": (
+        lambda file: os.chown(file.parent, NOBODY, -1),
+        "cache belongs to another user",
+    ),
+    "a file of another user": (
+        lambda file: os.chown(file, NOBODY, -1),
+        r"\.so belongs to another user",
+    ),
 }
 
 
@@ -251,7 +333,9 @@ def test_what_others_could_have_written_is_known(planted, name):
         (None, "me", [], False),  # a group without a name
     ],
 )
-def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatch, number, name, members, safe):
+def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(
+    planted, monkeypatch, number, name, members, safe
+):
     def group(found):
         if number is None:
             raise KeyError(found)
@@ -260,21 +344,31 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatc
     real = planted.parent.stat().st_gid
     monkeypatch.setattr("grp.getgrgid", group)
     own = real if number == 100 else real + 1
-    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own))
+    monkeypatch.setattr(
+        "pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own)
+    )
     planted.parent.chmod(0o770)
     said = build.open_to_others(planted)
-    assert said == "" if safe else re.search(r"cache can be written to by others \(mode 770\)", said)
+    assert (
+        said == ""
+        if safe
+        else re.search(r"cache can be written to by others \(mode 770\)", said)
+    )
 
 
 def test_a_library_that_others_could_have_written_is_not_loaded(planted, loaded):
     planted.parent.chmod(0o1777)
     said = str(cpt.backend())
-    assert re.search("on a CPU: cpp .*temporary.*can be written to by others", said), said
+    assert re.search("on a CPU: cpp .*temporary.*can be written to by others", said), (
+        said
+    )
     assert planted not in loaded
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, None], ids=["another digest", "none"])
-def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake, loaded, digest, caplog):
+def test_a_library_that_is_not_what_was_built_is_not_loaded(
+    planted, fake, loaded, digest, caplog
+):
     """Another one, or one that was cut short."""
     written = planted.with_suffix(".sha256")
     written.write_text(digest) if digest else written.unlink()
@@ -289,14 +383,23 @@ def test_folders_of_kernels_are_the_user_s_own(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
     monkeypatch.setattr(build, "build", lambda library: None)
     cpt.backend()
-    assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]
+    assert [
+        stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")
+    ] == [0o700, 0o700]
 
 
-def test_a_library_without_operators_is_no_kernels(cpp_kernels, undecided, compiler, tmp_path, monkeypatch):
+def test_a_library_without_operators_is_no_kernels(
+    cpp_kernels, undecided, compiler, tmp_path, monkeypatch
+):
     (tmp_path / "empty.cpp").write_text("")
     compiler(f'g++ -shared {tmp_path}/empty.cpp -o "$2"')
-    monkeypatch.setattr(torch.ops, "cpt", SimpleNamespace())  # in this process all operators are there
-    assert (cpt.backend().cpu, "defines no operator" in str(cpt.backend())) == ("reference", True)
+    monkeypatch.setattr(
+        torch.ops, "cpt", SimpleNamespace()
+    )  # in this process all operators are there
+    assert (cpt.backend().cpu, "defines no operator" in str(cpt.backend())) == (
+        "reference",
+        True,
+    )
 
 
 def test_without_a_compiler_the_plain_backend_runs_and_says_why(undecided, monkeypatch):
@@ -321,13 +424,31 @@ def test_one_backend_can_be_forced(undecided, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("CPT_KERNELS", "cpp", r"CPT_KERNELS=cpp asks for .* but there is no C\+\+ compiler"),
-        ("CPT_KERNELS", "triton", "asks for the Triton kernels, but torch sees no CUDA device"),
-        ("CPT_KERNELS", "fast", "unknown CPT_KERNELS 'fast'; choose from reference, cpp, triton"),
-        ("CPT_PRODUCTS", "blas", "unknown CPT_PRODUCTS 'blas'; choose from torch, onednn"),
+        (
+            "CPT_KERNELS",
+            "cpp",
+            r"CPT_KERNELS=cpp asks for .* but there is no C\+\+ compiler",
+        ),
+        (
+            "CPT_KERNELS",
+            "triton",
+            "asks for the Triton kernels, but torch sees no CUDA device",
+        ),
+        (
+            "CPT_KERNELS",
+            "fast",
+            "unknown CPT_KERNELS 'fast'; choose from reference, cpp, triton",
+        ),
+        (
+            "CPT_PRODUCTS",
+            "blas",
+            "unknown CPT_PRODUCTS 'blas'; choose from torch, onednn",
+        ),
     ],
 )
-def test_what_is_asked_for_and_not_there_is_refused(undecided, monkeypatch, name, value, message):
+def test_what_is_asked_for_and_not_there_is_refused(
+    undecided, monkeypatch, name, value, message
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv(name, value)

@@ -15,8 +15,21 @@ from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.format_rounding import round_elements
 from cpt_extras.kernels import grids
 
-SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]
-SMALL += ["e2m2", "e3m3", "e3m0", "e4m0", "e5m1", "e4m3:specials=infinity", "e3m4", "e8m0", "e6m1", "e5m10"]
+SMALL = [
+    n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8
+]
+SMALL += [
+    "e2m2",
+    "e3m3",
+    "e3m0",
+    "e4m0",
+    "e5m1",
+    "e4m3:specials=infinity",
+    "e3m4",
+    "e8m0",
+    "e6m1",
+    "e5m10",
+]
 NINE = torch.tensor(511.0)  # levels, of which formats take no notice
 
 
@@ -70,17 +83,24 @@ def test_casts_of_ml_dtypes_round_alike(name):
     with np.errstate(over="ignore"):
         theirs = torch.from_numpy(x.numpy().astype(THEIRS[name]).astype(np.float32))
     saturates = format.specials == "none"
-    found = round_elements(x, None, format if saturates else Format.of(f"{name}:saturate=0"))
+    found = round_elements(
+        x, None, format if saturates else Format.of(f"{name}:saturate=0")
+    )
     assert torch.equal(found.nan_to_num(7.0), theirs.nan_to_num(7.0))
     assert torch.equal(found.isnan(), theirs.isnan())
     assert saturates or not bool(found.isfinite().all())  # some did overflow
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "e8m10", "e5m21", "e8m22", "e5m23", "e8m7:saturate=0"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "e8m10", "e5m21", "e8m22", "e5m23", "e8m7:saturate=0"]
+)
 def test_wide_formats_round_by_their_steps(name):
     format = Format.of(name)
     x = torch.cat(
-        [normal(4000) * 2.0 ** torch.arange(-140, 60).repeat(20), torch.tensor([3.4e38, -3.4e38, 0.0, 65520])]
+        [
+            normal(4000) * 2.0 ** torch.arange(-140, 60).repeat(20),
+            torch.tensor([3.4e38, -3.4e38, 0.0, 65520]),
+        ]
     )
     e = torch.frexp(x.double()).exponent - 1
     step = 2.0 ** (e.clamp(min=format.least_exponent).double() - format.mantissa)
@@ -123,7 +143,13 @@ def test_overflow_instead_of_saturation(name):
 def test_noise_stays_between_the_neighbours_and_is_unbiased(name):
     format = Format.of(name)
     values = format.values()[:: max(1, 2**format.bits // 64)]
-    x = torch.cat([values, values[:-1].lerp(values[1:], 0.3), torch.tensor([0.3, -0.7]) * format.values().diff().min()])
+    x = torch.cat(
+        [
+            values,
+            values[:-1].lerp(values[1:], 0.3),
+            torch.tensor([0.3, -0.7]) * format.values().diff().min(),
+        ]
+    )
     all_values = format.values()
     above = torch.bucketize(x, all_values).clamp(1, len(all_values) - 1)
     low, high = all_values[above - 1], all_values[above]
@@ -132,14 +158,18 @@ def test_noise_stays_between_the_neighbours_and_is_unbiased(name):
     assert torch.equal(draws[:, at], x[at].expand(400, -1))
     assert bool(((draws == low) | (draws == high) | at).all())
     bias = ((draws.double().mean(0) - x) / (high - low))[~at]
-    assert float(bias.abs().max()) < 5 * 0.5 / 20  # standard deviations of a mean of 400
+    assert (
+        float(bias.abs().max()) < 5 * 0.5 / 20
+    )  # standard deviations of a mean of 400
     assert float(bias.mean().abs()) < 5 * 0.5 / 20 / math.sqrt(len(bias))
 
 
 def mx_by_specification(x, element, block):
     """OCP MX 1.0, section 6.3, in numpy: the shared exponent, then elements that saturate."""
     out = np.empty_like(x)
-    unit = 2.0 ** (2 - element.bits) if element.kind == "symmetric" else 1.0  # MXINT8: fractions with 6 bits behind
+    unit = (
+        2.0 ** (2 - element.bits) if element.kind == "symmetric" else 1.0
+    )  # MXINT8: fractions with 6 bits behind
     emax = math.floor(math.log2(element.largest * unit))
     for at in np.ndindex(*x.shape[:-1], -(-x.shape[-1] // block)):
         part = x[at[:-1]][at[-1] * block : (at[-1] + 1) * block].astype(np.float64)
@@ -147,7 +177,11 @@ def mx_by_specification(x, element, block):
             found = np.full_like(part, np.nan)
         else:
             most = np.abs(part).max()
-            scale = 2.0 ** np.clip(math.floor(math.log2(most)) - emax, -127, 127) if most else 2.0**-127
+            scale = (
+                2.0 ** np.clip(math.floor(math.log2(most)) - emax, -127, 127)
+                if most
+                else 2.0**-127
+            )
             found = nearest(part / scale / unit, element) * scale * unit
         out[at[:-1]][at[-1] * block : (at[-1] + 1) * block] = found
     return out
@@ -170,26 +204,47 @@ def test_blocks_are_those_of_the_specification(name):
     bare = replace(FORMATS[name], block=0, scale="")
     for x in HARD:
         found = rounded(x, f"per_tensor|{name}")
-        assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), bare, 32), equal_nan=True)
+        assert np.array_equal(
+            found.numpy(), mx_by_specification(x.numpy(), bare, 32), equal_nan=True
+        )
 
 
 def test_the_last_block_may_be_shorter():
     x = normal(3, 70)
     found = rounded(x, "per_row|mxfp4:partial=1")
-    assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), Format.minifloat(2, 1), 32))
+    assert np.array_equal(
+        found.numpy(), mx_by_specification(x.numpy(), Format.minifloat(2, 1), 32)
+    )
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
-        with pytest.raises(ValueError, match=r"blocks of 32 do not divide .*\(3, 70\); with partial=True"):
+        with pytest.raises(
+            ValueError,
+            match=r"blocks of 32 do not divide .*\(3, 70\); with partial=True",
+        ):
             ops.fake_quantize(x, NINE, "per_row|mxfp4", None)
-        refused("blocks of 32 do not divide", ops.fake_quantize, x[0, 0], NINE, "per_tensor|mxfp4:partial=1", None)
+        refused(
+            "blocks of 32 do not divide",
+            ops.fake_quantize,
+            x[0, 0],
+            NINE,
+            "per_tensor|mxfp4:partial=1",
+            None,
+        )
 
 
 def nvfp4_by_numpy(x, block):
     t = np.float32(np.abs(x).max()) / np.float32(6 * 448)
     parts = x.reshape(-1, block)
     most = np.abs(parts).max(1, keepdims=True) / np.float32(6) / t
-    s = np.minimum(most, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * t
+    s = (
+        np.minimum(most, np.float32(448))
+        .astype(ml_dtypes.float8_e4m3fn)
+        .astype(np.float32)
+        * t
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.clip(parts / s, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        ratio = (
+            np.clip(parts / s, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        )
     return np.where(s == 0, 0, ratio * s).reshape(x.shape)
 
 
@@ -209,8 +264,15 @@ def test_nvfp4(spread):
 def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
     format = Format.of(name)
     for x in (normal(4, 5, 6), normal(4, 5, 6) * 1e30, normal(4, 5, 6) * 1e-20):
-        y, low, width = torch.ops.cpt_reference.fake_quantize(x, NINE, f"{granularity}|{name}", None)
-        assert all(torch.equal(a, b) for a, b in zip((low, width), reference.range_of(x, granularity), strict=True))
+        y, low, width = torch.ops.cpt_reference.fake_quantize(
+            x, NINE, f"{granularity}|{name}", None
+        )
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                (low, width), reference.range_of(x, granularity), strict=True
+            )
+        )
         if format.kind == "affine":
             expected = grids.fake_quantize(x, torch.tensor(15.0), granularity, None)[0]
             clipped = torch.minimum(torch.maximum(expected, low), low + width)

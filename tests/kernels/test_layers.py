@@ -27,9 +27,16 @@ class Attention(nn.Module):
 
     def forward(self, x):
         rows = x.flatten(0, 1)
-        projected = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        projected = (
+            rows @ self.weight
+            if self.bias is None
+            else torch.addmm(self.bias, rows, self.weight)
+        )
         q = projected.view(x.shape)
-        return nn.functional.scaled_dot_product_attention(q, x, x) + (q @ x.mT / 3).softmax(-1) @ q
+        return (
+            nn.functional.scaled_dot_product_attention(q, x, x)
+            + (q @ x.mT / 3).softmax(-1) @ q
+        )
 
 
 LAYERS = {
@@ -39,15 +46,29 @@ LAYERS = {
     "linear of a vector": (lambda bias: nn.Linear(6, 5, bias=bias), (6,)),
     "conv2d": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (3, 4, 7, 6)),
     "conv2d with all": (
-        lambda bias: nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 2), dilation=(1, 2), groups=2, bias=bias),
+        lambda bias: nn.Conv2d(
+            4, 6, (3, 2), stride=2, padding=(1, 2), dilation=(1, 2), groups=2, bias=bias
+        ),
         (3, 4, 7, 6),
     ),
     "conv2d without batch": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (4, 7, 6)),
-    "conv2d reflecting": (lambda bias: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=bias), (3, 4, 7, 6)),
-    "conv2d same": (lambda bias: nn.Conv2d(4, 6, 3, padding="same", bias=bias), (3, 4, 7, 6)),
+    "conv2d reflecting": (
+        lambda bias: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=bias),
+        (3, 4, 7, 6),
+    ),
+    "conv2d same": (
+        lambda bias: nn.Conv2d(4, 6, 3, padding="same", bias=bias),
+        (3, 4, 7, 6),
+    ),
 }
-POSITIONS = {k: Quantizer("per_position", q.rounding) for k, q in QUANTIZERS.items() if k.endswith("_grad")}
-RUNNING_WEIGHTS = {k: Quantizer("per_tensor", running=True) for k in ("linear_weight", "conv_weight")}
+POSITIONS = {
+    k: Quantizer("per_position", q.rounding)
+    for k, q in QUANTIZERS.items()
+    if k.endswith("_grad")
+}
+RUNNING_WEIGHTS = {
+    k: Quantizer("per_tensor", running=True) for k in ("linear_weight", "conv_weight")
+}
 SAMPLE_MEANS = {k: Quantizer("per_sample_mean") for k in ("linear_input", "conv_input")}
 CONFIGS = {
     "authors": QuantConfig(seed=3),
@@ -111,7 +132,9 @@ def trained(make, shape, config, needs=(True, True, True), bits=(4, 6), use=None
                 found += [t.grad for t in held]
                 x.grad = None
                 layer.zero_grad()
-    return found + [v for p in layer_precisions(layer).values() for v in p.get_running().values()]
+    return found + [
+        v for p in layer_precisions(layer).values() for v in p.get_running().values()
+    ]
 
 
 def equal(make, *args, **kwargs):
@@ -121,7 +144,9 @@ def equal(make, *args, **kwargs):
     torch.manual_seed(1)
     with plain_path():
         plain = trained(make(), *args, **kwargs)
-    return len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    return len(ours) == len(plain) and all(
+        torch.equal(a, b) for a, b in zip(ours, plain, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -131,11 +156,15 @@ def test_layers_equal_plain_path(name, config, bias, fused):
     make, shape = LAYERS[name]
     assert equal(lambda: make(bias), shape, CONFIGS[config])
     assert (not fused) == (
-        name == "conv2d same" or (name != "attention" and config in ("running weights", "sample means"))
+        name == "conv2d same"
+        or (name != "attention" and config in ("running weights", "sample means"))
     )
 
 
-@pytest.mark.parametrize("needs", [(False, True, True), (True, False, False), (True, True, False), (False,) * 3])
+@pytest.mark.parametrize(
+    "needs",
+    [(False, True, True), (True, False, False), (True, True, False), (False,) * 3],
+)
 @pytest.mark.parametrize("bits", [(4, 6), (4, None), (32, 6), (2, 32)])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
 def test_layers_equal_for_gradients_needed(name, bits, needs, fused):
@@ -231,17 +260,33 @@ def of_half_numbers(layer, x):
 
 
 USES = [
-    written_to, viewed_and_written_to, watched, differentiated_by_output, with_two_backward_passes, of_half_numbers,
-    checkpointed, checkpointed_reentrantly, channels_last, with_gaps, without_gradient, for_inference,
-    differentiated_twice, under_autocast, counted, evaluated, shared,
-]  # fmt: skip
+    written_to,
+    viewed_and_written_to,
+    watched,
+    differentiated_by_output,
+    with_two_backward_passes,
+    of_half_numbers,
+    checkpointed,
+    checkpointed_reentrantly,
+    channels_last,
+    with_gaps,
+    without_gradient,
+    for_inference,
+    differentiated_twice,
+    under_autocast,
+    counted,
+    evaluated,
+    shared,
+]
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_layers_equal_however_called(name, use, fused):
-    make, shape = LAYERS["linear of sequences" if name == "linear" and use is with_gaps else name]
+    make, shape = LAYERS[
+        "linear of sequences" if name == "linear" and use is with_gaps else name
+    ]
     if use is channels_last and name != "conv2d":
         pytest.skip("pictures only")
     assert equal(lambda: make(True), shape, QuantConfig(), use=use)

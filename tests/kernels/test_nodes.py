@@ -37,7 +37,9 @@ def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
         return graph
 
     args = arguments()
-    assert torch.equal(torch.compile(rounded, backend=backend, fullgraph=True)(*args), rounded(*args))
+    assert torch.equal(
+        torch.compile(rounded, backend=backend, fullgraph=True)(*args), rounded(*args)
+    )
     assert seen == [["cpt.fake_quantize"] * 2]
     traced = make_fx(rounded)(*args)
     assert nodes(traced.graph) == ["cpt.fake_quantize.default"] * 2
@@ -48,7 +50,9 @@ def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
 def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
     compiled, results = torch.compile(rounded, fullgraph=True), []
     torch._dynamo.reset()
-    with inductor.fresh_inductor_cache():  # what was compiled of other versions of the operator counts for nothing
+    with (
+        inductor.fresh_inductor_cache()
+    ):  # what was compiled of other versions of the operator counts for nothing
         y, codes = inductor.run_and_get_code(compiled, *arguments())
     assert torch.equal(y, rounded(*arguments()))
     assert codes
@@ -70,7 +74,9 @@ def test_compiled_code_rounds_to_formats_as_eager_code_does(cpp_kernels):
 
     def others(x, key):
         a = torch.ops.cpt.fake_quantize(x, LEVELS, "per_tensor|mxfp4", key)[0]
-        return a, torch.ops.cpt.round_in_range(x, x[2, 0], x[2, 1], LEVELS, "unscaled|e5m2", None, True)
+        return a, torch.ops.cpt.round_in_range(
+            x, x[2, 0], x[2, 1], LEVELS, "unscaled|e5m2", None, True
+        )
 
     key = torch.tensor(11)
     for step, compiler in ((one, "inductor"), (others, "aot_eager_decomp_partition")):
@@ -78,24 +84,38 @@ def test_compiled_code_rounds_to_formats_as_eager_code_does(cpp_kernels):
         x[0, 3], x[1, 2] = INF, NAN
         x.requires_grad_()
         compiled = torch.compile(step, fullgraph=True, backend=compiler)(x, key)
-        torch.testing.assert_close(compiled, step(x, key), rtol=1e-6, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            compiled, step(x, key), rtol=1e-6, atol=0, equal_nan=True
+        )
         compiled[0].sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
 
 
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel", "per_row", "per_position"])
+@pytest.mark.parametrize(
+    "granularity", ["per_tensor", "per_channel", "per_row", "per_position"]
+)
 def test_fake_tensors_have_the_shapes_of_real_ones(granularity):
     backend()
     for shape in ((5,), (4, 5), (2, 3, 4), (2, 3, 4, 5)):
-        real = operators.fake_quantize(torch.randn(shape), torch.tensor(3.0), granularity)
+        real = operators.fake_quantize(
+            torch.randn(shape), torch.tensor(3.0), granularity
+        )
         with FakeTensorMode():
-            fake = operators.fake_quantize(torch.randn(shape), torch.tensor(3.0), granularity)
-        assert [(t.shape, t.dtype, t.stride()) for t in fake[:1]] == [(t.shape, t.dtype, t.stride()) for t in real[:1]]
+            fake = operators.fake_quantize(
+                torch.randn(shape), torch.tensor(3.0), granularity
+            )
+        assert [(t.shape, t.dtype, t.stride()) for t in fake[:1]] == [
+            (t.shape, t.dtype, t.stride()) for t in real[:1]
+        ]
         assert [t.shape for t in fake] == [t.shape for t in real]
 
 
 X, KEY, LEVELS = torch.randn(4, 5), torch.tensor(3), torch.tensor(3.0)
-LEAF, ONE, BYTES = X.clone().requires_grad_(), torch.tensor(1.0), torch.ones(5, 3, dtype=torch.int8)
+LEAF, ONE, BYTES = (
+    X.clone().requires_grad_(),
+    torch.tensor(1.0),
+    torch.ones(5, 3, dtype=torch.int8),
+)
 EDGES = torch.tensor([0, 1, 3, 3, 4]), torch.tensor([2, 0, 4, 1])
 ROWS = X.amin(1, True), X.amax(1, True) - X.amin(1, True)
 WITH_GRADIENT = {
@@ -104,20 +124,39 @@ WITH_GRADIENT = {
     "fake_quantize": (LEAF, LEVELS, "per_channel", KEY),
     "track_": (torch.zeros(3), ONE, ONE),
     "scale_round": (LEAF, ROWS[1], LEVELS, "per_row"),
-    "scale_round_add": (LEAF, ROWS[1], torch.ones(5, requires_grad=True), LEVELS, "per_row"),
+    "scale_round_add": (
+        LEAF,
+        ROWS[1],
+        torch.ones(5, requires_grad=True),
+        LEVELS,
+        "per_row",
+    ),
     "round_scale_round": (LEAF, None, LEVELS, None),
 }
 ON_CODES = {
-    "encode": (torch.randn(2, 3, 4, 5), torch.tensor(-1.0), torch.tensor(2.0), torch.tensor(7.0), None, True, True),
+    "encode": (
+        torch.randn(2, 3, 4, 5),
+        torch.tensor(-1.0),
+        torch.tensor(2.0),
+        torch.tensor(7.0),
+        None,
+        True,
+        True,
+    ),
     "sum_neighbours": (BYTES, ONE, ONE, ONE, *EDGES),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # opcheck reads it
 @pytest.mark.parametrize("family", operators.FAMILIES)
 @pytest.mark.parametrize("name", [*WITH_GRADIENT, *ON_CODES])
 def test_operators_keep_torch_s_rules(family, name):
-    ops, rules = getattr(torch.ops, family), {"test_utils": ("test_schema", "test_faketensor")}
+    ops, rules = (
+        getattr(torch.ops, family),
+        {"test_utils": ("test_schema", "test_faketensor")},
+    )
     if name in WITH_GRADIENT:
         torch.library.opcheck(getattr(ops, name).default, WITH_GRADIENT[name])
     else:

@@ -10,7 +10,9 @@ from cpt_core.graphs.layers import GraphConv
 from cpt_extras import cpu_info as processors
 from cpt_extras.kernels import gemm_backend, operators
 
-ONEDNN = pytest.mark.skipif(not gemm_backend.is_there(), reason="torch has no product of oneDNN here")
+ONEDNN = pytest.mark.skipif(
+    not gemm_backend.is_there(), reason="torch has no product of oneDNN here"
+)
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
 
 
@@ -49,7 +51,9 @@ def processor(tmp_path, monkeypatch):
         ("HygonGenuine", ("avx2", "avx512f"), "AVX512", "torch"),
     ],
 )
-def test_the_library_is_that_of_the_processor(processor, monkeypatch, maker, flags, widest, library):
+def test_the_library_is_that_of_the_processor(
+    processor, monkeypatch, maker, flags, widest, library
+):
     assert processor(maker, *flags) == ((maker, widest) if widest else ())
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
@@ -59,7 +63,9 @@ def test_the_library_is_that_of_the_processor(processor, monkeypatch, maker, fla
     assert found == "torch"
     assert ("this torch has no product of oneDNN" in why) == (library == "onednn")
     monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)  # the table compares with MKL
+    monkeypatch.setattr(
+        torch.backends.mkl, "is_available", lambda: False
+    )  # the table compares with MKL
     assert gemm_backend.choose_library()[0] == "torch"
 
 
@@ -75,15 +81,24 @@ def test_a_library_can_be_forced(processor, monkeypatch):
     monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
     assert gemm_backend.choose_library("onednn") == ("onednn", "CPT_PRODUCTS=onednn")
     monkeypatch.setattr(gemm_backend, "is_there", lambda: False)
-    with pytest.raises(RuntimeError, match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"):
+    with pytest.raises(
+        RuntimeError,
+        match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none",
+    ):
         gemm_backend.choose_library("onednn")
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
-def test_backend_names_the_library_and_products_run_in_it(undecided, monkeypatch, library):
+def test_backend_names_the_library_and_products_run_in_it(
+    undecided, monkeypatch, library
+):
     monkeypatch.setenv("CPT_PRODUCTS", library)
-    assert f"products on a CPU: {library} (CPT_PRODUCTS={library})" in str(cpt.backend())
-    calls, _ = in_onednn(lambda: operators.linear(torch.ones(128, 128), torch.ones(128, 128)))
+    assert f"products on a CPU: {library} (CPT_PRODUCTS={library})" in str(
+        cpt.backend()
+    )
+    calls, _ = in_onednn(
+        lambda: operators.linear(torch.ones(128, 128), torch.ones(128, 128))
+    )
     assert calls == (library == "onednn")
 
 
@@ -94,21 +109,33 @@ def in_onednn(run):
     """How many products of oneDNN's run, and what comes out."""
     with torch.autograd.profiler.profile() as profile:
         found = run()
-    return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.function_events), found
+    return sum(
+        event.name == "mkldnn::_linear_pointwise" for event in profile.function_events
+    ), found
 
 
 @ONEDNN
-@pytest.mark.parametrize("trained", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "trained", [(True, False), (False, True), (True, True)], ids=str
+)
 def test_a_product_keeps_what_that_of_torch_keeps(onednn, trained):
-    x, w = (torch.randn(n, 4, requires_grad=t) for n, t in zip((5, 3), trained, strict=True))
+    x, w = (
+        torch.randn(n, 4, requires_grad=t) for n, t in zip((5, 3), trained, strict=True)
+    )
 
     def kept(function):
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda _: None):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()), lambda _: None
+        ):
             function(x * 1 if trained[0] else x, w * 1 if trained[1] else w, None)
         return sorted(sizes)
 
-    assert in_onednn(lambda: kept(operators.linear))[1] == kept(torch.nn.functional.linear) != []
+    assert (
+        in_onednn(lambda: kept(operators.linear))[1]
+        == kept(torch.nn.functional.linear)
+        != []
+    )
 
 
 @ONEDNN
@@ -123,21 +150,33 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
         given = [t.to(dtype).requires_grad_() for t in (x, w, b) if t is not None]
         y = function(*given)
         first = torch.autograd.grad(y.square().sum(), given, create_graph=True)
-        return [y, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
+        return [
+            y,
+            *first,
+            *torch.autograd.grad(sum(g.sin().sum() for g in first), given),
+        ]
 
     calls, found = in_onednn(lambda: run(operators.linear, torch.float32))
-    assert calls == 9  # the product, its two backward ones, and two of each of these three
+    assert (
+        calls == 9
+    )  # the product, its two backward ones, and two of each of these three
     assert all(t.is_contiguous() for t in found[: len(found) // 2 + 1])
     exact = run(nn.functional.linear, torch.double)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4, check_dtype=False)
-    assert in_onednn(lambda: run(operators.linear, torch.double))[0] == 0  # of float32 alone
+    assert (
+        in_onednn(lambda: run(operators.linear, torch.double))[0] == 0
+    )  # of float32 alone
 
 
 @pytest.mark.parametrize(("rows", "library"), [(127, False), (128, True)])
 def test_small_products_stay_with_torch(onednn, monkeypatch, rows, library):
     monkeypatch.setattr(gemm_backend, "LEAST", 1 << 21)
-    assert gemm_backend.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
-    assert not gemm_backend.in_onednn(torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta"))
+    assert (
+        gemm_backend.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
+    )
+    assert not gemm_backend.in_onednn(
+        torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta")
+    )
 
 
 LAYERS = {
@@ -180,7 +219,9 @@ def test_compiled_products_are_those_of_eager_ones(onednn):
         *found, of_bias = step("linear", compiled=True)
         *expected, eager = step("linear")
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        torch.testing.assert_close(of_bias, eager)  # a sum, which Inductor orders otherwise
+        torch.testing.assert_close(
+            of_bias, eager
+        )  # a sum, which Inductor orders otherwise
     finally:
         torch.compiler.reset()
 
@@ -189,13 +230,22 @@ def test_compiled_products_are_those_of_eager_ones(onednn):
 @pytest.mark.parametrize("steps", ["one step", "equal", "packed", "none"])
 @pytest.mark.parametrize(
     ("width", "options"),
-    [(5, {}), (16, {"bias": False}), (37, {"reverse": True}), (16, {"levels": None, "grad_levels": None, "key": None})],
+    [
+        (5, {}),
+        (16, {"bias": False}),
+        (37, {"reverse": True}),
+        (16, {"levels": None, "grad_levels": None, "key": None}),
+    ],
 )
-def test_the_lstm_in_cpp_is_bit_identical_in_onednn(onednn, cpp_kernels, steps, width, options):
+def test_the_lstm_in_cpp_is_bit_identical_in_onednn(
+    onednn, cpp_kernels, steps, width, options
+):
     from kernels.test_lstm_kernels import STEPS, check, run
 
     ways = torch.ops.cpt, torch.ops.cpt_reference
-    (calls, found), (plain, expected) = (in_onednn(lambda o=ops: run(o, STEPS[steps], width, options)) for ops in ways)
+    (calls, found), (plain, expected) = (
+        in_onednn(lambda o=ops: run(o, STEPS[steps], width, options)) for ops in ways
+    )
     assert calls == plain
     assert (calls > 0) == (steps != "none")
     check(found, expected)
@@ -203,10 +253,14 @@ def test_the_lstm_in_cpp_is_bit_identical_in_onednn(onednn, cpp_kernels, steps, 
 
 @ONEDNN
 @pytest.mark.parametrize(("width", "library"), [(15, False), (16, True)])
-def test_small_products_of_the_lstm_stay_with_torch(onednn, cpp_kernels, monkeypatch, width, library):
+def test_small_products_of_the_lstm_stay_with_torch(
+    onednn, cpp_kernels, monkeypatch, width, library
+):
     from kernels.test_lstm_kernels import STEPS, run
 
-    monkeypatch.setattr(gemm_backend, "LEAST", 3 * 16 * 4 * 16)  # every product of a step with 3 sequences is as large
+    monkeypatch.setattr(
+        gemm_backend, "LEAST", 3 * 16 * 4 * 16
+    )  # every product of a step with 3 sequences is as large
     gemm_backend.use("onednn")
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
         calls, _ = in_onednn(lambda o=ops: run(o, STEPS["one step"], width, {}))
@@ -220,5 +274,12 @@ def test_a_check_counts_the_same_products_in_either_library(onednn, name):
     for library in ("onednn", "torch"):
         gemm_backend.use(library)
         found = cpt.check(model, (torch.randn(6, 12),))
-        counted.append((found.ok, sorted((p.layer, p.backward, p.macs, p.quantized) for p in found.operations)))
+        counted.append(
+            (
+                found.ok,
+                sorted(
+                    (p.layer, p.backward, p.macs, p.quantized) for p in found.operations
+                ),
+            )
+        )
     assert counted[0] == counted[1]

@@ -19,13 +19,23 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        )
         self.norm, self.shared = nn.BatchNorm2d(8), nn.Linear(48, 48)
         self.lstm, self.head = nn.LSTM(48, 5, bidirectional=True), nn.Linear(10, 4)
 
     def forward(self, x):
         x = self.conv1(x).relu()
-        x = (x + self.norm(self.conv2(x))).relu().transpose(0, 1).flatten(2).transpose(1, 2).reshape(-1, len(x), 48)
+        x = (
+            (x + self.norm(self.conv2(x)))
+            .relu()
+            .transpose(0, 1)
+            .flatten(2)
+            .transpose(1, 2)
+            .reshape(-1, len(x), 48)
+        )
         return self.head(self.lstm(self.shared(self.shared(x).tanh()))[0])
 
 
@@ -33,21 +43,36 @@ def trained(how, config, steps, memory_format=torch.contiguous_format):
     """Return losses, weights, running ranges and keys after a run."""
     with reference() if how == "reference" else nullcontext():
         model = quantize_(Network().to(memory_format=memory_format), config)
-        batches = [pictures(step).contiguous(memory_format=memory_format) for step in range(steps)]
+        batches = [
+            pictures(step).contiguous(memory_format=memory_format)
+            for step in range(steps)
+        ]
         schedule = make(q_max=6, total_steps=steps, n_cycles=4)
         losses = losses_of(
-            model, schedule, lambda step: (model(batches[step]) - 0.3).square().mean(), steps, lr=0.05, momentum=0.9
+            model,
+            schedule,
+            lambda step: (model(batches[step]) - 0.3).square().mean(),
+            steps,
+            lr=0.05,
+            momentum=0.9,
         )
-    state = [b for layer in layer_precisions(model).values() for b in layer.get_running().values()]
+    state = [
+        b
+        for layer in layer_precisions(model).values()
+        for b in layer.get_running().values()
+    ]
     return losses, [*(p.detach() for p in model.parameters()), *state]
 
 
 @pytest.mark.parametrize(
-    ("rounding", "memory_format"), [("nearest", torch.contiguous_format), ("stochastic", torch.channels_last)]
+    ("rounding", "memory_format"),
+    [("nearest", torch.contiguous_format), ("stochastic", torch.channels_last)],
 )
 def test_the_same_losses_bit_for_bit(cpp_kernels, rounding, memory_format):
     config = QuantConfig(seed=3).with_gradient_rounding(rounding)
-    (a, first), (b, second) = (trained(how, config, 32, memory_format) for how in ("reference", "cpp"))
+    (a, first), (b, second) = (
+        trained(how, config, 32, memory_format) for how in ("reference", "cpp")
+    )
     assert a == b
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     assert a[-1] < a[0]
@@ -117,11 +142,15 @@ def test_a_gradient_that_somebody_holds_is_left_alone(cpp_kernels, use):
 def test_a_gradient_that_nobody_holds_is_rounded_where_it_lies(cpp_kernels, use):
     x = torch.randn(64, requires_grad=True)
     y = use(x, [])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         y.sum().backward()
     names = [event.name for event in profile.events()]
     assert "RoundGradient" in names
-    assert ("cpt::fake_quantize" in names) == (use is hooked)  # which would write to a new tensor
+    assert ("cpt::fake_quantize" in names) == (
+        use is hooked
+    )  # which would write to a new tensor
 
 
 @pytest.mark.parametrize("bad", [torch.tensor(3.0, dtype=torch.float64), torch.ones(2)])
@@ -131,4 +160,12 @@ def test_levels_that_are_no_number_are_refused(cpp_kernels, bad):
 
 
 def test_an_unknown_granularity_is_refused():
-    refused("rows", torch.ops.cpt.fake_quantize, torch.ones(3), LEVELS, "rows", None, error=(KeyError, RuntimeError))
+    refused(
+        "rows",
+        torch.ops.cpt.fake_quantize,
+        torch.ones(3),
+        LEVELS,
+        "rows",
+        None,
+        error=(KeyError, RuntimeError),
+    )

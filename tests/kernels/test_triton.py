@@ -17,11 +17,20 @@ from cpt_extras.kernels import grids, integer_reference, operators
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.triton import tiles
 
-triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch for CUDA"
+)
 tl = triton.language
 
 WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
-PARTS = {"TILE": 256, "FUSED": 4, "PARTS": 3, "BLOCKS": 2, "DIVIDED": 8, "WIDE": 0}  # several of everything, 64 bits
+PARTS = {
+    "TILE": 256,
+    "FUSED": 4,
+    "PARTS": 3,
+    "BLOCKS": 2,
+    "DIVIDED": 8,
+    "WIDE": 0,
+}  # several of everything, 64 bits
 KEPT = sorted(tiles.KEPT)
 LAYOUTS, VALUES = layouts(1), numbers(1)
 
@@ -37,7 +46,9 @@ def interpreted():
     return module
 
 
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=WITH_CUDA)])
+@pytest.fixture(
+    scope="module", params=["interpreter", pytest.param("cuda", marks=WITH_CUDA)]
+)
 def kernels(request):
     """The operators that Triton stands behind, as functions of tensors on the CPU."""
     if request.param == "cuda":
@@ -50,14 +61,26 @@ def kernels(request):
 
     def run(name, *args):
         moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
-        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
+        with np.errstate(
+            all="ignore"
+        ):  # the interpreter computes with numpy, which warns of infinities
             found = getattr(family, name)(*moved)
         for before, after in zip(args, moved, strict=True):
-            if name.endswith("_") and before is not after and isinstance(before, torch.Tensor):
+            if (
+                name.endswith("_")
+                and before is not after
+                and isinstance(before, torch.Tensor)
+            ):
                 before.copy_(after)
-        return found.cpu() if isinstance(found, torch.Tensor) else found and [t.cpu() for t in found]
+        return (
+            found.cpu()
+            if isinstance(found, torch.Tensor)
+            else found and [t.cpu() for t in found]
+        )
 
-    yield SimpleNamespace(**{name.rstrip("_"): partial(run, name) for name in operators.SCHEMAS})
+    yield SimpleNamespace(
+        **{name.rstrip("_"): partial(run, name) for name in operators.SCHEMAS}
+    )
     if request.param != "cuda":
         library._destroy()
 
@@ -77,10 +100,13 @@ def cut(monkeypatch):
 
 def check(kernels, x, granularity, bits, key, codes=True):
     found, expected = (
-        f(x, torch.tensor(2.0**bits - 1), granularity, key) for f in (kernels.fake_quantize, grids.fake_quantize)
+        f(x, torch.tensor(2.0**bits - 1), granularity, key)
+        for f in (kernels.fake_quantize, grids.fake_quantize)
     )
     assert identical(found, expected)
-    assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+    assert (
+        found[0].stride() == expected[0].stride()
+    )  # what is computed with it takes the same path
     if bits <= 8 and codes:
         given = x, *expected[1:], torch.tensor(2.0**bits - 1), key, key is not None
         codes, plain = kernels.encode(*given), integer_reference.encode(*given)
@@ -98,9 +124,23 @@ def test_layouts(kernels, cut, layout):
     x = LAYOUTS[layout]
     for i, granularity in enumerate(KEPT, list(LAYOUTS).index(layout)):
         cut(PARTS if i % 2 else WHOLE)
-        check(kernels, x, granularity, *((5, torch.tensor(-7)) if i % 2 else (3, None)), codes=i % 2)
-        check(kernels, x, f"{granularity}+zero", *((5, torch.tensor(-7)) if i % 2 else (3, None)), codes=False)
-        assert i % 2 or identical(kernels.range(x, granularity), reference.range_of(x, granularity))  # else just seen
+        check(
+            kernels,
+            x,
+            granularity,
+            *((5, torch.tensor(-7)) if i % 2 else (3, None)),
+            codes=i % 2,
+        )
+        check(
+            kernels,
+            x,
+            f"{granularity}+zero",
+            *((5, torch.tensor(-7)) if i % 2 else (3, None)),
+            codes=False,
+        )
+        assert i % 2 or identical(
+            kernels.range(x, granularity), reference.range_of(x, granularity)
+        )  # else just seen
 
 
 @pytest.mark.parametrize("sizes", [WHOLE, PARTS], ids=["whole", "parts"])
@@ -108,7 +148,14 @@ def test_layouts(kernels, cut, layout):
 def test_values(kernels, cut, values, sizes):
     cut(sizes)
     for end in ("", "+zero"):
-        check(kernels, VALUES[values], ("per_row" if sizes is WHOLE else "per_tensor") + end, 8, None, codes=not end)
+        check(
+            kernels,
+            VALUES[values],
+            ("per_row" if sizes is WHOLE else "per_tensor") + end,
+            8,
+            None,
+            codes=not end,
+        )
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
@@ -125,9 +172,15 @@ def test_rounding_to_a_given_range(kernels, granularity):
         x = LAYOUTS[layout] * 1.1 + 0.01  # values on either side of the range
         low, width = reference.range_of(LAYOUTS[layout], granularity)
         each = width.expand_as(x).clone()
-        for given, key, clip in ((width, None, False), (each, None, True), (width, torch.tensor(2), True)):
+        for given, key, clip in (
+            (width, None, False),
+            (each, None, True),
+            (width, torch.tensor(2), True),
+        ):
             args = x, low, given, torch.tensor(7.0), key, clip
-            assert identical([kernels.round_to_grid(*args)], [reference.round_to_grid(*args)])
+            assert identical(
+                [kernels.round_to_grid(*args)], [reference.round_to_grid(*args)]
+            )
 
 
 def test_the_mean_of_samples_has_its_range_from_torch(kernels):
@@ -135,17 +188,25 @@ def test_the_mean_of_samples_has_its_range_from_torch(kernels):
     for layout, key in (("channels_last", None), ("(n, l, f)", torch.tensor(1))):
         x, levels = LAYOUTS[layout], torch.tensor(7.0)
         y, low, width = kernels.fake_quantize(x, levels, "per_sample_mean", key)
-        assert identical([y], [reference.round_to_grid(x, low, width, levels, key, key is not None)])
-        torch.testing.assert_close((low, width), tuple(reference.range_of(x, "per_sample_mean")))
+        assert identical(
+            [y], [reference.round_to_grid(x, low, width, levels, key, key is not None)]
+        )
+        torch.testing.assert_close(
+            (low, width), tuple(reference.range_of(x, "per_sample_mean"))
+        )
 
 
 def test_empty_tensors(kernels):
     low = torch.zeros(())
-    assert kernels.round_to_grid(torch.empty(0, 3), low, low, low, None, False).shape == (0, 3)
+    assert kernels.round_to_grid(
+        torch.empty(0, 3), low, low, low, None, False
+    ).shape == (0, 3)
     y, low, width = kernels.fake_quantize(torch.empty(0, 3), low, "per_row", None)
     assert (y.shape, low.shape, width.shape) == ((0, 3), (0, 1), (0, 1))
     for granularity in ("per_tensor", "per_position"):
-        with pytest.raises(ValueError, match=rf"shape \(0, 3\) has no range {granularity}: it is empty"):
+        with pytest.raises(
+            ValueError, match=rf"shape \(0, 3\) has no range {granularity}: it is empty"
+        ):
             kernels.range(torch.empty(0, 3), granularity)
 
 
@@ -167,10 +228,14 @@ def draw(interpreted, monkeypatch):
 def test_noise_is_the_hash_of_key_and_place(draw, key, start):
     found = torch.empty(128)
     draw[(1,)](torch.tensor(key), found, start, C=128)
-    assert found.tolist() == [splitmix_and_finaliser(key, i) for i in range(start, start + 128)]
+    assert found.tolist() == [
+        splitmix_and_finaliser(key, i) for i in range(start, start + 128)
+    ]
 
 
-@pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)])
+@pytest.mark.parametrize(
+    "now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)]
+)
 def test_running_ranges(kernels, now):
     found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
     for _ in range(3):
@@ -180,11 +245,16 @@ def test_running_ranges(kernels, now):
     assert (found[2] == 0.6) != np.isfinite(now).all()
 
 
-@pytest.mark.parametrize(("M", "N", "many"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)])
+@pytest.mark.parametrize(
+    ("M", "N", "many"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)]
+)
 def test_products_of_codes(kernels, M, N, many):
     g = torch.Generator().manual_seed(0)
     product = torch.randint(-(2**20), 2**20, (M, N), generator=g, dtype=torch.int32)
-    codes = [torch.randint(-128, 128, (2, n), generator=g, dtype=torch.int32) for n in (M, many * N)]
+    codes = [
+        torch.randint(-128, 128, (2, n), generator=g, dtype=torch.int32)
+        for n in (M, many * N)
+    ]
     tables = codes[0], normal(3, M), codes[1], normal(4, many * N)
     found, expected = product.clone(), product.clone()
     kernels.affine(found, *tables)
@@ -199,8 +269,14 @@ def test_every_operator_has_a_kernel(interpreted):
             library.define(name + schema)
         interpreted.register(library)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        plain = {"round_in_range", "linear"}  # made of torch's own operations on every device
-        assert all(has(f"cpt_registered::{name}", "CUDA") != (name in plain) for name in operators.SCHEMAS)
+        plain = {
+            "round_in_range",
+            "linear",
+        }  # made of torch's own operations on every device
+        assert all(
+            has(f"cpt_registered::{name}", "CUDA") != (name in plain)
+            for name in operators.SCHEMAS
+        )
 
 
 def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
@@ -208,14 +284,19 @@ def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
     from cpt_extras.kernels.triton import operators as triton_kernels
 
     def failing(*args, **kwargs):
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+        raise RuntimeError(
+            "Failed to find C compiler.\nPlease specify via CC environment variable."
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", failing)
     reason = "Triton's kernels do not run (RuntimeError: Failed to find C compiler.)"
     assert module._triton(False) == ("reference", reason)
     assert triton_kernels.why_not() == reason
-    with pytest.raises(RuntimeError, match=r"CPT_KERNELS=triton asks for the Triton kernels, but Triton's kernels do"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"CPT_KERNELS=triton asks for the Triton kernels, but Triton's kernels do",
+    ):
         module._triton(True)
 
 
@@ -235,8 +316,13 @@ PLANS = [  # shape, its strides or None, granularity, programs of every launch
 @pytest.mark.parametrize(("shape", "strides", "granularity", "programs"), PLANS)
 def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, programs):
     strides = strides or tiles.contiguous(shape)
-    plan = tiles.plan_of(shape, strides, strides, tiles.range_shape(shape, granularity)[1], False)
-    assert [t.programs for t in ([plan.whole] if plan.whole else [plan.extremes, plan.rounding])] == programs
+    plan = tiles.plan_of(
+        shape, strides, strides, tiles.range_shape(shape, granularity)[1], False
+    )
+    assert [
+        t.programs
+        for t in ([plan.whole] if plan.whole else [plan.extremes, plan.rounding])
+    ] == programs
 
 
 # --- without a device: machine code -------------------------------------------------------------------
@@ -265,7 +351,9 @@ def compiled_for(monkeypatch, tmp_path):
     before = dict(vars(driver))
 
     def launch(kernel, grid):
-        return lambda *args, **kw: launches.append((kernel.fn.__name__, kernel.warmup(*args, grid=grid, **kw)))
+        return lambda *args, **kw: launches.append(
+            (kernel.fn.__name__, kernel.warmup(*args, grid=grid, **kw))
+        )
 
     def choose(capability):
         driver.set_active(Gpu(capability))
@@ -287,32 +375,64 @@ def test_machine_code(compiled_for, cut, capability):
     from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(capability)
-    cut({"TILE": 512, "FUSED": 512})  # four elements per thread instead of sixteen: ptxas is done sooner
+    cut(
+        {"TILE": 512, "FUSED": 512}
+    )  # four elements per thread instead of sixteen: ptxas is done sooner
     levels, key = meta(), meta(dtype=torch.int64)
     triton_kernels.fake_quantize(meta(64, 32, 3, 3), levels, "per_channel", None)
     triton_kernels.fake_quantize(meta(32, 128, 768), levels, "per_position", key)
     triton_kernels.range_of(meta(64, 64, 56, 56), "per_tensor")
     triton_kernels.track(meta(3), levels, levels)
     ints = partial(meta, dtype=torch.int32)
-    assert triton_kernels.encode(meta(64, 512), levels, levels, levels, key, True).dtype == torch.int8
-    triton_kernels.affine(ints(64, 512), ints(2, 64), meta(3, 64), ints(2, 512), meta(4, 512))
-    names = ["_whole_rows", "_extremes", "_round", "_extremes", "_join", "_track", "_round", "_affine"]
+    assert (
+        triton_kernels.encode(meta(64, 512), levels, levels, levels, key, True).dtype
+        == torch.int8
+    )
+    triton_kernels.affine(
+        ints(64, 512), ints(2, 64), meta(3, 64), ints(2, 512), meta(4, 512)
+    )
+    names = [
+        "_whole_rows",
+        "_extremes",
+        "_round",
+        "_extremes",
+        "_join",
+        "_track",
+        "_round",
+        "_affine",
+    ]
     assert [name for name, _ in launches] == names
     for name, kernel in launches:
         code = kernel.asm["ptx"]
         assert len(kernel.asm["cubin"]) > 1000
         assert f".target sm_{capability}" in code
-        assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
-        assert ("div.rn.f32" in code) == ("cvt.rni.f32.f32" in code) == (name in ("_whole_rows", "_round"))
-        assert "ld.global.v4" in code or name in ("_join", "_track", "_affine")  # 16 bytes at once
+        assert not [
+            word
+            for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local")
+            if word in code
+        ], name
+        assert (
+            ("div.rn.f32" in code)
+            == ("cvt.rni.f32.f32" in code)
+            == (name in ("_whole_rows", "_round"))
+        )
+        assert "ld.global.v4" in code or name in (
+            "_join",
+            "_track",
+            "_affine",
+        )  # 16 bytes at once
 
 
 def test_large_tensors_have_64_bit_offsets(compiled_for):
     from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(90)
-    triton_kernels.fake_quantize(meta(2**16, 2**17), meta(), "per_tensor", meta(dtype=torch.int64))
+    triton_kernels.fake_quantize(
+        meta(2**16, 2**17), meta(), "per_tensor", meta(dtype=torch.int64)
+    )
     triton_kernels.fake_quantize(meta(2**10, 2**15), meta(), "per_tensor", None)
     assert [name for name, _ in launches] == ["_extremes", "_round"] * 2
-    from_32_bits = ["mad.wide.s32" in kernel.asm["ptx"] for _, kernel in launches]  # an address from an index
+    from_32_bits = [
+        "mad.wide.s32" in kernel.asm["ptx"] for _, kernel in launches
+    ]  # an address from an index
     assert from_32_bits == [False, False, True, True]

@@ -35,7 +35,11 @@ def test_every_model_has_the_paper_s_parameters_gives_logits_and_trains(name):
     [
         ("resnet74", "cifar", ["fc"]),
         ("mobilenetv2", "cifar", ["fc"]),
-        ("resnet18", "imagenet", ["conv1", *(f"layer{i}.0.downsample.0" for i in (2, 3, 4)), "fc"]),
+        (
+            "resnet18",
+            "imagenet",
+            ["conv1", *(f"layer{i}.0.downsample.0" for i in (2, 3, 4)), "fc"],
+        ),
     ],
 )
 def test_what_stays_in_float32(name, preset, kept):
@@ -49,7 +53,11 @@ def test_initialisation():
     convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
     for conv in (m for m in convolutions if m.weight.numel() > 5_000):
         k, out = conv.kernel_size[0], conv.out_channels
-        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / (k * k * out)), rel=0.05)
-    assert model.fc.weight.std().item() == pytest.approx(math.sqrt(2 / (64 * 10)), rel=0.1)
+        assert conv.weight.std().item() == pytest.approx(
+            math.sqrt(2 / (k * k * out)), rel=0.05
+        )
+    assert model.fc.weight.std().item() == pytest.approx(
+        math.sqrt(2 / (64 * 10)), rel=0.1
+    )
     assert not model.fc.bias.any()
     assert all(m.bias is None for m in convolutions)

@@ -20,7 +20,11 @@ from cpt_lessons.demonstrations import held_out, tiny_problem
 from cpt_lessons.exercises import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS, with_answers
 
-SOLVED = [p for p in NOTEBOOKS if (FOLDER / "solutions" / f"{p.name[:2]}_solutions.py").exists()]
+SOLVED = [
+    p
+    for p in NOTEBOOKS
+    if (FOLDER / "solutions" / f"{p.name[:2]}_solutions.py").exists()
+]
 TO_DO = [p for p in NOTEBOOKS if p in PREDICTING or p in SOLVED]
 
 
@@ -42,14 +46,30 @@ class AlwaysOne(torch.autograd.Function):
         return torch.ones_like(gradient), None
 
 
-def own_layer(through=lambda x, q, role: cpt.quantize(x, q, role), rows=True, bias=True, bits=8, random=True):
+def own_layer(
+    through=lambda x, q, role: cpt.quantize(x, q, role),
+    rows=True,
+    bias=True,
+    bits=8,
+    random=True,
+):
     """A reader's answer to 00.4, right unless told otherwise."""
 
     def layer(x, weight, b, q):
         b = through(b, q, "bias") if bias else b
-        y = torch.nn.functional.linear(through(x, q, None), through(weight, q, "linear_weight" if rows else None), b)
+        y = torch.nn.functional.linear(
+            through(x, q, None),
+            through(weight, q, "linear_weight" if rows else None),
+            b,
+        )
         if bits:
-            y.register_hook(lambda g: grid(g, 2**bits - 1, lambda k: (k + random * (torch.rand_like(k) - 0.5)).round()))
+            y.register_hook(
+                lambda g: grid(
+                    g,
+                    2**bits - 1,
+                    lambda k: (k + random * (torch.rand_like(k) - 0.5)).round(),
+                )
+            )
         return y
 
     return layer
@@ -61,29 +81,50 @@ SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 
 # Further answers that are right, and ones that are wrong, by exercise.
 RIGHT = {
-    "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
-    "00.2": ['cpt.FunctionSchedule(lambda u: 5, total_steps=64_000, argument="progress")'],
+    "00.1": [
+        f'cpt.make_schedule("RTH", {SUITE_64})',
+        f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)',
+    ],
+    "00.2": [
+        'cpt.FunctionSchedule(lambda u: 5, total_steps=64_000, argument="progress")'
+    ],
     "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"', '"20.5 %"', '"20,5%"'],
-    "00.4": ["own_layer()", "own_layer(lambda x, q, role: x - (x - cpt.quantize(x, q, role)).detach())"],
+    "00.4": [
+        "own_layer()",
+        "own_layer(lambda x, q, role: x - (x - cpt.quantize(x, q, role)).detach())",
+    ],
     "01.1": ["cpt.FunctionSchedule(lambda u: 4 if u < 0.8 else 8, total_steps=1000)"],
-    "01.2": ["lambda t: 8 - round(5 * math.exp(-4 * abs((t // 8000 + 1) % 2 - t % 8000 / 8000)))"],
+    "01.2": [
+        "lambda t: 8 - round(5 * math.exp(-4 * abs((t // 8000 + 1) % 2 - t % 8000 / 8000)))"
+    ],
     "01.3": [
         "cpt.FunctionSchedule(lambda u: 3 if u < 0.8 else 8, total_steps=400)",
         'cpt.make_schedule("RTH", q_min=3, q_max=8, total_steps=400, n_cycles=2)',
     ],
-    "02.1": ["lambda x, q: cpt.quantize(x, q).requires_grad_()", "lambda x, q: grid(x, 2**q - 1, least=1e-12)"],
+    "02.1": [
+        "lambda x, q: cpt.quantize(x, q).requires_grad_()",
+        "lambda x, q: grid(x, 2**q - 1, least=1e-12)",
+    ],
     "02.2": [
         "lambda x, q: x - (x - cpt.quantize(x, q)).detach()",
         "lambda x, q: x.add(cpt.quantize(x.detach(), q) - x.detach())",
     ],
-    "02.3": ["lambda q, q_grad: torch.tensor(16 / 19 if q == 3 else 2 / 3 if q == 8 else 0.75)"],
+    "02.3": [
+        "lambda q, q_grad: torch.tensor(16 / 19 if q == 3 else 2 / 3 if q == 8 else 0.75)"
+    ],
     "03.1": ["lambda costs, y: np.polyfit(np.log2(costs), y, 1)[0]"],
     "03.2": ["lambda c, a, s: torch.tensor(a - np.interp(c, *zip(*sorted(s))))"],
-    "04.1": ["lambda d: {2: 12.706, 3: 4.303, 4: 3.182}[len(d)] * np.std(d, ddof=1) / np.sqrt(len(d))"],
+    "04.1": [
+        "lambda d: {2: 12.706, 3: 4.303, 4: 3.182}[len(d)] * np.std(d, ddof=1) / np.sqrt(len(d))"
+    ],
     "05.1": ["lambda products, sums, q: 1 / (1 + products * q**2 / (1024 * sums))"],
-    "06.1": ["lambda macs, bits, q_max: macs * np.mean([q * (q + 2 * q_max) for q in bits]) * len(bits) / 1024"],
+    "06.1": [
+        "lambda macs, bits, q_max: macs * np.mean([q * (q + 2 * q_max) for q in bits]) * len(bits) / 1024"
+    ],
     "07.1": ["lambda low, normal: (low + 0.5 * normal, low + 0.75 * normal)"],
-    "08.1": ["lambda trainings, margin: sorted(c for c, a in trainings if a >= dict(trainings)[1.0] - margin)[0]"],
+    "08.1": [
+        "lambda trainings, margin: sorted(c for c, a in trainings if a >= dict(trainings)[1.0] - margin)[0]"
+    ],
     "09.1": [
         "lambda a, b: float(np.mean([a[s] - b[s] for s in a if s in b]))",
         "lambda a, b: (torch.tensor([a[s] - b[s] for s in b if s in a])).mean()",
@@ -101,14 +142,21 @@ RIGHT = {
         "lambda x, q: torch.stack([cpt.quantize(r, q) for r in x])",
     ],
     "12.2": ["lambda x, q: cpt.quantize(x, format=f'symmetric{q}')"],
-    "13.1": [f'cpt.solve_schedule(0.5, {SUITE_64}, family="cosine", n_cycles=4, triangular=True)'],
+    "13.1": [
+        f'cpt.solve_schedule(0.5, {SUITE_64}, family="cosine", n_cycles=4, triangular=True)'
+    ],
     "13.2": ["0.417", '"80/192"', '"41.7 %"', "0.42"],
     "13.3": ['"REX"', '" rex "', '"R"'],
     "16.1": ["lambda m, bits: sum(cpt.quantize(m, bits, 'graph_aggregation')).numpy()"],
     "17.1": ["lambda p: torch.tensor(p).log().mean().neg().exp()"],
 }
-NO_SCHEDULE = dict.fromkeys(['"RR"', "0.4", "None", "cpt.make_schedule"], " is no schedule. Hint: ")
-NO_NUMBER = dict.fromkeys(['"many"', "None", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"'], " is no number. Hint: ")
+NO_SCHEDULE = dict.fromkeys(
+    ['"RR"', "0.4", "None", "cpt.make_schedule"], " is no schedule. Hint: "
+)
+NO_NUMBER = dict.fromkeys(
+    ['"many"', "None", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"'],
+    " is no number. Hint: ",
+)
 NO_NUMBER |= {"True": "", '"nan"': ""}
 WRONG = {  # exercise -> answer -> what is said of it
     "03.1": {
@@ -135,7 +183,10 @@ WRONG = {  # exercise -> answer -> what is said of it
         "lambda low, normal: [(low + normal) / 2, 3 * (low + normal) / 4]": "Hint: these are 50 and 75 % of all steps",
         "lambda low, normal: [normal / 2, 3 * normal / 4]": "",
     },
-    "08.1": {"lambda trainings, margin: min(trainings)[0]": "", "lambda trainings, margin: 1.0": ""},
+    "08.1": {
+        "lambda trainings, margin: min(trainings)[0]": "",
+        "lambda trainings, margin: 1.0": "",
+    },
     "00.1": {
         **NO_SCHEDULE,
         f'cpt.make_schedule("CR", {SUITE_64})': "not yet: it costs 0.633 of static 8. Hint: ",
@@ -149,7 +200,10 @@ WRONG = {  # exercise -> answer -> what is said of it
         "cpt.StaticSchedule(4, 64_000)": "not yet: it costs 0.417 of static 8. Hint: ",
         "cpt.StaticSchedule(6, 64_000)": "not yet: it costs 0.688 of static 8. Hint: ",
     },
-    "00.3": {**NO_NUMBER, **dict.fromkeys(["0.5", "13_000", "20.5", '"0.205 %"', '"20"'], "")},
+    "00.3": {
+        **NO_NUMBER,
+        **dict.fromkeys(["0.5", "13_000", "20.5", '"0.205 %"', '"20"'], ""),
+    },
     "00.4": {
         "lambda x, weight, bias, bits: torch.nn.functional.linear(x, weight, bias)": "Hint: nothing is rounded: multip",
         "own_layer(rows=False)": "Hint: the weight has one range, and not one for each row: rounded(weight",
@@ -172,7 +226,9 @@ WRONG = {  # exercise -> answer -> what is said of it
         "cpt.FunctionSchedule(lambda u: 3 + 5 * u**9, total_steps=1000)": "not yet: it costs 0.359 of static 8. Hint: ",
         "cpt.FunctionSchedule(lambda u: 8 - 5 * u**2, total_steps=1000)": "not yet: it ends at 3 bits. Hint: ",
     },
-    "01.2": dict.fromkeys(["lambda: 3", "lambda t: round(8 - 5 * math.exp(-4 * (t % 8000) / 8000))"], ""),
+    "01.2": dict.fromkeys(
+        ["lambda: 3", "lambda t: round(8 - 5 * math.exp(-4 * (t % 8000) / 8000))"], ""
+    ),
     "01.3": {
         **NO_SCHEDULE,
         "cpt.StaticSchedule(2, 400)": "held-out images right, static 8 ",
@@ -183,7 +239,14 @@ WRONG = {  # exercise -> answer -> what is said of it
         'cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=400)': "",
     },
     "02.1": {
-        **dict.fromkeys(["lambda x, q: x", "lambda x, q: cpt.quantize(x, q + 1)", "lambda x, q: x[:3]"], ""),
+        **dict.fromkeys(
+            [
+                "lambda x, q: x",
+                "lambda x, q: cpt.quantize(x, q + 1)",
+                "lambda x, q: x[:3]",
+            ],
+            "",
+        ),
         "lambda x, q: grid(x, 2**q - 1)": "Hint: all values are equal, so that the step is 0, and 0 / 0 is no number",
         "lambda x, q: grid(x, 2**q)": "Hint: 2^q steps have one level more than 2^q",
         "lambda x, q: grid(x, 2**q - 1, torch.floor)": "Hint: it rounds down, not to the nearest level",
@@ -230,10 +293,14 @@ WRONG = {  # exercise -> answer -> what is said of it
         "cpt.StaticSchedule(8, 64_000)": "from 8 to 8 bits",
         "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)": "it takes 0.500 of the seconds",
     },
-    "11.2": dict.fromkeys(["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"], ""),
+    "11.2": dict.fromkeys(
+        ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"], ""
+    ),
     "12.1": {
         "lambda x, q: torch.stack([grid(row, 2**q - 1) for row in x])": " Hint: the first row has a step of 0",
-        **dict.fromkeys(["cpt.quantize", "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T"], ""),
+        **dict.fromkeys(
+            ["cpt.quantize", "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T"], ""
+        ),
         "lambda x, q: x.amin(1)": "",
     },
     "12.2": {
@@ -256,7 +323,12 @@ WRONG = {  # exercise -> answer -> what is said of it
         'cpt.solve_schedule(0.5, q_min=2, q_max=8, total_steps=64_000, family="cosine")': "from 2 to 8 bits",
     },
     "13.2": {**NO_NUMBER, "0.5": "", "41.7": "", "0.297": ""},
-    "13.3": {'"cosine"': "", '"exponential"': "", "448": " is no word", "None": " is no word"},
+    "13.3": {
+        '"cosine"': "",
+        '"exponential"': "",
+        "448": " is no word",
+        "None": " is no word",
+    },
     "15.1": {
         "lambda hits, objects: sum(hits) / len(hits)": "",
         "lambda hits, objects: sum(sum(hits[: i + 1]) / (i + 1) for i, h in enumerate(hits) if h) / objects": (
@@ -282,20 +354,35 @@ def said(exercise, attempt, capsys):
 
 def exercise_cells(path):
     """What is to be written, in order: most of it stands in one cell, some where it was explained."""
-    return "\n".join(c.source for c in code_cells(read(path)) if "exercises.check(" in c.source)
+    return "\n".join(
+        c.source for c in code_cells(read(path)) if "exercises.check(" in c.source
+    )
 
 
 def calls(source, name):
     """The arguments of all calls of ``exercises.<name>``, as they are written."""
     tree = ast.walk(ast.parse(source))
-    found = [n for n in tree if isinstance(n, ast.Call) and ast.unparse(n.func) == f"exercises.{name}"]
+    found = [
+        n
+        for n in tree
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == f"exercises.{name}"
+    ]
     return [[ast.unparse(a) for a in (*n.args, *n.keywords)] for n in found]
 
 
 def test_every_question_has_one_place_and_every_exercise_its_notebook_and_its_wrong_answers():
-    asked = [q for path in NOTEBOOKS for c in code_cells(read(path)) for q, *_ in calls(c.source, "reveal")]
+    asked = [
+        q
+        for path in NOTEBOOKS
+        for c in code_cells(read(path))
+        for q, *_ in calls(c.source, "reveal")
+    ]
     assert sorted(map(ast.literal_eval, asked)) == sorted(PREDICTIONS)
-    numbers = [ast.literal_eval(number) for path in NOTEBOOKS for number, _ in calls(exercise_cells(path), "check")]
+    numbers = [
+        ast.literal_eval(number)
+        for path in NOTEBOOKS
+        for number, _ in calls(exercise_cells(path), "check")
+    ]
     assert len(set(numbers)) == len(numbers)
     assert sorted(numbers) == sorted(EXERCISES) == sorted(WRONG)
     assert set(RIGHT) <= set(numbers)
@@ -303,15 +390,22 @@ def test_every_question_has_one_place_and_every_exercise_its_notebook_and_its_wr
 
 @pytest.mark.parametrize("path", TO_DO, ids=lambda p: p.stem)
 def test_solutions(path, capsys):
-    todo, solved = exercise_cells(path), (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text()
+    todo, solved = (
+        exercise_cells(path),
+        (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text(),
+    )
     asked = calls(todo, "check")
     assert calls(solved, "check") == asked
     exec(todo, {**NAMES, "exercises": exercises})
     numbers = [ast.literal_eval(number) for number, _ in asked]
     assert all(n[:2] == path.name[:2] for n in numbers)
-    assert capsys.readouterr().out.splitlines() == [f"exercise {n}: not attempted yet" for n in numbers]
+    assert capsys.readouterr().out.splitlines() == [
+        f"exercise {n}: not attempted yet" for n in numbers
+    ]
     exec(solved, {})
-    assert capsys.readouterr().out.splitlines() == [f"exercise {n}: correct" for n in numbers]
+    assert capsys.readouterr().out.splitlines() == [
+        f"exercise {n}: correct" for n in numbers
+    ]
 
 
 @pytest.mark.parametrize("path", TO_DO, ids=lambda p: p.stem)
@@ -319,15 +413,28 @@ def test_the_text_has_every_exercise_that_is_checked_and_at_least_three_to_do(pa
     (text,) = [c.source for c in read(path).cells if "Exercises\n" in c.source]
     items = dict(re.findall(r"^(\d)\. (.*)$", text.split("Exercises\n")[1], flags=re.M))
     assert list(items) == [str(i + 1) for i in range(len(items))]
-    checked = {number.strip("'").split(".")[1] for number, _ in calls(exercise_cells(path), "check")}
-    assert checked | {k for k, item in items.items() if "<summary>" in item} == set(items)
-    to_do = [item for item in items.values() if re.search(r"[Ww]rite|[Mm]ake|Count|Compute|Pack|^Set ", item)]
+    checked = {
+        number.strip("'").split(".")[1]
+        for number, _ in calls(exercise_cells(path), "check")
+    }
+    assert checked | {k for k, item in items.items() if "<summary>" in item} == set(
+        items
+    )
+    to_do = [
+        item
+        for item in items.values()
+        if re.search(r"[Ww]rite|[Mm]ake|Count|Compute|Pack|^Set ", item)
+    ]
     assert len(to_do) >= (1 if path.name[:2] in PAPER else 3)
     assert f"(solutions/{path.name[:2]}_solutions.py)" in text
 
 
 def cases(answers):
-    return [pytest.param(n, answer, id=f"{n}-{answer}") for n, further in answers.items() for answer in further]
+    return [
+        pytest.param(n, answer, id=f"{n}-{answer}")
+        for n, further in answers.items()
+        for answer in further
+    ]
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(RIGHT))
@@ -336,14 +443,18 @@ def test_other_forms_of_a_right_answer_are_accepted(exercise, answer, capsys):
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
-def test_wrong_answers_are_told_what_is_wrong_and_get_a_hint_without_a_traceback(exercise, answer, capsys):
+def test_wrong_answers_are_told_what_is_wrong_and_get_a_hint_without_a_traceback(
+    exercise, answer, capsys
+):
     line = said(exercise, answer, capsys)
     assert line.startswith(f"exercise {exercise}: not yet")
     assert WRONG[exercise][answer] in line
     assert line.count("Hint: ") == 1
     better = " your function returns " in line or "Hint: " in WRONG[exercise][answer]
     assert better or line.split(". Hint: ")[1] == EXERCISES[exercise].hint
-    if "lambda" not in answer:  # else it is the reader's own function that raises, in Python's words
+    if (
+        "lambda" not in answer
+    ):  # else it is the reader's own function that raises, in Python's words
         assert "has no attribute" not in line
         assert "not supported" not in line
 
@@ -352,7 +463,9 @@ def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit
     solved = {}
     exec((FOLDER / "solutions" / "00_solutions.py").read_text(), solved)
     for bits in (1, 2, 4, 8):
-        ours, theirs = (f(*OPERANDS, bits) for f in (solved["my_linear"], library_layer))
+        ours, theirs = (
+            f(*OPERANDS, bits) for f in (solved["my_linear"], library_layer)
+        )
         assert torch.equal(ours, theirs)
 
 
@@ -360,13 +473,22 @@ def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(cap
     exercises.check("02.1", lambda x, bits: grid(x, 2**bits, torch.round))
     first, given, wanted, hint = capsys.readouterr().out.splitlines()
     start, names = "exercise 02.1: not yet: for ", {"tensor": torch.tensor}
-    x, bits = eval(f"dict({first.removeprefix(start).replace(' = ', '=')})", names).values()
-    assert torch.allclose(eval(given.removeprefix("  your function returns "), names), grid(x, 2**bits))
-    assert torch.allclose(eval(wanted.removeprefix("  wanted "), names), cpt.quantize(x, bits))
+    x, bits = eval(
+        f"dict({first.removeprefix(start).replace(' = ', '=')})", names
+    ).values()
+    assert torch.allclose(
+        eval(given.removeprefix("  your function returns "), names), grid(x, 2**bits)
+    )
+    assert torch.allclose(
+        eval(wanted.removeprefix("  wanted "), names), cpt.quantize(x, bits)
+    )
     assert hint == "  Hint: 2^q steps have one level more than 2^q"
     assert len(first) < 100
     assert told(torch.tensor([True, False])) == "tensor([True, False])"
-    assert told(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)) == "tensor(0.5)"
+    assert (
+        told(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True))
+        == "tensor(0.5)"
+    )
 
 
 def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
@@ -386,10 +508,15 @@ def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
     assert found == right
 
 
-def test_what_is_not_attempted_what_is_no_exercise_and_static_bits_that_are_as_good(capsys):
+def test_what_is_not_attempted_what_is_no_exercise_and_static_bits_that_are_as_good(
+    capsys,
+):
     exercises.check("09.1", lambda a, b: None)
     exercises.check("15.9", 1)
-    assert capsys.readouterr().out == "exercise 09.1: not attempted yet\nthere is no exercise '15.9'\n"
+    assert (
+        capsys.readouterr().out
+        == "exercise 09.1: not attempted yet\nthere is no exercise '15.9'\n"
+    )
     assert said("01.3", "cpt.StaticSchedule(4, 400)", capsys).endswith(
         "% right at a cost of 0.42, without any cycle. This is the lesson to keep: try static first"
     )
@@ -416,17 +543,27 @@ def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
 NONE = ["d", "ab", 3, None, True, ["a"], ("b",), np.array(["a", "b"]), {}, "  b c"]
 
 
-@pytest.mark.parametrize(("choices", "word"), [(NONE, ".* is none of a, b, c"), (["", "  "], "no prediction yet")])
+@pytest.mark.parametrize(
+    ("choices", "word"),
+    [(NONE, ".* is none of a, b, c"), (["", "  "], "no prediction yet")],
+)
 def test_no_prediction_no_answer(choices, word, unchosen, capsys):
     for choice in choices:
         exercises.predict("two bits", "a")
         exercises.predict("two bits", choice)
         exercises.reveal("two bits")
         _, refused, told = capsys.readouterr().out.splitlines()
-        assert re.fullmatch(f"two bits: {word} - put (one of them|a letter) between the quotes", refused)
-        assert told == "two bits: choose first, in the cell with predict, then run this cell again"
+        assert re.fullmatch(
+            f"two bits: {word} - put (one of them|a letter) between the quotes", refused
+        )
+        assert (
+            told
+            == "two bits: choose first, in the cell with predict, then run this cell again"
+        )
     exercises.reveal("nought")
-    assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are static 4, ")
+    assert capsys.readouterr().out.startswith(
+        "there is no question 'nought'; those of the notebooks are static 4, "
+    )
 
 
 @pytest.mark.parametrize("path", PREDICTING, ids=lambda p: p.stem)
@@ -436,23 +573,38 @@ def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
     asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
     assert asked
     predicted = calls(sources, "predict")
-    assert sorted(ast.literal_eval(question) for question, *_ in predicted) == sorted(asked)
+    assert sorted(ast.literal_eval(question) for question, *_ in predicted) == sorted(
+        asked
+    )
     assert {choice for _, choice, *_ in predicted} == {"''"}
     pages = [nbformat.from_dict(cell) for cell in with_answers(book.cells)]
     for question in asked:
         answer, because = PREDICTIONS[question]
         because = html.escape(because, quote=False)
-        (at,) = [i for i, c in enumerate(pages) if f'reveal("{question}"' in re.sub(r"\(\s+", "(", c.source)]
-        assert pages[at + 1].source == f"<details><summary>Answer</summary>({answer}) {because}</details>"
+        (at,) = [
+            i
+            for i, c in enumerate(pages)
+            if f'reveal("{question}"' in re.sub(r"\(\s+", "(", c.source)
+        ]
+        assert (
+            pages[at + 1].source
+            == f"<details><summary>Answer</summary>({answer}) {because}</details>"
+        )
         printed = "".join(o.get("text", "") for o in pages[at].outputs)
-        assert f"{question}: choose first, in the cell with predict, then run this cell again\n" in printed
+        assert (
+            f"{question}: choose first, in the cell with predict, then run this cell again\n"
+            in printed
+        )
         assert because not in str(book)
         assert not re.search(r"the answer is", str(book))
 
 
 def test_bands_reject_what_lies_outside(capsys):
     exercises.in_band("smoke accuracy of ER", 0.88)
-    assert capsys.readouterr().out == "smoke accuracy of ER: within the range of 12 earlier seeds\n"
+    assert (
+        capsys.readouterr().out
+        == "smoke accuracy of ER: within the range of 12 earlier seeds\n"
+    )
     for value in (0.35, 1.05):
         with pytest.raises(AssertionError, match="outside its band"):
             exercises.in_band("smoke accuracy of ER", value)

@@ -27,7 +27,11 @@ def test_notebook_shows_promised_outputs(path):
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_missing_names_dropped_outputs(path):
     book = copy.deepcopy(read(path))
-    cells = [c for c in book.cells if c.cell_type == "code" and any("data" in o for o in c.outputs)]
+    cells = [
+        c
+        for c in book.cells
+        if c.cell_type == "code" and any("data" in o for o in c.outputs)
+    ]
     checked = [c for c in cells if demo_check.TRAINS not in c.source]
     assert len(checked) >= 4  # settings, a figure, claims, printed numbers
     for cell in checked:
@@ -57,8 +61,13 @@ def test_own_runs_show_figure_and_claims(store, condition):
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_paper_notebooks_share_one_shape(path):
-    text = "\n\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    headings = [re.sub(r"^\d\. ", "", heading) for heading in re.findall(r"^## (.*)$", text, flags=re.M)]
+    text = "\n\n".join(
+        cell.source for cell in read(path).cells if cell.cell_type == "markdown"
+    )
+    headings = [
+        re.sub(r"^\d\. ", "", heading)
+        for heading in re.findall(r"^## (.*)$", text, flags=re.M)
+    ]
     first = ["What the paper did and says", "Settings, side by side", "The experiment"]
     assert headings[:3] == first
     assert headings[-3:] == ["Paper and reproduction", "Exercises", "Summary"]
@@ -67,14 +76,20 @@ def test_paper_notebooks_share_one_shape(path):
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_what_the_paper_says_is_short(path):
-    (first,) = [cell.source for cell in read(path).cells if "What the paper did and says" in cell.source]
+    (first,) = [
+        cell.source
+        for cell in read(path).cells
+        if "What the paper did and says" in cell.source
+    ]
     says = first.split("did and says")[1]
     assert 50 < len(re.sub(r"\$[^$]*\$|\]\([^)]*\)", "x", says).split()) <= 150
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_sweep_files_that_notebooks_name_exist(path):
-    text = "\n\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    text = "\n\n".join(
+        cell.source for cell in read(path).cells if cell.cell_type == "markdown"
+    )
     files = re.findall(r"-f (notebooks/sweeps/\S+)", text)
     assert files
     assert all((path.parents[1] / name).is_file() for name in files)

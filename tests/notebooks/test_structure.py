@@ -8,7 +8,19 @@ import sys
 import nbformat
 import papermill
 import pytest
-from flow import COURSE, FOLDER, NOTEBOOKS, PAPER, PREDICTING, RAN, ROWS, code_cells, pictures, reached, read
+from flow import (
+    COURSE,
+    FOLDER,
+    NOTEBOOKS,
+    PAPER,
+    PREDICTING,
+    RAN,
+    ROWS,
+    code_cells,
+    pictures,
+    reached,
+    read,
+)
 
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lessons.notebooks import parameters_of
@@ -33,15 +45,25 @@ def tagged(book, tag):
 
 
 def texts(cell):
-    return "".join(o.get("text", "") for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+    return "".join(
+        o.get("text", "")
+        for o in cell.outputs
+        if o.output_type == "stream" and o.name == "stdout"
+    )
 
 
 def test_run_from_top_to_bottom_without_errors_and_warnings(book):
-    assert [c.execution_count for c in code_cells(book)] == list(range(1, len(code_cells(book)) + 1))
+    assert [c.execution_count for c in code_cells(book)] == list(
+        range(1, len(code_cells(book)) + 1)
+    )
     assert book.metadata.kernelspec.name == "python3"
     assert (book.nbformat, book.nbformat_minor) == (4, 5)
     for cell in code_cells(book):
-        assert not [o for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"], cell.source
+        assert not [
+            o
+            for o in cell.outputs
+            if o.output_type == "error" or o.get("name") == "stderr"
+        ], cell.source
 
 
 def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
@@ -50,9 +72,11 @@ def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
     for cell in cells:
         shown = [o for o in cell.outputs if o.output_type == "display_data"]
         assert texts(cell).strip() or shown, cell.source
-        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs if o not in shown), (
-            cell.source
-        )
+        assert all(
+            o.output_type == "stream" and o.name == "stdout"
+            for o in cell.outputs
+            if o not in shown
+        ), cell.source
         assert all(set(o.data) in (PICTURE, TABLE) for o in shown), cell.source
 
 
@@ -60,12 +84,24 @@ def test_pictures_are_compared_and_those_of_what_ran_here_are_not(book):
     """nbval compares what their text says in numbers; where a picture is only computed, its author chooses."""
     ran, rows = reached(book, RAN), reached(book, ROWS)
     for cell in pictures(book):
-        tags = {"nbval-check-output", "nbval-ignore-output"} & set(cell.metadata.get("tags", []))
-        assert len(tags) == 1, f"{cell.id}: a picture is compared, or has the tag nbval-ignore-output"
+        tags = {"nbval-check-output", "nbval-ignore-output"} & set(
+            cell.metadata.get("tags", [])
+        )
+        assert len(tags) == 1, (
+            f"{cell.id}: a picture is compared, or has the tag nbval-ignore-output"
+        )
         if cell.id in ran | rows:
-            assert tags == {"nbval-ignore-output" if cell.id in ran else "nbval-check-output"}, cell.id
-        for text in (o.data["text/plain"] for o in cell.outputs if "image/png" in o.get("data", {})):
-            assert cell.id not in rows or re.search(r"^1: .* mean ", text, flags=re.M), cell.id
+            assert tags == {
+                "nbval-ignore-output" if cell.id in ran else "nbval-check-output"
+            }, cell.id
+        for text in (
+            o.data["text/plain"]
+            for o in cell.outputs
+            if "image/png" in o.get("data", {})
+        ):
+            assert cell.id not in rows or re.search(
+                r"^1: .* mean ", text, flags=re.M
+            ), cell.id
             assert cell.id in ran or "not a result" not in text, cell.id
 
 
@@ -83,15 +119,22 @@ def test_where_a_picture_comes_from():
         "def step():\n    return runs",
         "step()",
     )
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c, id=str(i)) for i, c in enumerate(code)])
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(c, id=str(i)) for i, c in enumerate(code)]
+    )
     assert reached(book, RAN) == {"0", "2", "6", "9", "10"}
     assert reached(book, ROWS) == {"0", "1", "3", "4"}
 
 
 def test_opens_with_the_cell_that_installs(book, path):
     cell, first = code_cells(book)[0], code_cells(read(NOTEBOOKS[0]))[0]
-    extras = {"04": "lessons,vision", "06": "lessons,text"}  # not "notebooks": where one is open, a kernel runs
-    assert cell.source == first.source.replace("[lessons]", f"[{extras.get(path.name[:2], 'lessons')}]")
+    extras = {
+        "04": "lessons,vision",
+        "06": "lessons,text",
+    }  # not "notebooks": where one is open, a kernel runs
+    assert cell.source == first.source.replace(
+        "[lessons]", f"[{extras.get(path.name[:2], 'lessons')}]"
+    )
     assert "install" in cell.metadata.tags
     assert cell.outputs == []
     assert "parameters" in code_cells(book)[1].metadata.tags
@@ -101,20 +144,45 @@ def test_one_cell_of_parameters_with_literals_that_are_checked_and_read(book, pa
     (cell,) = tagged(book, "parameters")
     statements = ast.parse(cell.source).body
     assert all(isinstance(s, ast.Assign | ast.AnnAssign) for s in statements)
-    targets = [s.target if isinstance(s, ast.AnnAssign) else s.targets[0] for s in statements]
-    values = {target.id: ast.literal_eval(s.value) for target, s in zip(targets, statements, strict=True)}
+    targets = [
+        s.target if isinstance(s, ast.AnnAssign) else s.targets[0] for s in statements
+    ]
+    values = {
+        target.id: ast.literal_eval(s.value)
+        for target, s in zip(targets, statements, strict=True)
+    }
     assert values["scale"] == "smoke"
     check_parameters(task_of_dataset(values.get("dataset", "digits")), **values)
     assert parameters_of(path).keys() == values.keys()
-    later = "\n".join(c.source for c in code_cells(book)[code_cells(book).index(cell) + 1 :])
+    later = "\n".join(
+        c.source for c in code_cells(book)[code_cells(book).index(cell) + 1 :]
+    )
     tree = ast.parse(later)
-    (call,) = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "check_parameters"]
+    (call,) = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "check_parameters"
+    ]
     assert {k.arg for k in call.keywords} == values.keys()
-    read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "P"}
+    read = {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "P"
+    }
     read |= {"workers", "device"} if "run" in read else set()  # P.run reads it
-    whole = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and any(ast.unparse(a) == "P" for a in n.args)]
-    read |= values.keys() if any("paper_runs." in ast.unparse(call.func) for call in whole) else set()
-    used = values.keys() - {"scale"}  # the text of 00 to 02 does not depend on the scale, but it is checked
+    whole = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and any(ast.unparse(a) == "P" for a in n.args)
+    ]
+    read |= (
+        values.keys()
+        if any("paper_runs." in ast.unparse(call.func) for call in whole)
+        else set()
+    )
+    used = values.keys() - {
+        "scale"
+    }  # the text of 00 to 02 does not depend on the scale, but it is checked
     assert used <= read, f"never read: {used - read}"
 
 
@@ -123,10 +191,23 @@ def test_thin_and_imports_only_the_package_torch_and_the_standard_library(book, 
     assert len(sources) == len(set(sources)), "code is shown twice"
     tree = ast.parse("\n".join(sources))
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-    modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    modules = {
+        a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
+    }
     modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    allowed = {"cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons", "torch", *sys.stdlib_module_names}
-    if path.name[:2] in ("00", "09", "18"):  # they train by themselves, and have to have data
+    allowed = {
+        "cpt_core",
+        "cpt_extras",
+        "cpt_lab",
+        "cpt_lessons",
+        "torch",
+        *sys.stdlib_module_names,
+    }
+    if path.name[:2] in (
+        "00",
+        "09",
+        "18",
+    ):  # they train by themselves, and have to have data
         allowed.add("sklearn")
     assert {m.split(".")[0] for m in modules} <= allowed
 
@@ -134,7 +215,9 @@ def test_thin_and_imports_only_the_package_torch_and_the_standard_library(book, 
 def test_texts(book, path):
     text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
     assert len(text.split()) >= 250
-    assert not re.search(r"^ {4}", text, flags=re.M), "an indented block is shown as code, not as a formula"
+    assert not re.search(r"^ {4}", text, flags=re.M), (
+        "an indented block is shown as code, not as a formula"
+    )
     if path in PREDICTING:
         assert "Predict" in text
         assert "Exercises" in text
@@ -166,11 +249,15 @@ def test_ends_with_the_way_on(book, path):
 
 def test_the_first_notebook_lists_all_others():
     text = read(NOTEBOOKS[0]).cells[-1].source
-    assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [p.name for p in COURSE[1:]]
+    assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [
+        p.name for p in COURSE[1:]
+    ]
 
 
 def test_bands_have_controls_that_fail():
-    content = json.loads((FOLDER.parent / "data" / "results" / "bands.json").read_text())
+    content = json.loads(
+        (FOLDER.parent / "data" / "results" / "bands.json").read_text()
+    )
     assert content["bands"]
     for name, band in content["bands"].items():
         assert len(band["values"]) >= 10, name
@@ -185,9 +272,15 @@ def test_what_is_said_of_runs_is_said_in_words(book):
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.Assert) and "runs" in ast.unparse(node.test):
                 assert node.msg is not None, cell.source
-                assert not re.search(r"loss|status", ast.unparse(node.test)), cell.source
+                assert not re.search(r"loss|status", ast.unparse(node.test)), (
+                    cell.source
+                )
 
 
 def test_parameters_have_types_that_papermill_shows(path):
     inferred = papermill.inspect_notebook(str(path)).values()
-    assert [parameter["name"] for parameter in inferred if parameter["inferred_type_name"] == "None"] == []
+    assert [
+        parameter["name"]
+        for parameter in inferred
+        if parameter["inferred_type_name"] == "None"
+    ] == []

@@ -6,12 +6,25 @@ import pytest
 from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import schedules
-from cpt_lessons import choosing, demonstrations, detection, diagrams, graphs, language, pictures
+from cpt_lessons import (
+    choosing,
+    demonstrations,
+    detection,
+    diagrams,
+    graphs,
+    language,
+    pictures,
+)
 
 
 @pytest.mark.parametrize(
     ("hits", "objects"),
-    [([True, True, False, True, False, False], 4), ([False, True, True], 2), ([False], 3), ([True, False, True], 2)],
+    [
+        ([True, True, False, True, False, False], 4),
+        ([False, True, True], 2),
+        ([False], 3),
+        ([True, False, True], 2),
+    ],
 )
 def test_average_precision_is_the_area_under_the_best_precisions(hits, objects):
     precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
@@ -25,7 +38,11 @@ def test_overlap_by_hand():
 
 
 def test_words_that_stand_inside_figures_where_nbval_does_not_look():
-    titles = [ax.get_title().split()[0].strip(",:") for ax in schedules.figure_2(total_steps=800).axes if ax.lines]
+    titles = [
+        ax.get_title().split()[0].strip(",:")
+        for ax in schedules.figure_2(total_steps=800).axes
+        if ax.lines
+    ]
     assert titles == list(SUITE)
     (ax,) = graphs.star([(0, 2), (1, 2)], [1.0, 10.0, 100.0]).axes
     assert ax.get_title() == "Node 2 adds up what its 2 neighbours send, and its own"
@@ -34,9 +51,16 @@ def test_words_that_stand_inside_figures_where_nbval_does_not_look():
     assert {"q(W)", "q(U)", "q(b)"} <= set(words)
     figure = diagrams.three_products(5, 6)
     assert figure.get_supxlabel().endswith(f"= {cost.step_cost(5, 6)}")
-    bits = [sorted(int(t.get_text().split()[-2]) for t in ax.texts if "bits" in t.get_text()) for ax in figure.axes]
+    bits = [
+        sorted(
+            int(t.get_text().split()[-2]) for t in ax.texts if "bits" in t.get_text()
+        )
+        for ax in figure.axes
+    ]
     assert bits == [[5, 5], [5, 6], [5, 6]]
-    (ax,) = choosing.bisection(np.array([0.25, 1, 4]), [0.9, 0.5, 0.1], [1, 0.5], budget=0.6).axes
+    (ax,) = choosing.bisection(
+        np.array([0.25, 1, 4]), [0.9, 0.5, 0.1], [1, 0.5], budget=0.6
+    ).axes
     assert [text.get_text() for text in ax.texts] == ["1", "2"]
 
 

@@ -33,13 +33,21 @@ def without_data(monkeypatch):
 def specs_of(path):
     given = yaml.safe_load(path.read_text())
     P = check_parameters(task_of_dataset(given["dataset"]), **given)
-    return {spec.key: spec for figure in FIGURES[path.name[:2]] for spec in figure(P)}.values()
+    return {
+        spec.key: spec for figure in FIGURES[path.name[:2]] for spec in figure(P)
+    }.values()
 
 
 def gpu_hours(specs):
     """Hours of specs, by the multiply-accumulates that the plan of the whole paper rests on."""
-    rows = {row["grid"]: row for row in json.loads((results_dir() / "paper_scale.json").read_text())["rows"]}
-    macs = sum(1e9 * rows[f"{s.recipe.dataset}/{s.recipe.model}"]["gigamacs"] * s.recipe.steps for s in specs)
+    rows = {
+        row["grid"]: row
+        for row in json.loads((results_dir() / "paper_scale.json").read_text())["rows"]
+    }
+    macs = sum(
+        1e9 * rows[f"{s.recipe.dataset}/{s.recipe.model}"]["gigamacs"] * s.recipe.steps
+        for s in specs
+    )
     return OPERATIONS * macs / (TFLOPS * 1e12) / 3600
 
 
@@ -61,13 +69,23 @@ def test_sweep_file_names_parameters_of_its_notebook(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_sweep_file_states_its_runs_and_hours(path, capsys):
     specs = specs_of(path)
-    stated = re.search(r"^# ([\d,]+) runs, about ([\d,.]+) GPU hours at (\d+) TFLOP/s", path.read_text(), re.M)
+    stated = re.search(
+        r"^# ([\d,]+) runs, about ([\d,.]+) GPU hours at (\d+) TFLOP/s",
+        path.read_text(),
+        re.M,
+    )
     hours = gpu_hours(specs)
-    assert stated.groups() == (f"{len(specs):,}", f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}", f"{TFLOPS}")
+    assert stated.groups() == (
+        f"{len(specs):,}",
+        f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}",
+        f"{TFLOPS}",
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_sweep_file_downloads_its_data_first(path):
     given = yaml.safe_load(path.read_text())
     for dataset in filter(None, (given["dataset"], given.get("pairs"))):
-        assert re.search(rf"^# First: .*cpt download {dataset}\b", path.read_text(), re.M)
+        assert re.search(
+            rf"^# First: .*cpt download {dataset}\b", path.read_text(), re.M
+        )

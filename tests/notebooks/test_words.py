@@ -26,7 +26,9 @@ def prose(text):
 
 @cache
 def said(path):
-    return prose("\n\n".join(c.source for c in read(path).cells if c.cell_type == "markdown"))
+    return prose(
+        "\n\n".join(c.source for c in read(path).cells if c.cell_type == "markdown")
+    )
 
 
 def unlinked(text, word):
@@ -57,7 +59,10 @@ def test_the_paper_leads_to_itself(path):
         ("All [**arms**](glossary.md#arm) here.", ""),
         ("Harm, alarms and the armed.", ""),
         ("# Arms\n\n| arm |\n\n`arm` $arm$ [arm](glossary.md#arm)", ""),
-        ("First.\nAn arm, then an [arm](glossary.md#arm).\nLast.", "An arm, then an [arm](glossary.md#arm)."),
+        (
+            "First.\nAn arm, then an [arm](glossary.md#arm).\nLast.",
+            "An arm, then an [arm](glossary.md#arm).",
+        ),
         ("An [arm](glossary.md#band).", "An [arm](glossary.md#band)."),
         ("An [arm](02_more.ipynb).", "An [arm](02_more.ipynb)."),
     ],

@@ -10,7 +10,9 @@ def test_the_method_has_25_lines_in_which_nothing_is_ours():
     cells = {c.id: c.source for c in read(FOLDER / "00_start_here.ipynb").cells}
     method = f"{cells['00-30']}\n{cells['00-34']}"
     assert len([line for line in method.splitlines() if line.strip()]) <= 25
-    assert not {"cpt", "exercises", "pictures", "schedules", "P"} & set(method.replace(".", " ").split())
+    assert not {"cpt", "exercises", "pictures", "schedules", "P"} & set(
+        method.replace(".", " ").split()
+    )
 
 
 def test_what_is_counted():
@@ -25,7 +27,9 @@ def test_what_is_counted():
         {"cell_type": "markdown", "id": "b", "source": text.splitlines(keepends=True)},
     ]
     found = count({"cells": cells})
-    assert found == Count(words=len(text.split()), long=1, colons=1, lines=7, plumbing=4)
+    assert found == Count(
+        words=len(text.split()), long=1, colons=1, lines=7, plumbing=4
+    )
     assert found.share == 4 / 7
     parts = ["One.", "Two of 0.5 points.", "Is it *three*?", "Yes"]
     assert sentences(" ".join(parts)) == parts

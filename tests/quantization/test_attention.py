@@ -6,13 +6,23 @@ import torch
 import transformers as hf
 
 from cpt_core.bitops.summary import summary
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    layer_precisions,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.scheduler import precision
 
 TINY = dict(
-    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-    max_position_embeddings=32, num_labels=3,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=32,
+    num_labels=3,
+)
 
 
 def bert(implementation="eager", seed=0, **options):
@@ -45,9 +55,13 @@ def test_eager_and_sdpa_models_convert_to_the_same_and_float_is_the_original(dev
         expected = model(ids, mask).logits
         quantize_(model)
         with precision(model, "float"), torch.no_grad():
-            torch.testing.assert_close(model(ids, mask).logits, expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                model(ids, mask).logits, expected, rtol=0, atol=1e-6
+            )
             short = model(ids[1:2, :5], mask[1:2, :5]).logits
-            torch.testing.assert_close(short, expected[1:2], rtol=0, atol=1e-5)  # padding is not seen
+            torch.testing.assert_close(
+                short, expected[1:2], rtol=0, atol=1e-5
+            )  # padding is not seen
         with precision(model, 4), torch.no_grad():
             results.append((model(ids, mask).logits, model(ids).logits))
     (eager, whole), (sdpa, whole_sdpa) = results
@@ -62,23 +76,51 @@ def test_eager_and_sdpa_models_convert_to_the_same_and_float_is_the_original(dev
 
 CONFIGS = {
     "distilbert": dict(
-        vocab_size=50, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=32, num_labels=3
+        vocab_size=50,
+        dim=16,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=24,
+        max_position_embeddings=32,
+        num_labels=3,
     ),
     "electra": {**TINY, "embedding_size": 16},
     "albert": {**TINY, "embedding_size": 16},
-    "vit": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8,
-                patch_size=4, num_labels=3),
-}  # fmt: skip
-NAMES = "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "vit"
+    "vit": dict(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+    ),
+}
+NAMES = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "electra",
+    "distilbert",
+    "albert",
+    "vit",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_that_is_listed(name):
     config = hf.AutoConfig.for_model(name, **CONFIGS.get(name, TINY))
-    kind = hf.AutoModelForImageClassification if name == "vit" else hf.AutoModelForSequenceClassification
+    kind = (
+        hf.AutoModelForImageClassification
+        if name == "vit"
+        else hf.AutoModelForSequenceClassification
+    )
     torch.manual_seed(0)
     model = kind.from_config(config).eval()
-    inputs = (torch.randn(2, 3, 8, 8),) if name == "vit" else (torch.randint(3, 50, (3, 9)),)
+    inputs = (
+        (torch.randn(2, 3, 8, 8),) if name == "vit" else (torch.randint(3, 50, (3, 9)),)
+    )
     keys, expected = list(model.state_dict()), model(*inputs).logits
     quantize_(model)
     assert list(model.state_dict()) == keys
@@ -94,7 +136,11 @@ def test_every_model_that_is_listed(name):
         linear_only = model(*inputs).logits
     assert (near - expected).abs().max() < (far - expected).abs().max()
     assert not torch.allclose(far, linear_only)
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad and p.numel() > 1)
+    assert all(
+        p.grad is not None
+        for p in model.parameters()
+        if p.requires_grad and p.numel() > 1
+    )
     restore_(model)
     assert torch.equal(model(*inputs).logits, expected)
 
@@ -127,7 +173,9 @@ def test_decoders_do_not_see_the_future(implementation):
         attn_implementation=implementation,
     )
     quantize_(decoder)
-    ids, others = torch.randint(1, 50, (2, 8, 9), generator=torch.Generator().manual_seed(0))
+    ids, others = torch.randint(
+        1, 50, (2, 8, 9), generator=torch.Generator().manual_seed(0)
+    )
     later = torch.cat([ids[:, :3], others[:, 3:]], 1)
     with precision(decoder, 2), torch.no_grad():
         decoder(ids)  # fills the running ranges
@@ -140,4 +188,6 @@ def test_decoders_do_not_see_the_future(implementation):
 def test_fused_kinds_may_stay_in_float32():
     model = unknown_attention()
     quantize_(model, QuantConfig(float32=("*.attention.self",)))
-    assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {"left out"}
+    assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {
+        "left out"
+    }

@@ -23,7 +23,9 @@ from cpt_core.quantization.convert import layer_precisions
 
 def swin(block=SwinTransformerBlock, **how):
     torch.manual_seed(0)
-    return SwinTransformer([4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=5, block=block, **how)
+    return SwinTransformer(
+        [4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=5, block=block, **how
+    )
 
 
 class UsesWeight(nn.Module):
@@ -49,13 +51,31 @@ class Attends(nn.Module):
 CHILDREN = {  # model, shape of its inputs, end of the names that are selected, number of operations
     "Swin": (swin, (1, 3, 32, 32), "attn.qkv", 2),
     "Swin v2": (
-        lambda: swin(SwinTransformerBlockV2, downsample_layer=PatchMergingV2), (1, 3, 32, 32), "attn.proj", 2,
+        lambda: swin(SwinTransformerBlockV2, downsample_layer=PatchMergingV2),
+        (1, 3, 32, 32),
+        "attn.proj",
+        2,
     ),
     "multi-head attention": (Attends, (2, 3, 8), "out_proj", 1),
-    "linear": (lambda: UsesWeight(nn.Linear(8, 8), functional.linear), (3, 8), "child", 1),
-    "matmul": (lambda: UsesWeight(nn.Linear(8, 8), lambda x, w: x @ w.t()), (3, 8), "child", 1),
-    "convolution": (lambda: UsesWeight(nn.Conv1d(2, 2, 1), functional.conv1d), (3, 2, 8), "child", 1),
-}  # fmt: skip
+    "linear": (
+        lambda: UsesWeight(nn.Linear(8, 8), functional.linear),
+        (3, 8),
+        "child",
+        1,
+    ),
+    "matmul": (
+        lambda: UsesWeight(nn.Linear(8, 8), lambda x, w: x @ w.t()),
+        (3, 8),
+        "child",
+        1,
+    ),
+    "convolution": (
+        lambda: UsesWeight(nn.Conv1d(2, 2, 1), functional.conv1d),
+        (3, 2, 8),
+        "child",
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -73,18 +93,28 @@ def test_filter_selects_children_whose_weights_a_parent_uses(name, training):
     model.train(training)
     with cpt.precision(model, 2), torch.no_grad():
         torch.manual_seed(1)
-        quantized = [operation for operation in reported(model, x) if operation.precision is not None]
+        quantized = [
+            operation
+            for operation in reported(model, x)
+            if operation.precision is not None
+        ]
         torch.manual_seed(1)
         y = model(x)
     assert [operation.layer for operation in quantized] == names
     torch.manual_seed(1)
     assert not torch.allclose(plain(x), y, atol=1e-4)
     found = cpt.check(model, (x,))
-    assert {e.layer for e in found.operations if e.quantized and not e.backward} == set(names)
+    assert {e.layer for e in found.operations if e.quantized and not e.backward} == set(
+        names
+    )
     plan = cpt.count_bitops(model, (x,), cpt.StaticSchedule(2, total_steps=1), q_grad=2)
-    in_float32 = cpt.count_bitops(model, (x,), cpt.StaticSchedule(32, total_steps=1), q_grad=32)
+    in_float32 = cpt.count_bitops(
+        model, (x,), cpt.StaticSchedule(32, total_steps=1), q_grad=32
+    )
     macs = sum(operation.macs for operation in quantized)
-    assert in_float32.total - plan.total == pytest.approx(3 * macs * (1 - 4 / 1024), rel=0.35)
+    assert in_float32.total - plan.total == pytest.approx(
+        3 * macs * (1 - 4 / 1024), rel=0.35
+    )
 
 
 class Normalised(nn.Module):
@@ -99,7 +129,9 @@ class Normalised(nn.Module):
 
 
 def test_check_names_child_whose_computed_weight_runs_in_float32():
-    model = cpt.quantize_(Normalised(), filter_fn=lambda module, path: isinstance(module, nn.Linear))
+    model = cpt.quantize_(
+        Normalised(), filter_fn=lambda module, path: isinstance(module, nn.Linear)
+    )
     found = cpt.check(model, (normal(3, 8),))
     assert found.bypassed == ("head",)
     assert "listed as quantised, but used in float32: head" in str(found)
@@ -139,7 +171,11 @@ class Scores(nn.Module):
 TRACED = {  # model, shape of its inputs, and whether all of its products are those of layers of torch
     "Linear": (lambda: nn.Sequential(nn.Linear(8, 8)), (3, 8), True),
     "Conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3)), (2, 2, 8), True),
-    "ConvTranspose1d": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3)), (2, 2, 8), True),
+    "ConvTranspose1d": (
+        lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3)),
+        (2, 2, 8),
+        True,
+    ),
     "nested": (lambda: First(nn.Sequential(nn.Linear(8, 4))), (3, 8), True),
     "LSTM": (lambda: First(nn.LSTM(8, 4)), (3, 2, 8), True),
     "GRU": (lambda: First(nn.GRU(8, 4)), (3, 2, 8), True),
@@ -177,14 +213,19 @@ def test_model_traced_after_conversion_runs_quantised_or_is_named(name):
     if name == "subclass":  # nothing is left of it
         refused("the model has no quantised layers", cpt.precision(traced, 3).__enter__)
     elif not is_of_layers:
-        with pytest.warns(cpt.QuantizationWarning, match="traced by torch.fx after quantize_"):
+        with pytest.warns(
+            cpt.QuantizationWarning, match="traced by torch.fx after quantize_"
+        ):
             cpt.precision(traced, 3).__enter__()
 
 
 @pytest.mark.parametrize("is_traced_first", [True, False])
 def test_feature_extractor_runs_quantised(is_traced_first):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 1)), normal(2, 2, 8)
+    model, x = (
+        nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 1)),
+        normal(2, 2, 8),
+    )
     expected = copy.deepcopy(model)
     if not is_traced_first:
         cpt.quantize_(model)
@@ -200,7 +241,10 @@ def test_feature_extractor_runs_quantised(is_traced_first):
 BY_NAME = {
     "Linear": (nn.Linear(4, 3), {"input": (2, 4)}),
     "Conv1d": (nn.Conv1d(2, 3, 3), {"input": (1, 2, 5)}),
-    "Conv2d": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), {"input": (1, 2, 5, 5)}),
+    "Conv2d": (
+        nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        {"input": (1, 2, 5, 5)},
+    ),
     "Conv3d": (nn.Conv3d(2, 3, 3), {"input": (2, 5, 5, 5)}),
     "ConvTranspose1d": (nn.ConvTranspose1d(2, 3, 3), {"input": (1, 2, 5)}),
     "ConvTranspose2d": (nn.ConvTranspose2d(2, 3, 3), {"input": (1, 2, 5, 5)}),
@@ -212,7 +256,10 @@ BY_NAME = {
     "RNNCell": (nn.RNNCell(4, 3), {"input": (2, 4), "hx": (2, 3)}),
     "LSTMCell": (nn.LSTMCell(4, 3), {"input": (2, 4)}),
     "GRUCell": (nn.GRUCell(4, 3), {"input": (2, 4), "hx": (2, 3)}),
-    "MultiheadAttention": (nn.MultiheadAttention(4, 2), {"query": (2, 1, 4), "key": (3, 1, 4), "value": (3, 1, 4)}),
+    "MultiheadAttention": (
+        nn.MultiheadAttention(4, 2),
+        {"query": (2, 1, 4), "key": (3, 1, 4), "value": (3, 1, 4)},
+    ),
 }
 
 

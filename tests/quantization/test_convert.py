@@ -6,12 +6,26 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEAREST, Does, identical, pictures, quantize_gradient, reported, running_ranges, small
+from helpers import (
+    NEAREST,
+    Does,
+    identical,
+    pictures,
+    quantize_gradient,
+    reported,
+    running_ranges,
+    small,
+)
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from cpt_core.bitops.summary import summary
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    layer_precisions,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
@@ -33,10 +47,19 @@ LAYERS = {
     "plain": (lambda: nn.Conv2d(4, 6, 3, bias=False), (2, 4, 7, 7)),
     "bias": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 7, 7)),
     "groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 7, 7)),
-    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2, padding=1), (2, 4, 7, 7)),
+    "depthwise": (
+        lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2, padding=1),
+        (2, 4, 7, 7),
+    ),
     "same": (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 7, 7)),
-    "reflect": (lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (2, 4, 7, 7)),
-    "circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 7, 7)),
+    "reflect": (
+        lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"),
+        (2, 4, 7, 7),
+    ),
+    "circular": (
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        (2, 4, 7, 7),
+    ),
     "1x1": (lambda: nn.Conv2d(4, 6, 1), (2, 4, 1, 1)),
     "one picture": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 7)),
     "1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 9)),
@@ -64,7 +87,9 @@ def test_layer_equals_quantise_then_call(kind, device):
     operands = {"weight": quantize(plain.weight, BITS, f"{role}_weight")}
     if plain.bias is not None:
         operands["bias"] = quantize(plain.bias, BITS, "bias")
-    y = torch.func.functional_call(plain, operands, quantize(twin, BITS, f"{role}_input"))
+    y = torch.func.functional_call(
+        plain, operands, quantize(twin, BITS, f"{role}_input")
+    )
     grad_levels = torch.tensor(num_steps(Q_GRAD), device=device)
     y = quantize_gradient(y, grad_levels, NEAREST.quantizers[f"{role}_grad"])
 
@@ -88,7 +113,9 @@ def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_origi
     assert quantize_(model) is model
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
-    assert all(after[name] is parameter for name, parameter in parameters.items())  # an optimizer stays valid
+    assert all(
+        after[name] is parameter for name, parameter in parameters.items()
+    )  # an optimizer stays valid
     assert not any(m.training for m in model.modules())
     with precision(model, 2):
         assert not torch.equal(model(x), expected)
@@ -113,17 +140,30 @@ def test_shared_modules_and_parameters_are_kept():
 
 
 def test_patterns_and_filter_choose():
-    assert quantized_names(quantize_(small(), QuantConfig(float32=("3",)))) == ["0", "5"]
+    assert quantized_names(quantize_(small(), QuantConfig(float32=("3",)))) == [
+        "0",
+        "5",
+    ]
     assert quantized_names(quantize_(small(), QuantConfig(float32=("[03]",)))) == ["5"]
-    assert quantized_names(quantize_(small(), filter_fn=lambda m, name: isinstance(m, nn.Linear))) == ["5"]
-    both = quantize_(small(), QuantConfig(float32=("0",)), filter_fn=lambda m, name: name != "5")
+    assert quantized_names(
+        quantize_(small(), filter_fn=lambda m, name: isinstance(m, nn.Linear))
+    ) == ["5"]
+    both = quantize_(
+        small(), QuantConfig(float32=("0",)), filter_fn=lambda m, name: name != "5"
+    )
     assert quantized_names(both) == ["3"]
 
 
 def test_a_pattern_covers_what_the_module_contains():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
-    assert quantized_names(quantize_(copy.deepcopy(model), QuantConfig(float32=("0",)))) == ["1"]
-    assert quantized_names(quantize_(copy.deepcopy(model), QuantConfig(float32=("0.1",)))) == ["0.0", "1"]
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
+    )
+    assert quantized_names(
+        quantize_(copy.deepcopy(model), QuantConfig(float32=("0",)))
+    ) == ["1"]
+    assert quantized_names(
+        quantize_(copy.deepcopy(model), QuantConfig(float32=("0.1",)))
+    ) == ["0.0", "1"]
 
 
 class SamePadding(nn.Conv2d):
@@ -134,17 +174,29 @@ class SamePadding(nn.Conv2d):
             max((-(-n // s) - 1) * s + k - n, 0)
             for n, s, k in zip(x.shape[-2:], self.stride, self.kernel_size, strict=True)
         ]
-        x = F.pad(x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2])
-        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+        x = F.pad(
+            x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2]
+        )
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
 
 
 IMAGES, SEQUENCES = (2, 3, 8, 8), (2, 5, 4)
 CAUGHT = {
     "subclass": (lambda: SamePadding(3, 4, 3, stride=2), IMAGES, [""]),
     "transposed": (lambda: nn.ConvTranspose2d(3, 3, 2), IMAGES, [""]),
-    "transposed in groups": (lambda: nn.ConvTranspose2d(3, 6, 2, groups=3), IMAGES, [""]),
+    "transposed in groups": (
+        lambda: nn.ConvTranspose2d(3, 6, 2, groups=3),
+        IMAGES,
+        [""],
+    ),
     "gru": (lambda: nn.GRU(4, 4, 2, bidirectional=True), SEQUENCES, [""]),
-    "rnn": (lambda: nn.RNN(4, 4, nonlinearity="relu", batch_first=True, bias=False), SEQUENCES, [""]),
+    "rnn": (
+        lambda: nn.RNN(4, 4, nonlinearity="relu", batch_first=True, bias=False),
+        SEQUENCES,
+        [""],
+    ),
     "projected": (lambda: nn.LSTM(4, 4, proj_size=2), SEQUENCES, [""]),
     "cell": (lambda: nn.GRUCell(4, 3), SEQUENCES[1:], [""]),
     "lstm cell": (lambda: nn.LSTMCell(4, 3), SEQUENCES[1:], [""]),
@@ -153,8 +205,16 @@ CAUGHT = {
         SEQUENCES,
         ["linear1", "linear2", "self_attn", "self_attn.out_proj"],
     ),
-    "parametrised": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), SEQUENCES, [""]),
-    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), SEQUENCES, [""]),
+    "parametrised": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        SEQUENCES,
+        [""],
+    ),
+    "orthogonal": (
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        SEQUENCES,
+        [""],
+    ),
 }
 
 
@@ -165,7 +225,10 @@ def test_any_module_runs_its_own_forward_with_quantised_products(kind, mode):
     make, size, names = CAUGHT[kind]
     torch.manual_seed(0)
     plain = make().train(mode == "train")
-    model, x = quantize_(nn.ModuleDict({"other": copy.deepcopy(plain)})), torch.randn(size)
+    model, x = (
+        quantize_(nn.ModuleDict({"other": copy.deepcopy(plain)})),
+        torch.randn(size),
+    )
     other = model["other"]
     torch.manual_seed(1)
     expected = plain(x)
@@ -181,20 +244,33 @@ def test_any_module_runs_its_own_forward_with_quantised_products(kind, mode):
     with precision(model, 4):
         operations = reported(other, x)
     layers = [f"other.{name}".rstrip(".") for name in names]
-    assert {operation.layer for operation in operations if operation.precision is not None} == set(layers)
+    assert {
+        operation.layer for operation in operations if operation.precision is not None
+    } == set(layers)
     makers = {"other.parametrizations.weight.0"}  # what makes a weight
-    assert {operation.layer for operation in operations if operation.precision is None} <= makers
-    assert torch.equal(tensors(restore_(model)["other"].eval()(x))[0], tensors(plain.eval()(x))[0])
+    assert {
+        operation.layer for operation in operations if operation.precision is None
+    } <= makers
+    assert torch.equal(
+        tensors(restore_(model)["other"].eval()(x))[0], tensors(plain.eval()(x))[0]
+    )
 
 
 def tensors(y):
-    return [t for part in (y if isinstance(y, tuple) else (y,)) for t in (part if isinstance(part, tuple) else (part,))]
+    return [
+        t
+        for part in (y if isinstance(y, tuple) else (y,))
+        for t in (part if isinstance(part, tuple) else (part,))
+    ]
 
 
 @pytest.mark.parametrize("both", [False, True])
 def test_packed_sequences_of_any_recurrent_layer(both):
     torch.manual_seed(0)
-    for plain in (nn.GRU(4, 3, 2, bidirectional=both), nn.LSTM(4, 3, 2, bidirectional=both, proj_size=2)):
+    for plain in (
+        nn.GRU(4, 3, 2, bidirectional=both),
+        nn.LSTM(4, 3, 2, bidirectional=both, proj_size=2),
+    ):
         parts = [torch.randn(n, 4) for n in (2, 5, 3)]
         packed = nn.utils.rnn.pack_sequence(parts, enforce_sorted=False)
         expected, state = plain(packed)
@@ -206,7 +282,9 @@ def test_packed_sequences_of_any_recurrent_layer(both):
 
 
 def test_what_is_not_converted_is_listed_with_its_reason():
-    model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)}
+    )
     quantize_(model, QuantConfig(float32=("b",)))
     table = summary(model)
     assert quantized_names(model) == ["linear"]
@@ -221,18 +299,35 @@ def test_what_is_not_converted_is_listed_with_its_reason():
     ("model", "config", "message"),
     [
         (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
-        (Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])), None, ""),
-        (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), QuantConfig(float32=("1",)), ""),
+        (
+            Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])),
+            None,
+            "",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)),
+            QuantConfig(float32=("1",)),
+            "",
+        ),
         (nn.Sequential(nn.Linear(4, 4), nn.PReLU(9)), None, ""),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), QuantConfig(float32=("1",)), ""),  # as asked for
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)),
+            QuantConfig(float32=("1",)),
+            "",
+        ),  # as asked for
         (nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4), nn.LayerNorm(4)), None, ""),
         (
-            nn.Sequential(nn.Linear(4, 4), nn.ParameterList([torch.ones(4, 4)])), None,
+            nn.Sequential(nn.Linear(4, 4), nn.ParameterList([torch.ones(4, 4)])),
+            None,
             r"^50% .* float32: 1 ParameterList \(it computes no matmul or convolution\)",
         ),
-        (nn.Sequential(nn.Linear(4, 40), nn.ParameterList([torch.ones(4, 4)])), None, ""),  # less than a tenth
+        (
+            nn.Sequential(nn.Linear(4, 40), nn.ParameterList([torch.ones(4, 4)])),
+            None,
+            "",
+        ),  # less than a tenth
     ],
-)  # fmt: skip
+)
 def test_quantize_warns_of_weights_in_float32(model, config, message):
     with warnings.catch_warnings(record=True, action="always") as seen:
         quantize_(model, config)
@@ -260,17 +355,34 @@ class Owner(nn.Module):
 def test_model_may_have_parameters_of_its_own():
     model = quantize_(Owner())
     with precision(model, 4):
-        assert [operation.layer for operation in reported(model, torch.randn(2, 8))] == [""]
+        assert [
+            operation.layer for operation in reported(model, torch.randn(2, 8))
+        ] == [""]
 
 
 @pytest.mark.parametrize(
     ("execution", "bits", "q_grad", "said"),
     [
         ("simulated", 4, 6, "bits=4, q_grad=6, execution=simulated, kernels={}"),
-        ("simulated", "float", "float", "bits=float32, q_grad=float32, execution=simulated, kernels={}"),
+        (
+            "simulated",
+            "float",
+            "float",
+            "bits=float32, q_grad=float32, execution=simulated, kernels={}",
+        ),
         ("integer", 4, 12, "bits=4, q_grad=12, execution=integer, kernels={}"),
-        ("integer", 12, 4, "bits=12, q_grad=4, execution=integer (simulated at these bits), kernels={}"),
-        ("integer", "float", "float", "bits=float32, q_grad=float32, execution=integer, kernels={}"),
+        (
+            "integer",
+            12,
+            4,
+            "bits=12, q_grad=4, execution=integer (simulated at these bits), kernels={}",
+        ),
+        (
+            "integer",
+            "float",
+            "float",
+            "bits=float32, q_grad=float32, execution=integer, kernels={}",
+        ),
     ],
 )
 def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
@@ -282,7 +394,10 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
         kernels = kernels_in_force().cpu
         for name in layers:
             assert f"({said.format(kernels)})" in repr(model.get_submodule(name))
-        assert str(summary(model)).splitlines()[-1] == f"in force in {len(layers)} layers: {said.format(kernels)}"
+        assert (
+            str(summary(model)).splitlines()[-1]
+            == f"in force in {len(layers)} layers: {said.format(kernels)}"
+        )
         with reference():
             assert said.format("reference") in repr(model)
         first, *others = layers.values()
@@ -298,7 +413,15 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
 # --- copies, casts and devices --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        nn.Module.half,
+        nn.Module.bfloat16,
+        nn.Module.double,
+        lambda m: m.to(torch.bfloat16),
+    ],
+)
 def test_casts_leave_the_precision_in_float32(cast, device):
     model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(device)
     with precision(model, 7, q_grad=16):
@@ -308,7 +431,10 @@ def test_casts_leave_the_precision_in_float32(cast, device):
         assert wanted != torch.float32
         for layer in model:
             assert {x.dtype for x in running_ranges(layer)} == {torch.float32}
-            assert (layer.precision.levels, layer.precision.grad_levels) == (2**7 - 1, 2**16 - 1)
+            assert (layer.precision.levels, layer.precision.grad_levels) == (
+                2**7 - 1,
+                2**16 - 1,
+            )
             assert {x.device.type for x in running_ranges(layer)} == {device.type}
         y = model(torch.randn(3, 4, device=device, dtype=wanted))
         model.zero_grad()
@@ -328,7 +454,12 @@ def test_neither_conversion_nor_noise_depends_on_the_default_dtype(dtype):
                 y = model(x)
                 y.cos().sum().backward()
                 found.append(
-                    [y, *(p.grad for p in model.parameters()), *running_ranges(model), model[0].precision.levels]
+                    [
+                        y,
+                        *(p.grad for p in model.parameters()),
+                        *running_ranges(model),
+                        model[0].precision.levels,
+                    ]
                 )
         finally:
             torch.set_default_dtype(torch.float32)
@@ -351,18 +482,24 @@ def test_conversion_does_not_depend_on_the_default_device():
 
 def test_the_noise_of_two_layers_stays_apart():
     def keys(seed):
-        model = quantize_(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed))
+        model = quantize_(
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed)
+        )
         return [int(p.noise_key) for p in layer_precisions(model).values()]
 
     first = sorted(keys(0))
-    assert min(b - a for a, b in itertools.pairwise(first)) >= 2**20  # calls before two layers have the same noise
+    assert (
+        min(b - a for a, b in itertools.pairwise(first)) >= 2**20
+    )  # calls before two layers have the same noise
     assert keys(0) == keys(0)
     assert not set(first) & set(keys(1))
 
 
 def test_gradient_rounding_can_be_chosen():
     config = QuantConfig().with_gradient_rounding("nearest")
-    assert {q.rounding for k, q in config.quantizers.items() if k.endswith("_grad")} == {"nearest"}
+    assert {
+        q.rounding for k, q in config.quantizers.items() if k.endswith("_grad")
+    } == {"nearest"}
     assert {k: q for k, q in config.quantizers.items() if not k.endswith("_grad")} == {
         k: q for k, q in QUANTIZERS.items() if not k.endswith("_grad")
     }

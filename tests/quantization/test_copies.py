@@ -35,7 +35,9 @@ def saved_and_loaded(model):
 def of_its_state(model, assign=False, start=None):
     """Return another model, at 6 bits, with the weights of this one."""
     other = small(seed=9) if start is None else start
-    PrecisionScheduler(quantize_(other, NEAREST), make_schedule("STATIC", q_max=6, total_steps=4))
+    PrecisionScheduler(
+        quantize_(other, NEAREST), make_schedule("STATIC", q_max=6, total_steps=4)
+    )
     if start is not None and not assign:
         other.to_empty(device="cpu")
     other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
@@ -56,7 +58,9 @@ WAYS = {
     "torch.save": saved_and_loaded,
     "casts": lambda model: copy.deepcopy(model).double().float(),
     "average": AveragedModel,
-    "average in evaluation": lambda model: AveragedModel(model).eval(),  # and never told again
+    "average in evaluation": lambda model: AveragedModel(
+        model
+    ).eval(),  # and never told again
     "average with buffers": lambda model: AveragedModel(model, use_buffers=True),
     "ema with buffers": lambda model: AveragedModel(model, **EMA).eval(),
     "state_dict": of_its_state,
@@ -90,14 +94,24 @@ def results(model, x, run=None):
     for layer, state in zip(layer_precisions(model).values(), running, strict=True):
         for name, value in state.items():
             getattr(layer, name).copy_(value)
-    return [y.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
+    return [
+        y.detach(),
+        *(p.grad for p in (x, *model.parameters()) if p.grad is not None),
+    ]
 
 
 def compare(model, plain, x, run=None):
     """Compare with a plain model converted anew, with the weights, running ranges and reported bits of another."""
-    twin, inner = quantize_(plain, NEAREST), model.module if isinstance(model, AveragedModel) else model
-    twin.load_state_dict({name: value.clone() for name, value in inner.state_dict().items()})
-    for own, layer in zip(layer_precisions(twin).values(), layer_precisions(model).values(), strict=True):
+    twin, inner = (
+        quantize_(plain, NEAREST),
+        model.module if isinstance(model, AveragedModel) else model,
+    )
+    twin.load_state_dict(
+        {name: value.clone() for name, value in inner.state_dict().items()}
+    )
+    for own, layer in zip(
+        layer_precisions(twin).values(), layer_precisions(model).values(), strict=True
+    ):
         own.set_bits(layer.bits, layer.q_grad)
         own.set_running(layer.get_running())
     of_twin, x.grad = results(twin.train(model.training), x), None
@@ -111,25 +125,38 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
     scheduler = PrecisionScheduler(model, RISING)
     with precision(model, 2) if inside else nullcontext():
         twin = WAYS[way](model)
-    for _ in range(2):  # the model goes on: other weights, ranges and bits than the copy was made with
+    for _ in range(
+        2
+    ):  # the model goes on: other weights, ranges and bits than the copy was made with
         train(model, scheduler, 2)
         if isinstance(twin, AveragedModel):
             twin.update_parameters(model)
     assert scheduler.get_last_bits() != [RISING(0)]
     another = "state_dict" in way or "meta" in way  # driven by a scheduler of its own
     if not inside and not another:
-        refused(r'copy of a model whose bits .*precision\(copy, "q_max"\)', twin, pictures(), error=RuntimeError)
+        refused(
+            r'copy of a model whose bits .*precision\(copy, "q_max"\)',
+            twin,
+            pictures(),
+            error=RuntimeError,
+        )
     expected = (6, 6) if another else (2 if inside else RISING.q_max, RISING.q_max)
     with nullcontext() if inside or another else precision(twin, "q_max"):
-        assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
-        compare(twin, small(seed=8), batch())  # as it is, then in both modes, then at other bits
+        assert {
+            (layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()
+        } == {expected}
+        compare(
+            twin, small(seed=8), batch()
+        )  # as it is, then in both modes, then at other bits
         for mode in (True, False):
             twin.train(mode)
             compare(twin, small(seed=8), batch())
             with precision(twin, 4, q_grad=5):
                 compare(twin, small(seed=8), batch())
         with precision(model.train(mode), *expected):
-            assert not torch.equal(results(model, batch())[0], results(twin, batch())[0])  # a copy, not the same
+            assert not torch.equal(
+                results(model, batch())[0], results(twin, batch())[0]
+            )  # a copy, not the same
 
 
 def in_turn(model, scheduler):
@@ -160,17 +187,24 @@ def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none(
     own = PrecisionScheduler(twin, RISING)
     own.step()
     assert (own.get_last_bits(), scheduler.get_last_bits()) == ([4], [3])
-    assert [{layer.bits for layer in layer_precisions(m).values()} for m in (twin, model)] == [{4}, {3}]
+    assert [
+        {layer.bits for layer in layer_precisions(m).values()} for m in (twin, model)
+    ] == [{4}, {3}]
     with pytest.raises(RuntimeError, match="copy of a model"):
         copy.deepcopy(twin)(pictures())
     with precision(model, "q_max"):
         pass
-    with pytest.raises(RuntimeError, match="copy of a model"):  # the block is over, the scheduler drives again
+    with pytest.raises(
+        RuntimeError, match="copy of a model"
+    ):  # the block is over, the scheduler drives again
         copy.deepcopy(model)(pictures())
 
 
 def test_models_that_release_0_3_stored_whole_name_the_remedy():
-    with pytest.raises(ImportError, match=r"stored whole by release 0\.3\.0 of cpt_core; load its state_dict"):
+    with pytest.raises(
+        ImportError,
+        match=r"stored whole by release 0\.3\.0 of cpt_core; load its state_dict",
+    ):
         pickle.loads(b"ccpt_core.quantization.coverage\nChanged\n.")
 
 
@@ -200,9 +234,13 @@ def test_copy_ranges_gives_average_those_of_an_lstm():
 
 def test_copy_ranges_refuses_other_layers():
     model, other = quantize_(small()), quantize_(nn.Sequential(nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match=r"must have the same quantised layers, got 0, 3, 5; and 0"):
+    with pytest.raises(
+        ValueError, match=r"must have the same quantised layers, got 0, 3, 5; and 0"
+    ):
         copy_ranges(model, other)
-    kinds = [quantize_(nn.Sequential(layer)) for layer in (nn.Linear(4, 4), nn.LSTM(4, 4))]
+    kinds = [
+        quantize_(nn.Sequential(layer)) for layer in (nn.Linear(4, 4), nn.LSTM(4, 4))
+    ]
     with pytest.raises(ValueError, match="the same quantised layers"):
         copy_ranges(*kinds)
 
@@ -229,13 +267,20 @@ def test_layer_stored_with_buffers_keeps_its_ranges():
                 layer.register_buffer(name, running, persistent=False)
         loaded = saved_and_loaded(former)
         assert identical(running_ranges(loaded), running_ranges(model))
-        assert not any(name.startswith("running") for p in layer_precisions(loaded).values() for name in p._buffers)
+        assert not any(
+            name.startswith("running")
+            for p in layer_precisions(loaded).values()
+            for name in p._buffers
+        )
         assert torch.equal(loaded.eval()(pictures(3)), model.eval()(pictures(3)))
 
 
 def test_a_model_from_meta_takes_a_state_of_the_scheduler():
     source, target = quantize_(small(), NEAREST), quantize_(on_meta(), NEAREST)
-    schedulers = [PrecisionScheduler(m, make_schedule("STATIC", q_max=4, total_steps=4)) for m in (source, target)]
+    schedulers = [
+        PrecisionScheduler(m, make_schedule("STATIC", q_max=4, total_steps=4))
+        for m in (source, target)
+    ]
     train(source, schedulers[0], 2)
     target.load_state_dict(source.state_dict(), assign=True)
     schedulers[1].load_state_dict(schedulers[0].state_dict())
@@ -251,9 +296,18 @@ def test_a_model_from_meta_starts_anew():
         first.to("meta").to_empty(device="cpu")
         first.load_state_dict(model.state_dict())
         for layer in layer_precisions(model).values():
-            layer.set_running({name: torch.zeros(3) for name in layer.get_running() if name != "noise_key"})
+            layer.set_running(
+                {
+                    name: torch.zeros(3)
+                    for name in layer.get_running()
+                    if name != "noise_key"
+                }
+            )
         assert torch.equal(first(pictures()), model(pictures()))
-        keys = [[layer.noise_key for layer in layer_precisions(m).values()] for m in (first, model)]
+        keys = [
+            [layer.noise_key for layer in layer_precisions(m).values()]
+            for m in (first, model)
+        ]
         assert keys[0] == keys[1]
 
 
@@ -318,10 +372,15 @@ WRITES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "way"),
-    [*itertools.product(["train", "eval", "no_grad"], WRITES), ("compile", ".data in place")],
+    [
+        *itertools.product(["train", "eval", "no_grad"], WRITES),
+        ("compile", ".data in place"),
+    ],
 )
 def test_a_weight_is_rounded_as_it_is(when, way):
-    model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(when not in ("eval", "no_grad"))
+    model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(
+        when not in ("eval", "no_grad")
+    )
     run = torch.compile(model, backend="eager") if when == "compile" else model
     with precision(model, 3), torch.set_grad_enabled(when != "no_grad"):
         before = results(model, sequences(), run)[0]
@@ -338,5 +397,9 @@ def test_a_weight_that_is_written_inside_a_forward_pass_counts_from_then_on(way)
     for m in (model, plain):
         m.between = lambda m=m: WRITES[way](m.shared)
     with precision(model, 16), torch.no_grad():  # fine enough to be the float32 model's
-        torch.testing.assert_close(model(sequences()), plain(sequences()), rtol=0, atol=1e-3)
-    assert not torch.allclose(plain(sequences()), Net(recurrent=False)(sequences()), atol=0.1)
+        torch.testing.assert_close(
+            model(sequences()), plain(sequences()), rtol=0, atol=1e-3
+        )
+    assert not torch.allclose(
+        plain(sequences()), Net(recurrent=False)(sequences()), atol=0.1
+    )

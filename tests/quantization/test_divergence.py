@@ -32,16 +32,28 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "SAGE": (lambda: SAGEConv(9, 6), (10, 9)),
 }
 SIZES = 1e20, 1e30, 3e38, INF, -INF, NAN
-PLACES = [((where,), size) for where in ("input", "weight", "gradient") for size in SIZES] + [
-    (pair, size) for pair in (("input", "weight"), ("gradient", "weight")) for size in (1e20, 1e30)
+PLACES = [
+    ((where,), size) for where in ("input", "weight", "gradient") for size in SIZES
+] + [
+    (pair, size)
+    for pair in (("input", "weight"), ("gradient", "weight"))
+    for size in (1e20, 1e30)
 ]
 # Sums that are beyond float32 in both directions: inf - inf, or one of them, as the order of the terms has it.
 OVERFLOW = "a gate is a sum of terms beyond float32 of both signs: NaN, or saturated as the first of them says"
 UNDECIDED = {("LSTM", ("input", "weight"), size): OVERFLOW for size in (1e20, 1e30)}
 # Positive numbers, and whether codes may give up earlier: there, where the sum of an operand alone is beyond float32.
-POSITIVE = [((where, "positive"), size) for where in ("input", "gradient") for size in (1e35, 1e38, 3e38)]
+POSITIVE = [
+    ((where, "positive"), size)
+    for where in ("input", "gradient")
+    for size in (1e35, 1e38, 3e38)
+]
 NEAR_THE_END = 1e38
-WAYS = [(products, kernels) for products in ("simulated", "integer") for kernels in ("active", "reference")]
+WAYS = [
+    (products, kernels)
+    for products in ("simulated", "integer")
+    for kernels in ("active", "reference")
+]
 
 
 def disturbed(x, size):
@@ -65,7 +77,9 @@ def cells(name, products, shared, places):
     torch.manual_seed(0)
     config = cpt.QuantConfig(execution=products, aggregation="quantized")
     config = config.with_shared_steps() if shared else config
-    model = cpt.quantize_(nn.Sequential(make()), config, filter_fn=lambda module, name: name == "0")  # no part of it
+    model = cpt.quantize_(
+        nn.Sequential(make()), config, filter_fn=lambda module, name: name == "0"
+    )  # no part of it
     precisions = layer_precisions(model).values()
     weight = next(p for p in model.parameters() if p.dim() > 1)
     sound, x = weight.detach().clone(), normal(*shape)
@@ -74,7 +88,9 @@ def cells(name, products, shared, places):
         kept = [p.get_running() for p in precisions]
         for where, size in places:
             given, w, g = (
-                disturbed(v.abs() if "positive" in where else v, size) if part in where else v.clone()
+                disturbed(v.abs() if "positive" in where else v, size)
+                if part in where
+                else v.clone()
                 for part, v in (("input", x), ("weight", sound), ("gradient", upstream))
             )
             for p, running in zip(precisions, kept, strict=True):
@@ -85,7 +101,9 @@ def cells(name, products, shared, places):
             model.zero_grad()
             y = call(model.train(), given.requires_grad_())
             y.backward(g)
-            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            grads = {
+                n: p.grad for n, p in model.named_parameters() if p.grad is not None
+            }
             yield {"evaluation": evaluated, "output": y, "input": given.grad, **grads}
 
 
@@ -93,7 +111,10 @@ def losses(name, products, kernels, shared, places=PLACES):
     """Return by place what is not finite: masks, by names."""
     with reference() if kernels == "reference" else nullcontext():
         found = cells(name, products, shared, places)
-        return {place: {part: ~x.isfinite() for part, x in of.items()} for place, of in zip(places, found, strict=True)}
+        return {
+            place: {part: ~x.isfinite() for part, x in of.items()}
+            for place, of in zip(places, found, strict=True)
+        }
 
 
 def lost(masks):
@@ -101,27 +122,43 @@ def lost(masks):
 
 
 @pytest.mark.filterwarnings("ignore:this device")
-@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize(
+    "shared", [True, False], ids=["shared steps", "authors' steps"]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_way_of_running_calls_the_same_not_finite(name, shared):
     expected = losses(name, *WAYS[0], shared)
-    assert 4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)  # both verdicts are there
-    for way in WAYS[1:] if shared else (("integer", "active"),):  # whose kernels differ, their steps do not tell
+    assert (
+        4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)
+    )  # both verdicts are there
+    for way in (
+        WAYS[1:] if shared else (("integer", "active"),)
+    ):  # whose kernels differ, their steps do not tell
         found = losses(name, *way, shared)
         for where, size in PLACES:
             there, here = expected[where, size], found[where, size]
             if (name, where, size) not in UNDECIDED:
                 assert lost(here) == lost(there), (way, where, size)
-            if not math.isfinite(size):  # then no number may stand where the simulation has none; large sums may cancel
-                made = [part for part, mask in there.items() if (mask & ~here[part]).any()]
+            if not math.isfinite(
+                size
+            ):  # then no number may stand where the simulation has none; large sums may cancel
+                made = [
+                    part for part, mask in there.items() if (mask & ~here[part]).any()
+                ]
                 assert made == [], (way, where, size)
 
 
 @pytest.mark.filterwarnings("ignore:this device")
-@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize(
+    "shared", [True, False], ids=["shared steps", "authors' steps"]
+)
 @pytest.mark.parametrize("name", LAYERS)
-def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(name, shared):
-    expected, found = (losses(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer"))
+def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(
+    name, shared
+):
+    expected, found = (
+        losses(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer")
+    )
     for place in POSITIVE:
         there, here = lost(expected[place]), lost(found[place])
         assert there <= here if place[1] >= NEAR_THE_END else there == here, place
@@ -131,9 +168,15 @@ def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(nam
 @pytest.mark.parametrize(("products", "kernels"), WAYS)
 def test_a_hidden_state_that_is_no_number_is_none_in_what_follows(products, kernels):
     """Where it is given; one that an LSTM computes comes with a cell state that is none, either."""
-    model = cpt.quantize_(nn.Sequential(nn.LSTM(6, 5)), cpt.QuantConfig(execution=products).with_shared_steps())
+    model = cpt.quantize_(
+        nn.Sequential(nn.LSTM(6, 5)),
+        cpt.QuantConfig(execution=products).with_shared_steps(),
+    )
     x, hidden, cell = normal(4, 3, 6), normal(1, 3, 5).tanh(), normal(1, 3, 5)
-    with reference() if kernels == "reference" else nullcontext(), cpt.precision(model, 8):
+    with (
+        reference() if kernels == "reference" else nullcontext(),
+        cpt.precision(model, 8),
+    ):
         model[0](x, (hidden, cell))
         model.eval()
         assert model[0](x, (hidden, cell))[0].isfinite().all()
@@ -149,8 +192,14 @@ def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one(execu
     for size in (INF, -INF, NAN):
         bad = torch.tensor([[0.5, 1.0, size]])
         assert cpt.quantize(bad, 8).isnan().all()
-        layer = cpt.quantize_(nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig(execution=execution))
+        layer = cpt.quantize_(
+            nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig(execution=execution)
+        )
         with cpt.precision(layer, 8):
             layer(x)
             y = layer.eval()(bad)
-            assert y.isnan().all() if math.isnan(size) else torch.equal(y, layer(bad.clamp(-9, 9)))
+            assert (
+                y.isnan().all()
+                if math.isnan(size)
+                else torch.equal(y, layer(bad.clamp(-9, 9)))
+            )

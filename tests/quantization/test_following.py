@@ -22,9 +22,17 @@ SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles
 def made(follow=True):
     """A model, an optimizer and the scheduler, which follows."""
     torch.manual_seed(0)
-    model = cpt.quantize_(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)))
+    model = cpt.quantize_(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, cpt.PrecisionScheduler(model, SCHEDULE, optimizer=optimizer if follow else None)
+    return (
+        model,
+        optimizer,
+        cpt.PrecisionScheduler(
+            model, SCHEDULE, optimizer=optimizer if follow else None
+        ),
+    )
 
 
 def loss_of(model, step):
@@ -42,7 +50,10 @@ def their_loop(model, optimizer, start=0, stop=STEPS):
         optimizer.zero_grad()
         losses.append(loss.item())
         if step + 1 == EVERY:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                saved,
+            )
     return losses, saved
 
 
@@ -78,7 +89,9 @@ def test_a_checkpoint_of_theirs_resumes_bit_for_bit():
     assert again != their_loop(*made()[:2], start=EVERY)[0]
 
 
-@pytest.mark.parametrize("fused", [False, True])  # GradScaler calls the step of a fused one, which leaves itself out
+@pytest.mark.parametrize(
+    "fused", [False, True]
+)  # GradScaler calls the step of a fused one, which leaves itself out
 def test_only_updates_count(fused):
     model, optimizer, _ = made(follow=False)
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
@@ -113,13 +126,18 @@ def test_two_models_of_one_optimizer_have_one_scheduler():
     (encoder, *_), (decoder, _, its_own) = made(follow=False), made(follow=False)
     optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
     first = cpt.PrecisionScheduler(encoder, SCHEDULE, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"followed already.*PrecisionScheduler\(nn.ModuleList\(\[first, second\]\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"followed already.*PrecisionScheduler\(nn.ModuleList\(\[first, second\]\)",
+    ):
         cpt.PrecisionScheduler(decoder, SCHEDULE, optimizer=optimizer)
     assert all(p.driver is its_own for p in layer_precisions(decoder).values())
     loss_of(encoder, 0).backward()
     optimizer.step()
     assert first.last_step == 1
-    both = cpt.PrecisionScheduler(nn.ModuleList([encoder, decoder]), SCHEDULE, optimizer=optimizer)
+    both = cpt.PrecisionScheduler(
+        nn.ModuleList([encoder, decoder]), SCHEDULE, optimizer=optimizer
+    )
     assert both.follows
     assert not first.follows
 
@@ -132,7 +150,9 @@ def test_a_restored_model_is_followed_no_longer_and_may_be_quantised_again():
     their_loop(model, optimizer, 0, STEPS + 2)  # past the end of the schedule
     assert first.last_step == 3
     assert KEY not in optimizer.state_dict()
-    optimizer.load_state_dict({**optimizer.state_dict(), KEY: {}})  # of somebody who is gone
+    optimizer.load_state_dict(
+        {**optimizer.state_dict(), KEY: {}}
+    )  # of somebody who is gone
     second = cpt.PrecisionScheduler(cpt.quantize_(model), SCHEDULE, optimizer=optimizer)
     their_loop(model, optimizer, 0, 4)
     assert (first.last_step, second.last_step) == (3, 4)
@@ -142,7 +162,9 @@ def test_a_restored_model_is_followed_no_longer_and_may_be_quantised_again():
 def test_of_two_that_follow_the_newest_drives():
     model, optimizer, first = made()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    second = cpt.PrecisionScheduler(model, cpt.StaticSchedule(6, STEPS), optimizer=other)
+    second = cpt.PrecisionScheduler(
+        model, cpt.StaticSchedule(6, STEPS), optimizer=other
+    )
     for stepped in (optimizer, other, optimizer):
         loss_of(model, 0).backward()
         stepped.step()
@@ -154,7 +176,9 @@ def test_of_two_that_follow_the_newest_drives():
 def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
     def made():
         parts = {"body": nn.Linear(8, 8), "a": nn.Linear(8, 2), "b": nn.Linear(8, 3)}
-        model = cpt.quantize_(Does(lambda m, x, task: getattr(m, task)(m.body(x)), **parts))
+        model = cpt.quantize_(
+            Does(lambda m, x, task: getattr(m, task)(m.body(x)), **parts)
+        )
         return model, cpt.PrecisionScheduler(model, SCHEDULE)
 
     model, scheduler = made()
@@ -168,12 +192,20 @@ def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
     assert again.last_step == len(trained)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_a_copy_follows_nothing_and_says_so(copied):
-    with pytest.warns(UserWarning, match=r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)",
+    ):
         model, _, scheduler = copied(made())
     scheduler.step()
-    assert repr(scheduler) == f"PrecisionScheduler(step 1 of {STEPS}, bits [{SCHEDULE(1)}])"
+    assert (
+        repr(scheduler)
+        == f"PrecisionScheduler(step 1 of {STEPS}, bits [{SCHEDULE(1)}])"
+    )
     assert all(p.bits == SCHEDULE(1) for p in layer_precisions(model).values())
     copied(made(follow=False))  # a warning would be an error here
 
@@ -182,7 +214,9 @@ def test_a_copy_follows_nothing_and_says_so(copied):
 def test_a_block_keeps_its_bits_while_the_model_trains(follow):
     model, optimizer, scheduler = made(follow)
     ran = []
-    model[0].register_forward_hook(lambda layer, *_: ran.append((layer.precision.bits, layer.precision.q_grad)))
+    model[0].register_forward_hook(
+        lambda layer, *_: ran.append((layer.precision.bits, layer.precision.q_grad))
+    )
 
     def train(steps):
         for _ in range(steps):
@@ -223,20 +257,31 @@ def test_nobody_is_kept_alive():
 
 def test_what_would_go_wrong_without_a_word_is_an_error():
     model, optimizer, follower = made()
-    refused(r"every optimizer\.step\(\) calls step\(\) already", follower.step, error=RuntimeError)
+    refused(
+        r"every optimizer\.step\(\) calls step\(\) already",
+        follower.step,
+        error=RuntimeError,
+    )
     plain = copy.deepcopy(optimizer).state_dict()
-    refused("make it after load_state_dict; with torch", optimizer.load_state_dict, plain)
+    refused(
+        "make it after load_state_dict; with torch", optimizer.load_state_dict, plain
+    )
     other = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)
     saved = optimizer.state_dict()
     cpt.PrecisionScheduler(model, other, optimizer=optimizer)
     refused("the checkpoint has schedules", optimizer.load_state_dict, saved)
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
+    with pytest.raises(
+        TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"
+    ):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=[])
 
     late = torch.optim.Adam(model.parameters())
     model[0].weight.grad = torch.zeros_like(model[0].weight)
     late.step()
-    with pytest.raises(UserWarning, match=r"begins at step 0: to resume .* before optimizer\.load_state_dict"):
+    with pytest.raises(
+        UserWarning,
+        match=r"begins at step 0: to resume .* before optimizer\.load_state_dict",
+    ):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=late)
     late.step()  # the error has left no hook
     born_with_a_state = torch.optim.Adagrad(model.parameters())
@@ -246,5 +291,7 @@ def test_what_would_go_wrong_without_a_word_is_an_error():
         def __init__(self):
             """As timm's: without torch's constructor."""
 
-    with pytest.raises(TypeError, match="Lookahead takes no hooks; give the optimizer inside of it"):
+    with pytest.raises(
+        TypeError, match="Lookahead takes no hooks; give the optimizer inside of it"
+    ):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=Lookahead())

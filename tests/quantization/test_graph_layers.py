@@ -27,9 +27,13 @@ NODES = 40
 
 
 def graph(self_loops=True):
-    source, destination = torch.randint(0, NODES, (2, 150), generator=torch.Generator().manual_seed(0))
+    source, destination = torch.randint(
+        0, NODES, (2, 150), generator=torch.Generator().manual_seed(0)
+    )
     if self_loops:
-        source, destination = (torch.cat([e, torch.arange(NODES)]) for e in (source, destination))
+        source, destination = (
+            torch.cat([e, torch.arange(NODES)]) for e in (source, destination)
+        )
     return Graph.from_edges(source, destination, NODES)
 
 
@@ -43,16 +47,26 @@ def forward(m, g, x):
 
 def their_model(conv=dgl.nn.GraphConv, *args):
     """A model as users of DGL write it."""
-    return Does(forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3))
+    return Does(
+        forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3)
+    )
 
 
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none", "mean"])
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
 def test_our_layers_are_dgls(norm, sizes):
     if norm == "mean":
-        ours, theirs, g = SAGEConv(*sizes), dgl.nn.SAGEConv(*sizes, "mean"), graph(self_loops=False)
+        ours, theirs, g = (
+            SAGEConv(*sizes),
+            dgl.nn.SAGEConv(*sizes, "mean"),
+            graph(self_loops=False),
+        )
     else:
-        ours, theirs, g = GraphConv(*sizes, norm=norm), dgl.nn.GraphConv(*sizes, norm=norm), graph()
+        ours, theirs, g = (
+            GraphConv(*sizes, norm=norm),
+            dgl.nn.GraphConv(*sizes, norm=norm),
+            graph(),
+        )
     ours.load_state_dict(theirs.state_dict())
     x = features(sizes[0])
     torch.testing.assert_close(ours(g, x), theirs(to_dgl(g), x), atol=1e-5, rtol=1e-5)
@@ -61,11 +75,16 @@ def test_our_layers_are_dgls(norm, sizes):
 # --- conversion -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [their_model(), their_model(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"])
+@pytest.mark.parametrize(
+    "model", [their_model(), their_model(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"]
+)
 def test_a_model_of_dgl_is_converted_in_place_and_back(model):
     g, x = to_dgl(graph()), features()
     classes = [type(m) for m in model.modules()]
-    parameters, state = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    parameters, state = (
+        list(model.parameters()),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     expected = model(g, x)
     quantize_(model)
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
@@ -87,7 +106,9 @@ def test_a_model_of_dgl_is_converted_in_place_and_back(model):
 
 def test_what_surrounds_dgls_layers_still_runs():
     torch.manual_seed(0)
-    layer = dgl.nn.SAGEConv(6, 3, "mean", feat_drop=0.5, norm=nn.LayerNorm(3), activation=torch.tanh)
+    layer = dgl.nn.SAGEConv(
+        6, 3, "mean", feat_drop=0.5, norm=nn.LayerNorm(3), activation=torch.tanh
+    )
     layer.load_state_dict(layer.state_dict())
     g, x = to_dgl(graph()), features()
     torch.manual_seed(1)
@@ -102,29 +123,47 @@ def test_what_surrounds_dgls_layers_still_runs():
 
 
 def test_parts_of_a_layer_follow_it():
-    model = quantize_(their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",)))
+    model = quantize_(
+        their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",))
+    )
     rows = {r.name: r for r in summary(model).rows}
     assert {n: r.quantized for n, r in rows.items() if n != "conv2"} == {
-        "conv1.fc_neigh": False, "conv1.fc_self": False, "conv2.fc_neigh": True, "conv2.fc_self": True, "out": True,
-    }  # fmt: skip
+        "conv1.fc_neigh": False,
+        "conv1.fc_self": False,
+        "conv2.fc_neigh": True,
+        "conv2.fc_self": True,
+        "out": True,
+    }
     assert rows["conv1.fc_self"].reason == "left out"
-    with pytest.raises(ValueError, match=r"'\*\.fc_self' matches part of 'conv1'; name it"):
-        quantize_(their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("*.fc_self",)))
+    with pytest.raises(
+        ValueError, match=r"'\*\.fc_self' matches part of 'conv1'; name it"
+    ):
+        quantize_(
+            their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("*.fc_self",))
+        )
 
 
 def test_other_aggregators_are_named_and_their_linear_parts_converted():
     model = quantize_(their_model(dgl.nn.SAGEConv, "pool"))
     assert type(model.conv1) is dgl.nn.SAGEConv
     assert {r.name for r in summary(model).quantized} == {
-        "conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self", "conv2.fc_pool", "conv2.fc_neigh", "conv2.fc_self", "out",
-    }  # fmt: skip
+        "conv1.fc_pool",
+        "conv1.fc_neigh",
+        "conv1.fc_self",
+        "conv2.fc_pool",
+        "conv2.fc_neigh",
+        "conv2.fc_self",
+        "out",
+    }
     with precision(model, 4):
         assert model(to_dgl(graph()), features()).shape == (NODES, 3)
     plain = their_model()
     plain.conv2, plain.out = dgl.nn.GraphConv(16, 16, weight=False), nn.Linear(16, 3)
     quantize_(plain)
     with precision(plain, 4):
-        plain(to_dgl(graph()), features())  # a layer without a weight multiplies nothing, which is known now
+        plain(
+            to_dgl(graph()), features()
+        )  # a layer without a weight multiplies nothing, which is known now
     assert [r.name for r in summary(plain).quantized] == ["conv1", "out"]
 
 
@@ -132,8 +171,13 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
     x, results = features(), {}
     for kind in ("fp", "quantized"):
         torch.manual_seed(0)
-        model = quantize_(GraphNet("gcn", 6, 3, hidden=8, dropout=0.0), QuantConfig(aggregation=kind))
-        assert all(("aggregation" in c.precision.quantizers) == (kind == "quantized") for c in model.convs)
+        model = quantize_(
+            GraphNet("gcn", 6, 3, hidden=8, dropout=0.0), QuantConfig(aggregation=kind)
+        )
+        assert all(
+            ("aggregation" in c.precision.quantizers) == (kind == "quantized")
+            for c in model.convs
+        )
         with precision(model, 3, q_grad=32):
             results[kind] = model(graph(), x)
     assert not torch.equal(results["fp"], results["quantized"])
@@ -142,10 +186,26 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: m(graph(), features()[:-1]), ValueError, r"must be \(40, F\).*got \(39, 6\)"),
-        (lambda m: m(graph(), features().unsqueeze(1)), ValueError, r"got \(40, 1, 6\)"),
-        (lambda m: m("graph", features()), TypeError, "graph must be a Graph or a DGLGraph, got str"),
-        (lambda m: m(graph(), features(), edge_weight=torch.ones(190)), TypeError, "argument 'edge_weight'"),
+        (
+            lambda m: m(graph(), features()[:-1]),
+            ValueError,
+            r"must be \(40, F\).*got \(39, 6\)",
+        ),
+        (
+            lambda m: m(graph(), features().unsqueeze(1)),
+            ValueError,
+            r"got \(40, 1, 6\)",
+        ),
+        (
+            lambda m: m("graph", features()),
+            TypeError,
+            "graph must be a Graph or a DGLGraph, got str",
+        ),
+        (
+            lambda m: m(graph(), features(), edge_weight=torch.ones(190)),
+            TypeError,
+            "argument 'edge_weight'",
+        ),
     ],
 )
 def test_bad_calls(call, error, message):
@@ -154,10 +214,17 @@ def test_bad_calls(call, error, message):
         call(model)
 
 
-@pytest.mark.parametrize("layer", [dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")], ids=["GCN", "SAGE"])
+@pytest.mark.parametrize(
+    "layer",
+    [dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")],
+    ids=["GCN", "SAGE"],
+)
 def test_dgl_layers_refuse_edge_weights(layer):
     model = quantize_(layer)
-    with precision(model, 8), pytest.raises(ValueError, match=r"takes n.* edge weights"):
+    with (
+        precision(model, 8),
+        pytest.raises(ValueError, match=r"takes n.* edge weights"),
+    ):
         model(to_dgl(graph()), features(), edge_weight=torch.ones(190))
 
 
@@ -170,8 +237,15 @@ def test_nodes_without_in_edges():
         y = model(lonely, features()[:3])
         assert y[[0, 2]].eq(2).all()  # nothing arrives: the bias alone
         assert y.isfinite().all()
-    theirs = quantize_(dgl.nn.GraphConv(6, 3))  # DGL refuses such graphs unless told otherwise; so do we
-    with precision(theirs, 4), pytest.raises(ValueError, match=r"nodes without in-edges.*allow_zero_in_degree=True"):
+    theirs = quantize_(
+        dgl.nn.GraphConv(6, 3)
+    )  # DGL refuses such graphs unless told otherwise; so do we
+    with (
+        precision(theirs, 4),
+        pytest.raises(
+            ValueError, match=r"nodes without in-edges.*allow_zero_in_degree=True"
+        ),
+    ):
         theirs(to_dgl(lonely), features()[:3])
     theirs.set_allow_zero_in_degree(True)
     with precision(theirs, 4):
@@ -181,7 +255,10 @@ def test_nodes_without_in_edges():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [3.0, 1e-3])
 def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
-    x = (torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale + 5 * scale).to(dtype)
+    x = (
+        torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale
+        + 5 * scale
+    ).to(dtype)
     upstream = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
     for norm in (MatrixNorm(), graph_layers.spread_norm):
@@ -190,7 +267,11 @@ def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
         assert y.dtype == dtype
         found.append((y, *torch.autograd.grad(y, mine, upstream)))
     for one, other in zip(*found, strict=True):
-        close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        close = (
+            {"rtol": 1e-4, "atol": 1e-5}
+            if dtype == torch.float32
+            else {"rtol": 2e-2, "atol": 2e-2}
+        )
         torch.testing.assert_close(one * scale, other * scale, **close)
 
 
@@ -209,12 +290,22 @@ def test_operations_of_the_papers_gcn(reference_macs):
     """Convention "paper" is the authors' count: products and LayerNorm, no aggregation."""
     nodes = 169_343
     g = Graph(torch.arange(nodes + 1), torch.arange(nodes))
-    plan = count_bitops(GraphNet("gcn", 128, 40), (g, torch.empty(nodes, 128, device="meta")), convention="paper")
+    plan = count_bitops(
+        GraphNet("gcn", 128, 40),
+        (g, torch.empty(nodes, 128, device="meta")),
+        convention="paper",
+    )
     assert plan.forward_macs == int(reference_macs["arxiv_gcn"]["forward_count"])
-    sums = {f"convs.{i} (aggregation)": nodes * features for i, features in enumerate((128, 512, 40))}
+    sums = {
+        f"convs.{i} (aggregation)": nodes * features
+        for i, features in enumerate((128, 512, 40))
+    }
     assert plan.unpriced == sums
     assert sum(p.numel() for p in GraphNet("gcn", 128, 40).parameters()) == 349_224
-    assert sum(p.numel() for p in GraphNet("sage", 100, 47, layers=2).parameters()) == 151_087
+    assert (
+        sum(p.numel() for p in GraphNet("sage", 100, 47, layers=2).parameters())
+        == 151_087
+    )
 
 
 def test_operations_of_the_papers_sage(reference_macs):
@@ -222,23 +313,36 @@ def test_operations_of_the_papers_sage(reference_macs):
     expected = int(reference_macs["products_sage"]["forward_count"])
     first = round((expected - 1024 * 512 * 47) / (2 * 100 * 512 + 512 * 47))
     blocks = [
-        Graph(torch.zeros(first + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 5 * first),
-        Graph(torch.zeros(1025, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), first),
+        Graph(
+            torch.zeros(first + 1, dtype=torch.int64),
+            torch.zeros(0, dtype=torch.int64),
+            5 * first,
+        ),
+        Graph(
+            torch.zeros(1025, dtype=torch.int64),
+            torch.zeros(0, dtype=torch.int64),
+            first,
+        ),
     ]
     model = GraphNet("sage", 100, 47, layers=2, norm="none")
-    plan = count_bitops(model, (blocks, torch.empty(5 * first, 100, device="meta")), convention="paper")
+    plan = count_bitops(
+        model, (blocks, torch.empty(5 * first, 100, device="meta")), convention="paper"
+    )
     assert 28_000 < first < 29_500
     assert plan.forward_macs == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "execution"), [("fp", "simulated"), ("quantized", "simulated"), ("quantized", "integer")]
+    ("aggregation", "execution"),
+    [("fp", "simulated"), ("quantized", "simulated"), ("quantized", "integer")],
 )
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
 def test_plan_and_ledger_agree_by_hand(kind, aggregation, execution):
     g, x = graph(), features()
     g.set_constant(x)
-    config = QuantConfig(aggregation=aggregation, execution=execution).with_shared_steps()
+    config = QuantConfig(
+        aggregation=aggregation, execution=execution
+    ).with_shared_steps()
     model = quantize_(GraphNet(kind, 6, 3, hidden=8, layers=2), config)
     schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=12, n_cycles=2)
     scheduler = PrecisionScheduler(model, schedule)
@@ -253,11 +357,17 @@ def test_plan_and_ledger_agree_by_hand(kind, aggregation, execution):
     q = bits if aggregation == "quantized" else np.full(12, 32.0)
     sums = plan.by_layer
     once = np.unique(q)  # constant features: one sum per bit width
-    assert sums["convs.0 (aggregation)"] == pytest.approx(g.num_edges * 6 * (once**2).sum() / full)
+    assert sums["convs.0 (aggregation)"] == pytest.approx(
+        g.num_edges * 6 * (once**2).sum() / full
+    )
     back = 8.0 if aggregation == "quantized" else 32.0
-    assert sums["convs.1 (aggregation)"] == pytest.approx(g.num_edges * 3 * (q * q + q * back).sum() / full)
+    assert sums["convs.1 (aggregation)"] == pytest.approx(
+        g.num_edges * 3 * (q * q + q * back).sum() / full
+    )
     products = NODES * 6 * 8 * (1 if kind == "gcn" else 2)
-    assert sums["convs.0"] == pytest.approx(products * (bits * bits + bits * 8).sum() / full)  # no error product
+    assert sums["convs.0"] == pytest.approx(
+        products * (bits * bits + bits * 8).sum() / full
+    )  # no error product
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
@@ -267,21 +377,38 @@ def test_a_sum_behind_its_product_has_an_error_also_in_the_first_layer(kind):
     model = quantize_(GraphNet(kind, 6, 3, layers=1))
     with precision(model, 4, q_grad=8), BitOpsLedger(model) as ledger:
         model(g, x).sum().backward()
-    plan = count_bitops(model, (g, x), make_schedule("STATIC", q_max=4, total_steps=1), convention="per_op", q_grad=8)
-    assert plan.bitops["convs.0 (aggregation)"] == dict.fromkeys(("forward", "error"), g.num_edges * 3 * 32**2)
+    plan = count_bitops(
+        model,
+        (g, x),
+        make_schedule("STATIC", q_max=4, total_steps=1),
+        convention="per_op",
+        q_grad=8,
+    )
+    assert plan.bitops["convs.0 (aggregation)"] == dict.fromkeys(
+        ("forward", "error"), g.num_edges * 3 * 32**2
+    )
     assert ledger.by_layer("per_op") == plan.by_layer
 
 
 def test_operations_of_dgls_layers():
     plans = [
         count_bitops(quantize_(layer), (g, features()), convention="per_op")
-        for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), to_dgl(graph())))
+        for layer, g in (
+            (GraphConv(6, 3), graph()),
+            (dgl.nn.GraphConv(6, 3), to_dgl(graph())),
+        )
     ]
-    assert plans[0].forward_macs == plans[1].forward_macs == NODES * 6 * 3 + graph().num_edges * 3
+    assert (
+        plans[0].forward_macs
+        == plans[1].forward_macs
+        == NODES * 6 * 3 + graph().num_edges * 3
+    )
 
 
 def test_count_bitops_binds_keyword_arguments_by_name():
-    layer = quantize_(Does(lambda m, g, x: m.conv(features=x, graph=g), conv=SAGEConv(6, 4)))
+    layer = quantize_(
+        Does(lambda m, g, x: m.conv(features=x, graph=g), conv=SAGEConv(6, 4))
+    )
     swapped = count_bitops(layer, (graph(), features()))
     restore_(layer)
     layer = quantize_(Does(lambda m, g, x: m.conv(g, x), conv=layer.conv))

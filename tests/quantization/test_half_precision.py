@@ -13,7 +13,10 @@ from cpt_extras.kernels import operators
 
 HALF_MODELS = {
     "linear": (lambda: nn.Linear(300, 1, bias=False), lambda: torch.rand(64, 300) + 10),
-    "conv": (lambda: nn.Conv2d(3, 1, 3, bias=False), lambda: torch.rand(4, 3, 20, 20) + 10),
+    "conv": (
+        lambda: nn.Conv2d(3, 1, 3, bias=False),
+        lambda: torch.rand(4, 3, 20, 20) + 10,
+    ),
     "lstm": (lambda: nn.LSTM(300, 1, bias=False), lambda: torch.rand(1, 64, 300) + 10),
 }
 
@@ -33,21 +36,37 @@ def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
         model, x = model.to(dtype), x.to(dtype)
 
     with Ran() as ran:
-        with torch.autocast("cpu", dtype, enabled=way == "autocast"), precision(model, 8):
+        with (
+            torch.autocast("cpu", dtype, enabled=way == "autocast"),
+            precision(model, 8),
+        ):
             y, *state = model(x) if kind == "lstm" else (model(x), ())
             types = {t.dtype for t in (y, *state[0])}
-            assert types == {torch.float32 if kind == "lstm" and way == "autocast" else dtype}
+            assert types == {
+                torch.float32 if kind == "lstm" and way == "autocast" else dtype
+            }
         y.float().square().sum().backward()
     names = ("mm", "bmm", "convolution", "addmm")
-    products = [[t for t in operands if t.dim() > 1] for name, operands in ran.calls if name in names]
+    products = [
+        [t for t in operands if t.dim() > 1]
+        for name, operands in ran.calls
+        if name in names
+    ]
     assert all(t.dtype == torch.float32 for operands in products for t in operands)
-    assert max(t.unique().numel() for t in products[0]) > 0.9 * min(256, exact.unique().numel())
-    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters())
+    assert max(t.unique().numel() for t in products[0]) > 0.9 * min(
+        256, exact.unique().numel()
+    )
+    assert all(
+        p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters()
+    )
 
 
 def test_autocast_is_torch_s_own_where_nothing_is_quantised():
     """What is quantised gives the float32 result, rounded once: test_integer_interplay."""
-    model, x = quantize_(nn.Sequential(nn.Linear(30, 20, bias=False))), torch.rand(64, 30) + 10
+    model, x = (
+        quantize_(nn.Sequential(nn.Linear(30, 20, bias=False))),
+        torch.rand(64, 30) + 10,
+    )
     with precision(model, "float"), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), F.linear(x, model[0].weight))
 
@@ -58,5 +77,8 @@ def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
     model = quantize_(nn.Linear(4, 4))
     with precision(model, 4, 8), torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(2, 4)).float().sum()
-        with pytest.warns(UserWarning, match="under autocast, which rounds quantised products once more"):
+        with pytest.warns(
+            UserWarning,
+            match="under autocast, which rounds quantised products once more",
+        ):
             loss.backward()

@@ -68,7 +68,9 @@ def heads_of_convolutions(m, x):
     features = F.conv1d(x.mT, m.weight)
     keys = features.view(len(x), 2, 3, -1)
     scores = keys.permute(0, 1, 3, 2) @ keys
-    return (scores.masked_fill(~causal_mask(x), -math.inf).softmax(-1) @ x[:, None]).mean(1)
+    return (
+        scores.masked_fill(~causal_mask(x), -math.inf).softmax(-1) @ x[:, None]
+    ).mean(1)
 
 
 def two_attentions(m, x):
@@ -83,31 +85,67 @@ CAUSAL = {
     "heads of convolutions": Function(heads_of_convolutions, 6, 6, 1),
     "eager": Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x),
     "keys copied": Function(lambda m, x: masked_softmax(x @ x.mT.contiguous(), x) @ x),
-    "values turned in memory": Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x.mT.contiguous().mT),
-    "sdpa": Function(lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
-    "baddbmm": Function(lambda m, x: torch.bmm(masked_softmax(torch.baddbmm(x[:, :1, :1], x, x.mT, beta=0), x), x)),
+    "values turned in memory": Function(
+        lambda m, x: masked_softmax(x @ x.mT, x) @ x.mT.contiguous().mT
+    ),
+    "sdpa": Function(
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    ),
+    "baddbmm": Function(
+        lambda m, x: torch.bmm(
+            masked_softmax(torch.baddbmm(x[:, :1, :1], x, x.mT, beta=0), x), x
+        )
+    ),
     "einsum": Function(
-        lambda m, x: torch.einsum("bqk,bkd->bqd", masked_softmax(torch.einsum("bqd,bkd->bqk", x, x), x), x)
+        lambda m, x: torch.einsum(
+            "bqk,bkd->bqd", masked_softmax(torch.einsum("bqd,bkd->bqk", x, x), x), x
+        )
     ),
     "einsum of keys by feature": Function(
-        lambda m, x: torch.einsum("bqk,bkd->bqd", masked_softmax(torch.einsum("bqd,bdk->bqk", x, x.mT), x), x)
+        lambda m, x: torch.einsum(
+            "bqk,bkd->bqd", masked_softmax(torch.einsum("bqd,bdk->bqk", x, x.mT), x), x
+        )
     ),
     "head after head": Function(heads),
     "values first": Function(values_first),
-    "linear attention": Function(lambda m, x: ((positive(x) @ positive(x).mT) * causal_mask(x)) @ x),
+    "linear attention": Function(
+        lambda m, x: ((positive(x) @ positive(x).mT) * causal_mask(x)) @ x
+    ),
     "retention": Function(lambda m, x: (x @ x.mT * decay(x)) @ x),
-    "sigmoid attention": Function(lambda m, x: (torch.sigmoid(x @ x.mT) * causal_mask(x)) @ x),
+    "sigmoid attention": Function(
+        lambda m, x: (torch.sigmoid(x @ x.mT) * causal_mask(x)) @ x
+    ),
     "state of a chunk": Function(chunk_state),
-    "einsum of four": Function(lambda m, x: torch.einsum("bln,bsn,ls,bsp->blp", x, x, causal_mask(x).float(), x)),
+    "einsum of four": Function(
+        lambda m, x: torch.einsum(
+            "bln,bsn,ls,bsp->blp", x, x, causal_mask(x).float(), x
+        )
+    ),
     "mixing weight": Function(lambda m, x: mixing(x, m.weight) @ x, 20, 20),
     "mixing buffer": Function(lambda m, x: mixing(x, m.mixing) @ x),
-    "weight times tokens": Function(lambda m, x: (m.weight @ x.mT).mT, FEATURES, FEATURES),
-    "weight times tokens by einsum": Function(lambda m, x: torch.einsum("od,btd->bto", m.weight, x), 6, 6),
-    "weight times tokens by bmm": Function(lambda m, x: torch.bmm(m.weight.expand(len(x), 6, 6), x.mT).mT, 6, 6),
-    "convolution": Function(lambda m, x: F.conv1d(F.pad(x.mT, (2, 0)), m.weight).mT, 6, 6, 3),
-    "depthwise convolution": Function(lambda m, x: F.conv1d(F.pad(x.mT, (2, 0)), m.weight, groups=6).mT, 6, 1, 3),
+    "weight times tokens": Function(
+        lambda m, x: (m.weight @ x.mT).mT, FEATURES, FEATURES
+    ),
+    "weight times tokens by einsum": Function(
+        lambda m, x: torch.einsum("od,btd->bto", m.weight, x), 6, 6
+    ),
+    "weight times tokens by bmm": Function(
+        lambda m, x: torch.bmm(m.weight.expand(len(x), 6, 6), x.mT).mT, 6, 6
+    ),
+    "convolution": Function(
+        lambda m, x: F.conv1d(F.pad(x.mT, (2, 0)), m.weight).mT, 6, 6, 3
+    ),
+    "depthwise convolution": Function(
+        lambda m, x: F.conv1d(F.pad(x.mT, (2, 0)), m.weight, groups=6).mT, 6, 1, 3
+    ),
     "causal picture": Function(
-        lambda m, x: F.conv2d(F.pad(x.mT[..., None], (0, 0, 2, 0)), m.weight)[..., 0].mT, 6, 6, 3, 1
+        lambda m, x: (
+            F.conv2d(F.pad(x.mT[..., None], (0, 0, 2, 0)), m.weight)[..., 0].mT
+        ),
+        6,
+        6,
+        3,
+        1,
     ),
     "lstm": nn.LSTM(FEATURES, FEATURES, batch_first=True),
     "gru": nn.GRU(FEATURES, FEATURES, batch_first=True),
@@ -150,25 +188,38 @@ def test_prefix_equals_full_sequence(causal):
     for bits in (4, 8):
         y = output(causal, x, bits)
         torch.testing.assert_close(
-            output(causal, x[:, :CUT], bits), y[:, :CUT], rtol=0, atol=1e-5 * float(y.abs().max())
+            output(causal, x[:, :CUT], bits),
+            y[:, :CUT],
+            rtol=0,
+            atol=1e-5 * float(y.abs().max()),
         )
 
 
 def test_sample_equals_its_batch(causal):
     if isinstance(causal[0], nn.LSTM):
-        pytest.skip("a hidden state at the edge of two steps is rounded by the noise of float32")
+        pytest.skip(
+            "a hidden state at the edge of two steps is rounded by the noise of float32"
+        )
     x = torch.randn(4, TOKENS, FEATURES) * torch.logspace(-1, 1, 4)[:, None, None]
     y = output(causal, x)
     for i in range(4):
         alone = output(causal, x[i : i + 1])[0]
-        torch.testing.assert_close(alone, y[i], rtol=0, atol=1e-5 * float(y[i].abs().max()))
+        torch.testing.assert_close(
+            alone, y[i], rtol=0, atol=1e-5 * float(y[i].abs().max())
+        )
 
 
 def test_layout_in_memory_changes_no_number(causal):
     x = torch.randn(2, TOKENS, FEATURES)
     y = output(causal, x)
-    for other in (x.mT.contiguous().mT, x.transpose(0, 1).contiguous().transpose(0, 1), x.expand(3, -1, -1, -1)[1]):
-        torch.testing.assert_close(output(causal, other), y, rtol=0, atol=1e-5 * float(y.abs().max()))
+    for other in (
+        x.mT.contiguous().mT,
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        x.expand(3, -1, -1, -1)[1],
+    ):
+        torch.testing.assert_close(
+            output(causal, other), y, rtol=0, atol=1e-5 * float(y.abs().max())
+        )
 
 
 def test_node_that_is_no_neighbour_changes_nothing():
@@ -202,11 +253,15 @@ def test_attention_with_cache_equals_full_pass(bits):
         model.function = lambda m, x: F.scaled_dot_product_attention(*x)
         for t in range(TOKENS):
             step = model((q[..., t : t + 1, :], k[..., : t + 1, :], v[..., : t + 1, :]))
-            torch.testing.assert_close(step[..., 0, :], whole[..., t, :], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                step[..., 0, :], whole[..., t, :], rtol=0, atol=1e-5
+            )
 
 
 def test_attention_ignores_padding_on_the_left():
-    model = cpt.quantize_(nn.Sequential(Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x)))[0]
+    model = cpt.quantize_(
+        nn.Sequential(Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x))
+    )[0]
     x = torch.randn(1, TOKENS, FEATURES)
     padded = torch.cat([9 * torch.randn(1, 4, FEATURES), x], 1)
     mask = causal_mask(padded)
@@ -228,10 +283,18 @@ def attended(scores):
 
 CROSS = {  # queries times keys of another number of tokens
     "keys copied": lambda x, y: attended(x @ y.mT.contiguous()) @ y,
-    "keys scaled and copied": lambda x, y: attended(x @ (y.transpose(1, 2) * 0.5).clone()) @ y,
-    "keys joined": lambda x, y: attended(x @ torch.cat([y.mT[..., :5], y.mT[..., 5:]], -1)) @ y,
-    "keys permuted": lambda x, y: attended(torch.einsum("bqd,bdk->bqk", x, y.permute(0, 2, 1).contiguous())) @ y,
-    "keys of heads": lambda x, y: attended(torch.matmul(x[:, None], y[:, None].transpose(2, 3)))[:, 0] @ y,
+    "keys scaled and copied": lambda x, y: (
+        attended(x @ (y.transpose(1, 2) * 0.5).clone()) @ y
+    ),
+    "keys joined": lambda x, y: (
+        attended(x @ torch.cat([y.mT[..., :5], y.mT[..., 5:]], -1)) @ y
+    ),
+    "keys permuted": lambda x, y: (
+        attended(torch.einsum("bqd,bdk->bqk", x, y.permute(0, 2, 1).contiguous())) @ y
+    ),
+    "keys of heads": lambda x, y: (
+        attended(torch.matmul(x[:, None], y[:, None].transpose(2, 3)))[:, 0] @ y
+    ),
 }
 
 
@@ -271,7 +334,10 @@ def state_by_einsum(m, inputs):
 def test_masked_token_changes_no_sum_over_tokens(function):
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(Function(function)))[0]
-    x, keep = torch.randn(2, TOKENS, FEATURES), (torch.arange(TOKENS) < 9).float().expand(2, -1)
+    x, keep = (
+        torch.randn(2, TOKENS, FEATURES),
+        (torch.arange(TOKENS) < 9).float().expand(2, -1),
+    )
     changed = x.clone()
     changed[:, 9:] *= 9
     for bits in ("float", 4):

@@ -39,7 +39,11 @@ def first(model, x):
 
 def attention():
     """Attention of three heads, for 12 features."""
-    sizes = {"hidden_size": 12, "num_attention_heads": 3, "attention_probs_dropout_prob": 0.0}
+    sizes = {
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "attention_probs_dropout_prob": 0.0,
+    }
     return BertSelfAttention(BertConfig(attn_implementation="eager", **sizes))
 
 
@@ -65,16 +69,29 @@ def passes(model, x, *state, q=8, q_grad=8):
     model.zero_grad()
     with cpt.precision(model, q, q_grad=q_grad):
         outputs = model[0](leaves[0], tuple(leaves[1:])) if state else model[0](*leaves)
-        outputs = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
-        torch.autograd.backward(outputs, [torch.arange(y.numel()).cos().view_as(y) for y in outputs])
-    found = [*(y.detach() for y in outputs), *(t.grad for t in (*leaves, *model.parameters()) if t.grad is not None)]
+        outputs = [
+            y
+            for y in tree_leaves(outputs)
+            if isinstance(y, torch.Tensor) and y.requires_grad
+        ]
+        torch.autograd.backward(
+            outputs, [torch.arange(y.numel()).cos().view_as(y) for y in outputs]
+        )
+    found = [
+        *(y.detach() for y in outputs),
+        *(t.grad for t in (*leaves, *model.parameters()) if t.grad is not None),
+    ]
     running = [p.get_running() for p in layer_precisions(model).values()]
-    return found + [v for r in running for n, v in r.items() if n != "noise_key"], [r["noise_key"] for r in running]
+    return found + [v for r in running for n, v in r.items() if n != "noise_key"], [
+        r["noise_key"] for r in running
+    ]
 
 
 def compare(models, inputs, near=1e-5, **bits):
     """Codes compute what the simulation does, up to float32 sums, and draw as much noise."""
-    (found, keys), (expected, expected_keys) = (passes(model, *inputs, **bits) for model in models)
+    (found, keys), (expected, expected_keys) = (
+        passes(model, *inputs, **bits) for model in models
+    )
     assert keys == expected_keys
     for y, z in zip(found, expected, strict=True):
         assert y.shape == z.shape
@@ -93,7 +110,9 @@ SOME_KIND = st.sampled_from(sorted(KINDS))
 
 
 def drawn(kind, *shape, seed=0):
-    return KINDS[kind](torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    return KINDS[kind](
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +125,9 @@ def drawn(kind, *shape, seed=0):
     names=st.tuples(*[st.sampled_from(["per_tensor", "per_row", "per_position"])] * 2),
     plain=st.booleans(),
 )
-def test_a_product_of_codes_is_that_of_the_values(outer, sizes, bits, kinds, names, plain):
+def test_a_product_of_codes_is_that_of_the_values(
+    outer, sizes, bits, kinds, names, plain
+):
     """Of two matrices, or of many pairs."""
     M, K, N = sizes
     backend()
@@ -116,12 +137,16 @@ def test_a_product_of_codes_is_that_of_the_values(outer, sizes, bits, kinds, nam
     with reference() if plain else nullcontext():
         y = matmul(a, b.t(), bias)
     exact = values64(a) @ values64(b).mT + bias
-    terms = values64(a).abs() @ values64(b).abs().mT  # where the sum cancels, its terms say how exact it can be
+    terms = (
+        values64(a).abs() @ values64(b).abs().mT
+    )  # where the sum cancels, its terms say how exact it can be
     assert y.shape == exact.shape
     assert float((y - exact).abs().max() / (terms + bias.abs()).max()) < NEAR
 
 
-@pytest.mark.parametrize("shape", [(3, 8192), (3, LONGEST + 100), (3, 3 * LONGEST), (2, 3, LONGEST + 100)])
+@pytest.mark.parametrize(
+    "shape", [(3, 8192), (3, LONGEST + 100), (3, 3 * LONGEST), (2, 3, LONGEST + 100)]
+)
 def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
     x, bias = torch.ones(shape), torch.full((3,), 1e4)
     x[..., 0, 0] = 0  # all codes but one at the end of their range
@@ -133,7 +158,10 @@ def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
 
 def test_sums_over_very_many_rows_do_not_overflow():
     rows = 2 * integer.MOST_ROWS + 9
-    x = QuantizedTensor(torch.full((rows, 1), -128, dtype=torch.int8), *map(torch.tensor, (-1.0, 1 / 255, 128.0)))
+    x = QuantizedTensor(
+        torch.full((rows, 1), -128, dtype=torch.int8),
+        *map(torch.tensor, (-1.0, 1 / 255, 128.0)),
+    )
     assert float(integer.sum_values(x)) == pytest.approx(-rows)
 
 
@@ -142,7 +170,9 @@ def test_steps_that_differ_along_the_sum_are_refused():
     refused(r"steps differ along the sum: \(1, 4\)", matmul, a.t(), a)
 
 
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_channel", "per_position"])
+@pytest.mark.parametrize(
+    "granularity", ["per_tensor", "per_row", "per_channel", "per_position"]
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("noise", [None, 7])
 def test_codes_are_those_of_the_simulation(granularity, layout, noise):
@@ -157,7 +187,9 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
         with reference():
             plain = QuantizedTensor.on(x, low, width, levels, key, key is not None)
         assert torch.equal(there.codes, plain.codes)
-        simulated = operators.round_in_range(x, low, width, levels, "per_tensor", key, key is not None)
+        simulated = operators.round_in_range(
+            x, low, width, levels, "per_tensor", key, key is not None
+        )
         assert torch.equal(there.dequantize(), simulated)
 
 
@@ -168,7 +200,10 @@ LAYERS = {
     "convolution": (lambda: nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
     "padded": (lambda: nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
     "strided": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
-    "uneven": (lambda: nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
+    "uneven": (
+        lambda: nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)),
+        (2, 5, 9, 10),
+    ),
     "dilated": (lambda: nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
     "1x1": (lambda: nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
     "1x1, padded": (lambda: nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
@@ -185,8 +220,15 @@ def made(table, name):
 
 
 # the bits of numbers
-NUMBERS = {"two-sided": ((2, 8), (4, "float")), "one-sided": ((3, 6), (4, 12), (8, 8)), "far from 0": ((8, 8),)}
-SCORES = ("attention", "a step of an LSTM")  # where large numbers meet an exponential, last digits count
+NUMBERS = {
+    "two-sided": ((2, 8), (4, "float")),
+    "one-sided": ((3, 6), (4, 12), (8, 8)),
+    "far from 0": ((8, 8),),
+}
+SCORES = (
+    "attention",
+    "a step of an LSTM",
+)  # where large numbers meet an exponential, last digits count
 CASES = [
     (name, kind, (i + j) % 2 == 0)
     for i, name in enumerate(LAYERS)
@@ -198,7 +240,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "kind", "shared"), CASES)
 def test_layers_compute_what_the_simulation_does(name, kind, shared):
     for q, q_grad in NUMBERS[kind]:
-        inputs = [drawn(kind, *shape, seed=i) for i, shape in enumerate(LAYERS[name][1:])]
+        inputs = [
+            drawn(kind, *shape, seed=i) for i, shape in enumerate(LAYERS[name][1:])
+        ]
         compare(both(made(LAYERS, name), shared), inputs, q=q, q_grad=q_grad)
 
 
@@ -206,10 +250,15 @@ LENGTHS = torch.tensor([4, 7, 1, 7])
 LSTMS = {
     "plain": (lambda: nn.LSTM(12, 12), (7, 4, 12)),
     "no bias": (lambda: nn.LSTM(12, 12, bias=False), (7, 4, 12)),
-    "two layers": (lambda: nn.LSTM(12, 12, num_layers=2, bidirectional=True), (7, 4, 12)),
+    "two layers": (
+        lambda: nn.LSTM(12, 12, num_layers=2, bidirectional=True),
+        (7, 4, 12),
+    ),
     "packed": (
         lambda: Does(
-            lambda m, x: m.layer(pack_padded_sequence(x, LENGTHS, enforce_sorted=False)),
+            lambda m, x: m.layer(
+                pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
+            ),
             layer=nn.LSTM(12, 12, bidirectional=True),
         ),
         (7, 4, 12),
@@ -217,35 +266,64 @@ LSTMS = {
     "with a state": (lambda: nn.LSTM(12, 12), (7, 4, 12), (1, 4, 12), (1, 4, 12)),
     "batch first": (lambda: nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
     "one sequence": (lambda: nn.LSTM(12, 12), (7, 12)),
-    "used twice": (lambda: Does(lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(12, 12)), (7, 4, 12)),
+    "used twice": (
+        lambda: Does(lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(12, 12)),
+        (7, 4, 12),
+    ),
 }
-BITS = [(4, 6, reference), (8, 8, nullcontext), (8, "float", reference), (6, 12, nullcontext)]
-STEPS = [(kind, (i + j // 2) % 2 == 0, *bits) for i, kind in enumerate(LSTMS) for j, bits in enumerate(BITS)]
+BITS = [
+    (4, 6, reference),
+    (8, 8, nullcontext),
+    (8, "float", reference),
+    (6, 12, nullcontext),
+]
+STEPS = [
+    (kind, (i + j // 2) % 2 == 0, *bits)
+    for i, kind in enumerate(LSTMS)
+    for j, bits in enumerate(BITS)
+]
 
 
 @pytest.mark.parametrize(("kind", "shared", "q", "q_grad", "backend"), STEPS)
 def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, backend):
-    inputs = [drawn("two-sided", *shape, seed=i) + 0.2 for i, shape in enumerate(LSTMS[kind][1:])]
+    inputs = [
+        drawn("two-sided", *shape, seed=i) + 0.2
+        for i, shape in enumerate(LSTMS[kind][1:])
+    ]
     with backend():  # a code that flips is a step of a grid
         compare(both(made(LSTMS, kind), shared), inputs, 0.02, q=q, q_grad=q_grad)
 
 
-@pytest.mark.parametrize(("table", "name", "near"), [(LAYERS, "padded", 1e-5), (LSTMS, "two layers", 0.03)])
+@pytest.mark.parametrize(
+    ("table", "name", "near"), [(LAYERS, "padded", 1e-5), (LSTMS, "two layers", 0.03)]
+)
 def test_evaluation_uses_running_ranges_and_clips(table, name, near):
     models, shape = both(made(table, name)), table[name][1]
     for seed in range(3):
         compare(models, [drawn("two-sided", *shape, seed=seed)], near)
-    compare([model.eval() for model in models], [4 * drawn("two-sided", *shape, seed=9)], near)  # beyond these
+    compare(
+        [model.eval() for model in models],
+        [4 * drawn("two-sided", *shape, seed=9)],
+        near,
+    )  # beyond these
 
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
-@pytest.mark.parametrize(("layout", "of_weight"), [(a, b) for a in LAYOUTS for b in LAYOUTS])
+@pytest.mark.parametrize(
+    "shared", [True, False], ids=["shared steps", "authors' steps"]
+)
+@pytest.mark.parametrize(
+    ("layout", "of_weight"), [(a, b) for a in LAYOUTS for b in LAYOUTS]
+)
 def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
     x = drawn("two-sided", 4, 5, 9, 10).to(memory_format=layout)
-    for name in ("padded", "strided", "1x1") if of_weight is LAYOUTS[0] else ("padded", "strided"):
+    for name in (
+        ("padded", "strided", "1x1")
+        if of_weight is LAYOUTS[0]
+        else ("padded", "strided")
+    ):
         layer = made(LAYERS, name).to(memory_format=of_weight)
         gradient = torch.ones_like(layer(x)).contiguous()
         strides = []
@@ -253,32 +331,49 @@ def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
             given = x.clone().requires_grad_()
             with cpt.precision(model, 8, q_grad=8):
                 y = model(given)
-            (dx,) = torch.autograd.grad(y, given, gradient)  # ``given.grad`` would lie as ``given`` does
+            (dx,) = torch.autograd.grad(
+                y, given, gradient
+            )  # ``given.grad`` would lie as ``given`` does
             strides.append((y.stride(), dx.stride()))
         assert strides[0] == strides[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "left", "named"), [("linear", 1, 2), ("padded", 1, 1), ("one image", 1, 1), ("sequence", 2, 2)]
+    ("name", "left", "named"),
+    [("linear", 1, 2), ("padded", 1, 1), ("one image", 1, 1), ("sequence", 2, 2)],
 )
 def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
     """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
     layer, shape = made(LAYERS, name), LAYERS[name][1]
-    x = torch.randn(shape).repeat(1 if name == "one image" else 4, *[1] * (len(shape) - 1))
+    x = torch.randn(shape).repeat(
+        1 if name == "one image" else 4, *[1] * (len(shape) - 1)
+    )
+    num_weights = layer.weight.numel()
     for shared in (True, False):
         model = convert(layer, "integer", shared)
         with Ran() as ran:
             passes(model, x)
-        large = lambda *operands: sum(t.numel() >= layer.weight.numel() for t in operands) > 1  # noqa: E731
-        products = ran.count("mm", "addmm", "convolution", "convolution_backward", where=large)
+
+        def large(*operands, size=num_weights):
+            return sum(t.numel() >= size for t in operands) > 1
+
+        products = ran.count(
+            "mm", "addmm", "convolution", "convolution_backward", where=large
+        )
         assert products == (0 if shared else left)
         row = next(r for r in cpt.summary(model).rows if r.name == "0")
-        assert len(row.simulated) == (0 if shared else named)  # whether there are sequences is not known
+        assert len(row.simulated) == (
+            0 if shared else named
+        )  # whether there are sequences is not known
 
 
 @pytest.mark.parametrize(
     ("execution", "shared", "left"),
-    [("integer", True, ()), ("integer", False, ("forward", "weight")), ("auto", True, ("forward", "error", "weight"))],
+    [
+        ("integer", True, ()),
+        ("integer", False, ("forward", "weight")),
+        ("auto", True, ("forward", "error", "weight")),
+    ],
 )
 def test_products_of_attention_run_where_the_summary_says(execution, shared, left):
     model = convert(made(LAYERS, "attention"), execution, shared)
@@ -297,19 +392,32 @@ def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
     model = convert(nn.LSTM(12, 12), "integer", shared)
     with torch.autograd.profiler.profile() as profile:
         passes(model, torch.randn(7, 4, 12))
-    assert sum(event.name in ("aten::mm", "aten::addmm") for event in profile.function_events) == left
+    assert (
+        sum(
+            event.name in ("aten::mm", "aten::addmm")
+            for event in profile.function_events
+        )
+        == left
+    )
     (row,) = (r for r in cpt.summary(model).rows if r.quantized)
     assert set(row.simulated) == ({"weight"} if shared else {"error", "weight"})
 
 
 @pytest.mark.parametrize(
     ("granularity", "longest", "why"),
-    [("per_row", 1 << 15, "hidden states have several ranges"), ("per_tensor", 4 * 12 - 1, "sums over the gates")],
+    [
+        ("per_row", 1 << 15, "hidden states have several ranges"),
+        ("per_tensor", 4 * 12 - 1, "sums over the gates"),
+    ],
 )
-def test_an_lstm_without_an_integer_form_stays_simulated(granularity, longest, why, monkeypatch):
+def test_an_lstm_without_an_integer_form_stays_simulated(
+    granularity, longest, why, monkeypatch
+):
     monkeypatch.setattr("cpt_extras.int8.lstm.LONGEST", longest)
     config = cpt.QuantConfig(execution="integer")
-    config = replace(config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)})
+    config = replace(
+        config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)}
+    )
     model = cpt.quantize_(nn.Sequential(nn.LSTM(12, 12)), config)
     with torch.autograd.profiler.profile() as profile:
         passes(model, torch.randn(7, 4, 12))
@@ -364,7 +472,10 @@ class Doubled(nn.Linear):
 
 
 OTHER_CLASSES = {
-    "circular padding": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (3, 4, 9, 8)),
+    "circular padding": (
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        (3, 4, 9, 8),
+    ),
     "subclass": (lambda: Doubled(12, 5), (4, 12)),
 }
 
@@ -378,13 +489,28 @@ def test_integers_multiply_in_forwards_of_other_classes(name):
 
 
 def test_summary_says_what_stays_simulated():
-    layers = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3), nn.Linear(8, 2), nn.LSTM(2, 2), nn.Conv1d(2, 2, 1)
+    layers = (
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Conv2d(4, 8, 3),
+        nn.Linear(8, 2),
+        nn.LSTM(2, 2),
+        nn.Conv1d(2, 2, 1),
+    )
     model = nn.Sequential(*layers)
     text = str(cpt.summary(cpt.quantize_(model, cpt.QuantConfig(execution="integer"))))
     assert "forward simulated: it has 4 groups" in text
-    assert "on codes: forward, weight (error simulated: weights have a range per channel)" in text
-    assert "on codes: forward (error simulated: weights have a range per row; weight simulated: gradients of" in text
-    assert "on codes: forward (error simulated: weights have a range per row; weight simulated: every step" in text
+    assert (
+        "on codes: forward, weight (error simulated: weights have a range per channel)"
+        in text
+    )
+    assert (
+        "on codes: forward (error simulated: weights have a range per row; weight simulated: gradients of"
+        in text
+    )
+    assert (
+        "on codes: forward (error simulated: weights have a range per row; weight simulated: every step"
+        in text
+    )
     assert "on codes: none (forward simulated: a Conv1d has no integer form" in text
     cpt.restore_(model)
     assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
@@ -394,7 +520,10 @@ def kept(model, *inputs):
     """Return the tensors that are kept between the passes."""
     held = {}
     keep = lambda t: held.setdefault(t.data_ptr(), t)  # noqa: E731
-    with cpt.precision(model, 8, q_grad=8), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with (
+        cpt.precision(model, 8, q_grad=8),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
         _ = model(*inputs)
     return list(held.values())
 
@@ -404,26 +533,51 @@ def kept_bytes(model, *inputs):
 
 
 def test_codes_are_what_is_kept_between_the_passes():
-    layer, x = nn.Conv2d(16, 16, 3, padding=1), torch.randn(8, 16, 12, 12, requires_grad=True)
+    layer, x = (
+        nn.Conv2d(16, 16, 3, padding=1),
+        torch.randn(8, 16, 12, 12, requires_grad=True),
+    )
     integer, simulated = (kept_bytes(model, x) for model in both(layer))
     assert integer < 0.3 * simulated
     for model, codes in zip(
         both(made(LAYERS, "attention")), (4, 0), strict=True
     ):  # queries, keys, probabilities, values
-        assert sum(t.dtype == torch.int8 for t in kept(model, torch.randn(3, 7, 12, requires_grad=True))) == codes
-    of_lstm = kept(convert(nn.LSTM(12, 12), "integer"), torch.randn(7, 4, 12, requires_grad=True))
+        assert (
+            sum(
+                t.dtype == torch.int8
+                for t in kept(model, torch.randn(3, 7, 12, requires_grad=True))
+            )
+            == codes
+        )
+    of_lstm = kept(
+        convert(nn.LSTM(12, 12), "integer"), torch.randn(7, 4, 12, requires_grad=True)
+    )
     shapes = [tuple(t.shape) for t in of_lstm if t.dtype == torch.int8]
     assert shapes.count((7 * 4, 12)) == 2  # of inputs and hidden states
     assert shapes.count((4 * 12, 12)) == 2  # both weights
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # deprecated, some day
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning"
+)  # deprecated, some day
 @pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv2d(5, 3, 1)])
 def test_what_cannot_be_computed_on_codes_is_an_error(layer):
     model, x = convert(layer, "integer"), torch.randn(4, 5, 5, 5)
     with cpt.precision(model, 8):
-        refused(r"torch\.jit\.trace cannot record products on codes", torch.jit.trace, model, x, error=RuntimeError)
-        with pytest.raises(RuntimeError, match=r"weight is torch\.float64, its input is not: bring both"):
+        refused(
+            r"torch\.jit\.trace cannot record products on codes",
+            torch.jit.trace,
+            model,
+            x,
+            error=RuntimeError,
+        )
+        with pytest.raises(
+            RuntimeError,
+            match=r"weight is torch\.float64, its input is not: bring both",
+        ):
             model.double()(x)
-    with cpt.precision(convert(layer, "simulated").double(), 8) as simulated, pytest.raises(RuntimeError):
+    with (
+        cpt.precision(convert(layer, "simulated").double(), 8) as simulated,
+        pytest.raises(RuntimeError),
+    ):
         simulated(x)

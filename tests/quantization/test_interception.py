@@ -11,14 +11,26 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Does, ForeignCheckpoint, identical, mode_of, reported, running_ranges
+from helpers import (
+    Does,
+    ForeignCheckpoint,
+    identical,
+    mode_of,
+    reported,
+    running_ranges,
+)
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    layer_precisions,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.formats.tensor_rounding import quantize
@@ -26,12 +38,18 @@ from cpt_extras.formats.tensor_rounding import quantize
 
 def modes_on():
     """Return how many modes of converted models are on in this thread."""
-    return sum(isinstance(mode, QuantizedOpsMode) for mode in _get_current_function_mode_stack())
+    return sum(
+        isinstance(mode, QuantizedOpsMode)
+        for mode in _get_current_function_mode_stack()
+    )
 
 
 def layers_of(model, *inputs):
     """Return the name of the layer of every operation of a forward pass, None for float32."""
-    return [op.layer if op.precision is not None else None for op in reported(model, *inputs)]
+    return [
+        op.layer if op.precision is not None else None
+        for op in reported(model, *inputs)
+    ]
 
 
 def stored(model):
@@ -42,8 +60,12 @@ def stored(model):
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"the model": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-          "torch.save": stored}  # fmt: skip
+COPIES = {
+    "the model": lambda m: m,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": stored,
+}
 
 
 # --- whose operation it is --------------------------------------------------------------------------------------------
@@ -66,7 +88,10 @@ class Past(nn.Module):
 @pytest.mark.parametrize(("in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")])
 def test_weight_used_by_parent_belongs_to_its_layer(in_list, name, copied):
     torch.manual_seed(0)
-    model, x = COPIES[copied](quantize_(nn.Sequential(nn.Linear(4, 4), Past(in_list)))), torch.randn(8, 4)
+    model, x = (
+        COPIES[copied](quantize_(nn.Sequential(nn.Linear(4, 4), Past(in_list)))),
+        torch.randn(8, 4),
+    )
     layer = model.get_submodule(name)
     with precision(model, 2):
         y = model[1](x)
@@ -108,21 +133,53 @@ def in_a_hook(model):
 
 FOREIGN = nn.Parameter(torch.randn(4, 4))
 OWNERS = {  # what -> model, the layers of its operations
-    "tied weights": (lambda: tie(two(lambda m, x: m.second(m.first(x)))), ["first", "second"]),
-    "tied weight, transposed": (lambda: two(lambda m, x: m.first(x) @ m.first.weight), ["first", "first"]),
-    "slice of a weight": (lambda: two(lambda m, x: F.linear(x, m.second.weight[:2])), ["second"]),
-    "shared module": (lambda: two(lambda m, x: m.first(m.first(x))), ["first", "first"]),
+    "tied weights": (
+        lambda: tie(two(lambda m, x: m.second(m.first(x)))),
+        ["first", "second"],
+    ),
+    "tied weight, transposed": (
+        lambda: two(lambda m, x: m.first(x) @ m.first.weight),
+        ["first", "first"],
+    ),
+    "slice of a weight": (
+        lambda: two(lambda m, x: F.linear(x, m.second.weight[:2])),
+        ["second"],
+    ),
+    "shared module": (
+        lambda: two(lambda m, x: m.first(m.first(x))),
+        ["first", "first"],
+    ),
     "activations": (lambda: two(lambda m, x: m.first(x) @ x.mT), ["first", ""]),
-    "computed weight": (lambda: two(lambda m, x: F.linear(x, 2 * m.first.weight)), [""]),
+    "computed weight": (
+        lambda: two(lambda m, x: F.linear(x, 2 * m.first.weight)),
+        [""],
+    ),
     "weight of nobody": (lambda: two(lambda m, x: F.linear(x, FOREIGN)), [""]),
-    "list of parameters": (lambda: Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])), [""]),
-    "container of a weight": (lambda: Does(lambda m, x: x @ m.part.w, part=nn.Module()), ["part"]),
-    "forward called directly": (lambda: two(lambda m, x: m.first.forward(x)), ["first"]),
-    "hook of a user": (lambda: in_a_hook(two(lambda m, x: m.first(x))), ["first", "first"]),
+    "list of parameters": (
+        lambda: Does(
+            lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])
+        ),
+        [""],
+    ),
+    "container of a weight": (
+        lambda: Does(lambda m, x: x @ m.part.w, part=nn.Module()),
+        ["part"],
+    ),
+    "forward called directly": (
+        lambda: two(lambda m, x: m.first.forward(x)),
+        ["first"],
+    ),
+    "hook of a user": (
+        lambda: in_a_hook(two(lambda m, x: m.first(x))),
+        ["first", "first"],
+    ),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), [""]),
-    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), [""]),
+    "spectral norm": (
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
+        [""],
+    ),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)).eval(), [""]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OWNERS)
@@ -141,10 +198,15 @@ def test_operation_belongs_to_the_layer_of_its_weight(name):
 
 
 @pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize(("left_out", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])])
+@pytest.mark.parametrize(
+    ("left_out", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])]
+)
 def test_module_left_out_stays_in_float32(left_out, layers, copied):
     """Also where its weight is used by its parent, which is quantised."""
-    model, x = COPIES[copied](quantize_(Past(False), QuantConfig(float32=(left_out,)))), torch.randn(5, 4)
+    model, x = (
+        COPIES[copied](quantize_(Past(False), QuantConfig(float32=(left_out,)))),
+        torch.randn(5, 4),
+    )
     with precision(model, 2):
         assert layers_of(model, x) == layers
         layer = model.get_submodule(left_out)
@@ -152,12 +214,17 @@ def test_module_left_out_stays_in_float32(left_out, layers, copied):
 
 
 def test_functional_call_computes_as_the_module_does():
-    model, x = quantize_(two(lambda m, x: m.own(m.first(x)) @ m.second.weight, own=Own())), torch.randn(3, 4)
+    model, x = (
+        quantize_(two(lambda m, x: m.own(m.first(x)) @ m.second.weight, own=Own())),
+        torch.randn(3, 4),
+    )
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     with precision(model, 3, 8):
         expected, layers = model(x), layers_of(model, x)
         assert torch.equal(torch.func.functional_call(model, values, (x,)), expected)
-        around = Does(lambda m, x: torch.func.functional_call(m.model, values, (x,)), model=model)
+        around = Does(
+            lambda m, x: torch.func.functional_call(m.model, values, (x,)), model=model
+        )
         assert layers_of(around, x) == layers == ["first", "own", "second"]
 
 
@@ -251,7 +318,9 @@ def raising(error):
     return between
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
+)
 def test_failed_forward_leaves_no_mode_to_the_next(error):
     model, x = quantize_(nn.Sequential(Stopped(raising(error)))), torch.randn(2, 4)
     cell = nn.GRUCell(4, 4)
@@ -261,7 +330,9 @@ def test_failed_forward_leaves_no_mode_to_the_next(error):
     with precision(model, 4):
         assert torch.equal(cell(x), expected)
     w = nn.Parameter(torch.randn(4, 4))
-    assert torch.equal(F.linear(x, w), x @ w.detach().T)  # after an interrupt the mode is on, and idle
+    assert torch.equal(
+        F.linear(x, w), x @ w.detach().T
+    )  # after an interrupt the mode is on, and idle
     model[0].between = unchanged
     with precision(model, 4):
         assert layers_of(model, x) == ["0.first", "0.last"]
@@ -270,7 +341,10 @@ def test_failed_forward_leaves_no_mode_to_the_next(error):
 
 
 def test_interrupts_of_two_models_leave_no_mode():
-    models, x = [quantize_(Stopped(raising(KeyboardInterrupt))) for _ in range(2)], torch.ones(2, 4)
+    models, x = (
+        [quantize_(Stopped(raising(KeyboardInterrupt))) for _ in range(2)],
+        torch.ones(2, 4),
+    )
     for model in models:
         with precision(model, 4), pytest.raises(KeyboardInterrupt):
             model(x)
@@ -344,7 +418,9 @@ def test_model_that_calls_itself():
         y = m.first(x)
         return m(y, depth - 1) @ y.mT if depth else y
 
-    model = quantize_(Does(lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4)))
+    model = quantize_(
+        Does(lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4))
+    )
     with precision(model, 4):
         assert layers_of(model, torch.randn(4, 4)) == ["first"] * 3 + ["", ""]
     assert modes_on() == 0
@@ -392,10 +468,18 @@ def test_replicas_of_data_parallel_have_states_of_their_own():
     model, x = quantize_(nn.Linear(4, 4)), torch.randn(3, 4)
     with precision(model, 3):
         replica = model._replicate_for_data_parallel()
-        replica.weight, replica.bias = model.weight.detach().clone(), model.bias.detach().clone()
-        replica._former_parameters = {"weight": replica.weight, "bias": replica.bias}  # as ``DataParallel`` does
+        replica.weight, replica.bias = (
+            model.weight.detach().clone(),
+            model.bias.detach().clone(),
+        )
+        replica._former_parameters = {
+            "weight": replica.weight,
+            "bias": replica.bias,
+        }  # as ``DataParallel`` does
         replica._modules["precision"] = model.precision._replicate_for_data_parallel()
-        vars(replica.precision).update({name: x.clone() for name, x in model.precision.ranges().items()})
+        vars(replica.precision).update(
+            {name: x.clone() for name, x in model.precision.ranges().items()}
+        )
         assert torch.equal(replica(x), model(x))
         assert float(replica.precision.running_input[2]) > 0
 
@@ -413,16 +497,23 @@ def test_other_modes_inside_and_around_stay():
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+    "ignore:.*torch.jit:FutureWarning",
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore::torch.jit.TracerWarning",
 )
 def test_traced_and_exported_programs_compute_what_the_model_does():
-    model, x = quantize_(two(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval(), torch.randn(3, 4)
+    model, x = (
+        quantize_(two(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval(),
+        torch.randn(3, 4),
+    )
     with precision(model, 4), torch.no_grad():
         expected = model(x)
         with torch.inference_mode():
             assert torch.equal(model(x), expected)
         assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), expected)
-        assert torch.equal(torch.export.export(model, (x,), strict=False).module()(x), expected)
+        assert torch.equal(
+            torch.export.export(model, (x,), strict=False).module()(x), expected
+        )
         assert model.to("meta")(x.to("meta")).is_meta
     assert modes_on() == 0
 
@@ -435,10 +526,19 @@ class Attention(nn.Module):
 
     def __init__(self, fused=False):
         super().__init__()
-        self.qkv, self.out, self.fused, self.how = nn.Linear(8, 24), nn.Linear(8, 8), fused, HOW["none"]
+        self.qkv, self.out, self.fused, self.how = (
+            nn.Linear(8, 24),
+            nn.Linear(8, 8),
+            fused,
+            HOW["none"],
+        )
 
     def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
+        return (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else (q @ k.mT).softmax(-1) @ v
+        )
 
     def forward(self, x):
         return self.out(self.how(self.attend, *self.qkv(x).chunk(3, -1)))
@@ -446,7 +546,9 @@ class Attention(nn.Module):
 
 HOW = {"none": lambda run, *xs: run(*xs), "own": ForeignCheckpoint.apply}
 HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
-HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](partial(HOW["torch's, True"], run), *xs)
+HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](
+    partial(HOW["torch's, True"], run), *xs
+)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -470,9 +572,16 @@ def test_checkpointed_function_is_quantised_when_computed_again(fused, how):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_checkpointed_module_computes_the_same(whole, reentrant):
-    model, x, found = quantize_(nn.Sequential(Attention(), Attention())), torch.randn(2, 5, 8, requires_grad=True), []
+    model, x, found = (
+        quantize_(nn.Sequential(Attention(), Attention())),
+        torch.randn(2, 5, 8, requires_grad=True),
+        [],
+    )
     first, second = (model, nn.Identity()) if whole else model
-    for run in (lambda module, x: module(x), partial(checkpoint, use_reentrant=reentrant)):
+    for run in (
+        lambda module, x: module(x),
+        partial(checkpoint, use_reentrant=reentrant),
+    ):
         with precision(model, 3, 32):
             y = run(second, run(first, x))
             y.square().sum().backward()
@@ -502,7 +611,12 @@ class Keeps(torch.autograd.Function):
 
 
 def test_functions_kept_for_the_backward_pass_stay_as_they_are():
-    model = quantize_(Does(lambda m, x: Keeps.apply(x, m.w, torch.matmul), w=nn.Parameter(torch.randn(4, 4))))
+    model = quantize_(
+        Does(
+            lambda m, x: Keeps.apply(x, m.w, torch.matmul),
+            w=nn.Parameter(torch.randn(4, 4)),
+        )
+    )
     x = torch.randn(3, 4, requires_grad=True)
     with precision(model, 2, 8):
         model(x).sum().backward()
@@ -517,7 +631,11 @@ class Block(nn.Module):
 
     def __init__(self, breaks):
         super().__init__()
-        self.qkv, self.w, self.breaks = nn.Linear(8, 24), nn.Parameter(torch.randn(8, 8)), breaks
+        self.qkv, self.w, self.breaks = (
+            nn.Linear(8, 24),
+            nn.Parameter(torch.randn(8, 8)),
+            breaks,
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -547,14 +665,22 @@ def step(model, run, size, bits):
     with precision(model, bits, 4):
         y = run(x)
         y.cos().sum().backward()
-    states = (value for p in layer_precisions(model).values() for value in p.get_running().values())
+    states = (
+        value
+        for p in layer_precisions(model).values()
+        for value in p.get_running().values()
+    )
     return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *states]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's own
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", ["model", "child", "model with breaks", "child with breaks"])
+@pytest.mark.parametrize(
+    "what", ["model", "child", "model with breaks", "child with breaks"]
+)
 def test_compiled_code_is_quantised_once(what, backend):
     """Where modules around it run eagerly, the mode is on while compiled code runs."""
     torch._dynamo.reset()

@@ -44,7 +44,9 @@ def made(kind):
 def converted(kind, rounding="stochastic", **config):
     """A quantised layer and its input."""
     model, x = made(kind)
-    cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(**config).with_gradient_rounding(rounding))
+    cpt.quantize_(
+        nn.Sequential(model), cpt.QuantConfig(**config).with_gradient_rounding(rounding)
+    )
     return model, x
 
 
@@ -60,12 +62,15 @@ def output(model, x):
 def trained(model, x, schedule):
     """Losses and the last gradients of four steps of training over a schedule."""
     model = nn.Sequential(model)
-    losses = losses_of(model, schedule, lambda step: output(model, x).square().mean(), 4)
+    losses = losses_of(
+        model, schedule, lambda step: output(model, x).square().mean(), 4
+    )
     return losses, [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("kind", "aggregation"), [*((k, "fp") for k in KINDS), ("gcn", "quantized"), ("sage", "quantized")]
+    ("kind", "aggregation"),
+    [*((k, "fp") for k in KINDS), ("gcn", "quantized"), ("sage", "quantized")],
 )
 def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
     written = cpt.FormatLadder({q: f"affine{q}" for q in range(1, 9)})
@@ -73,7 +78,8 @@ def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
     same = {"activation": None, "weight": written, "gradient": AFFINE}
     runs = [(None, CYCLE), (None, roles), (written, CYCLE), (same, CYCLE)]
     (expected, of_expected), *others = (
-        trained(*converted(kind, ladder=ladder, aggregation=aggregation), schedule) for ladder, schedule in runs
+        trained(*converted(kind, ladder=ladder, aggregation=aggregation), schedule)
+        for ladder, schedule in runs
     )
     for losses, gradients in others:
         assert losses == expected
@@ -101,7 +107,11 @@ def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
         of_input = fake_quantize(x.detach(), NINE, f"per_tensor|{format}")[0]
         rows = "per_tensor" if format == "nvfp4" else "per_row"
         of_weight = fake_quantize(model.weight.detach(), NINE, f"{rows}|{format}")[0]
-        bias = f"per_tensor|{format}:partial=1" if "mx" in format else f"per_tensor|{format}"
+        bias = (
+            f"per_tensor|{format}:partial=1"
+            if "mx" in format
+            else f"per_tensor|{format}"
+        )
         of_bias = fake_quantize(model.bias.detach(), NINE, bias)[0]
         assert torch.equal(y, nn.functional.linear(of_input, of_weight, of_bias))
         y.sum().backward()
@@ -111,8 +121,12 @@ def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
 def test_blocks_of_convolutions_lie_along_the_channels():
     model, x = converted("convolution", ladder={8: "mxfp4"})
     model.precision.set_bits(8, None)
-    by_channels = fake_quantize(x.movedim(1, -1).contiguous(), NINE, "per_tensor|mxfp4")[0].movedim(-1, 1)
-    weight = fake_quantize(model.weight.detach().movedim(1, -1), NINE, "per_channel|mxfp4")[0].movedim(-1, 1)
+    by_channels = fake_quantize(
+        x.movedim(1, -1).contiguous(), NINE, "per_tensor|mxfp4"
+    )[0].movedim(-1, 1)
+    weight = fake_quantize(
+        model.weight.detach().movedim(1, -1), NINE, "per_channel|mxfp4"
+    )[0].movedim(-1, 1)
     expected = nn.functional.conv2d(by_channels, weight)
     bias = fake_quantize(model.bias.detach(), NINE, "per_tensor|mxfp4")[0]
     assert torch.allclose(model(x), expected + bias[:, None, None], atol=1e-5)
@@ -143,12 +157,19 @@ def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
         model.precision.set_levels(levels)
         x.requires_grad_()
         y = model(x)
-        gradients = torch.autograd.grad(y, [x, model.weight, model.bias], torch.linspace(-1, 2, y.numel()).view_as(y))
+        gradients = torch.autograd.grad(
+            y,
+            [x, model.weight, model.bias],
+            torch.linspace(-1, 2, y.numel()).view_as(y),
+        )
         results[name] = [y.detach(), *gradients]
     none, both = results["none"], results["both"]
     assert not torch.equal(both[1], none[1])
     assert not torch.equal(both[2], none[2])
-    for name, (of_input, of_weight) in {"error": (both, none), "weight": (none, both)}.items():
+    for name, (of_input, of_weight) in {
+        "error": (both, none),
+        "weight": (none, both),
+    }.items():
         y, dx, dw, db = results[name]
         assert torch.equal(y, none[0])
         assert torch.allclose(dx, of_input[1], atol=1e-6)
@@ -187,7 +208,9 @@ def test_a_rotation_of_both_operands_leaves_the_product_alone():
     gradient = torch.randn_like(y)
     dx, dw = torch.autograd.grad(y, [x, model.weight], gradient)
     assert torch.allclose(dx, gradient @ model.weight, atol=1e-4)
-    assert torch.allclose(dw, gradient.flatten(0, 1).t() @ x.detach().flatten(0, 1), atol=1e-3)
+    assert torch.allclose(
+        dw, gradient.flatten(0, 1).t() @ x.detach().flatten(0, 1), atol=1e-3
+    )
 
 
 def test_a_rotation_spreads_an_outlier_over_its_block():
@@ -198,14 +221,18 @@ def test_a_rotation_spreads_an_outlier_over_its_block():
         x[:, 0] = 100.0
         model.precision.set_bits(4, None)
         found = model.precision.operand("input", x)
-        back = rotate(found, 32, model.precision.key, inverse=True) if hadamard else found
+        back = (
+            rotate(found, 32, model.precision.key, inverse=True) if hadamard else found
+        )
         errors.append(float((back - x)[:, 1:].square().mean()))
     assert errors[1] < errors[0]
 
 
 def test_roles_have_schedules_of_their_own():
     model, x = converted("linear")
-    roles = cpt.RoleSchedules(weight=CYCLE, activation=8, error=6, weight_gradient="float32")
+    roles = cpt.RoleSchedules(
+        weight=CYCLE, activation=8, error=6, weight_gradient="float32"
+    )
     scheduler = cpt.PrecisionScheduler(nn.Sequential(model), roles)
     seen = []
     for step in range(4):
@@ -226,24 +253,52 @@ def test_roles_have_schedules_of_their_own():
 def test_the_bounds_of_roles_are_those_of_weights_and_activations_together():
     roles = cpt.RoleSchedules(weight=CYCLE, activation=4, error=2, weight_gradient=16)
     assert (roles.q_min, roles.q_max) == (3, 8)
-    assert (cpt.RoleSchedules(weight=4, activation=CYCLE, gradient=8).q_max, roles.highest.weight_gradient) == (8, 16)
+    assert (
+        cpt.RoleSchedules(weight=4, activation=CYCLE, gradient=8).q_max,
+        roles.highest.weight_gradient,
+    ) == (8, 16)
 
 
 ROLES = {"weight": CYCLE, "activation": 8, "gradient": 8}
-LAYERED = cpt.LayeredSchedule(((("0",), StaticSchedule(3, 2), 1), (("*",), StaticSchedule(8, 2), 1)))
+LAYERED = cpt.LayeredSchedule(
+    ((("0",), StaticSchedule(3, 2), 1), (("*",), StaticSchedule(8, 2), 1))
+)
 
 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: cpt.RoleSchedules(**ROLES).levels(4), "schedules of their own here; leave q_grad out, got 4"),
-        (lambda: cpt.RoleSchedules(**ROLES).levels_at(0, 4), "schedules of their own here; leave q_grad out, got 4"),
-        (lambda: cpt.RoleSchedules(**ROLES, error=8), "give gradient, or error and weight_gradient, not both"),
-        (lambda: cpt.RoleSchedules(**ROLES, weight_gradient=8), "give gradient, or error and weight_gradient, not"),
-        (lambda: cpt.RoleSchedules(**ROLES | {"weight": LAYERED}), "weight has one schedule, the same in all layers;"),
-        (lambda: cpt.QuantConfig(ladder={"weight": None}), "roles missing: activation, error, weight_gradient"),
+        (
+            lambda: cpt.RoleSchedules(**ROLES).levels(4),
+            "schedules of their own here; leave q_grad out, got 4",
+        ),
+        (
+            lambda: cpt.RoleSchedules(**ROLES).levels_at(0, 4),
+            "schedules of their own here; leave q_grad out, got 4",
+        ),
+        (
+            lambda: cpt.RoleSchedules(**ROLES, error=8),
+            "give gradient, or error and weight_gradient, not both",
+        ),
+        (
+            lambda: cpt.RoleSchedules(**ROLES, weight_gradient=8),
+            "give gradient, or error and weight_gradient, not",
+        ),
+        (
+            lambda: cpt.RoleSchedules(**ROLES | {"weight": LAYERED}),
+            "weight has one schedule, the same in all layers;",
+        ),
+        (
+            lambda: cpt.QuantConfig(ladder={"weight": None}),
+            "roles missing: activation, error, weight_gradient",
+        ),
         (lambda: cpt.QuantConfig(ladder={"weights": None}), "unknown role 'weights'"),
-        (lambda: cpt.QuantConfig(ladder=dict.fromkeys(("weight", "activation", "gradient", "error"))), "not both"),
+        (
+            lambda: cpt.QuantConfig(
+                ladder=dict.fromkeys(("weight", "activation", "gradient", "error"))
+            ),
+            "not both",
+        ),
     ],
 )
 def test_a_role_has_one_schedule_and_one_ladder_given_once(ask, said):
@@ -273,17 +328,44 @@ ONCE = cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
 @pytest.mark.parametrize(
     ("kind", "ladder", "schedule", "said"),
     [
-        ("linear", {3: "mxfp4", 8: "e4m3"}, TableSchedule(((3, 1), (5, 1), (8, 1))), "hole at level 5"),
-        ("linear", {8: "mx(e2m1,24)"}, StaticSchedule(8, 4), "blocks of 24 .* '0'.* 32 features|'0'"),
-        ("linear", {8: "e4m3:rounding=stochastic"}, StaticSchedule(8, 4), "operands are rounded to nearest"),
-        ("linear", {8: "affine8:hadamard=16"}, StaticSchedule(8, 4), "one size; got 16 for activation"),
-        *((kind, None, ONCE, "once for both backward products") for kind in ("lstm", "gcn", "sage")),
+        (
+            "linear",
+            {3: "mxfp4", 8: "e4m3"},
+            TableSchedule(((3, 1), (5, 1), (8, 1))),
+            "hole at level 5",
+        ),
+        (
+            "linear",
+            {8: "mx(e2m1,24)"},
+            StaticSchedule(8, 4),
+            "blocks of 24 .* '0'.* 32 features|'0'",
+        ),
+        (
+            "linear",
+            {8: "e4m3:rounding=stochastic"},
+            StaticSchedule(8, 4),
+            "operands are rounded to nearest",
+        ),
+        (
+            "linear",
+            {8: "affine8:hadamard=16"},
+            StaticSchedule(8, 4),
+            "one size; got 16 for activation",
+        ),
+        *(
+            (kind, None, ONCE, "once for both backward products")
+            for kind in ("lstm", "gcn", "sage")
+        ),
     ],
 )
-def test_what_a_layer_cannot_take_is_refused_before_training(kind, ladder, schedule, said):
+def test_what_a_layer_cannot_take_is_refused_before_training(
+    kind, ladder, schedule, said
+):
     model, _ = converted(kind, ladder=ladder)
     refused(said, cpt.PrecisionScheduler, nn.Sequential(model), schedule)
-    assert all(p.in_force is None for p in layer_precisions(nn.Sequential(model)).values())
+    assert all(
+        p.in_force is None for p in layer_precisions(nn.Sequential(model)).values()
+    )
 
 
 @pytest.mark.slow
@@ -296,7 +378,9 @@ def test_compiled_models_follow_a_ladder():
 
 
 def test_products_on_codes_are_those_of_the_affine_levels_alone():
-    model, x = converted("linear", ladder={4: "e2m1", 8: "affine8"}, execution="integer")
+    model, x = converted(
+        "linear", ladder={4: "e2m1", 8: "affine8"}, execution="integer"
+    )
     for level, on_codes in ((8, True), (4, False)):
         model.precision.set_bits(level, 8)
         assert multiplies_integers(model.precision, x) is on_codes
@@ -304,7 +388,10 @@ def test_products_on_codes_are_those_of_the_affine_levels_alone():
 
 @pytest.mark.parametrize(
     ("kind", "gradient", "levels"),
-    [("linear", AFFINE, (8, 3, 6, 6)), ("convolution", {8: "mx(e2m1,4)"}, (8, 8, 8, 8))],  # blocks along channels
+    [
+        ("linear", AFFINE, (8, 3, 6, 6)),
+        ("convolution", {8: "mx(e2m1,4)"}, (8, 8, 8, 8)),
+    ],  # blocks along channels
 )
 def test_products_on_codes_are_the_simulated_ones(kind, gradient, levels):
     results = []
@@ -340,8 +427,14 @@ def inputs():
 
 
 OWN_LEVELS = {"weight": {1: "e2m1"}, "activation": {3: "e4m3"}, "gradient": None}
-RISING = cpt.RoleSchedules(weight=TableSchedule(((1, 1), (2, 1))), activation=6, gradient="float32")
-BY_ROLE = {"weight": {1: "e2m1", 2: "e3m2"}, "activation": {6: "e4m3"}, "gradient": None}
+RISING = cpt.RoleSchedules(
+    weight=TableSchedule(((1, 1), (2, 1))), activation=6, gradient="float32"
+)
+BY_ROLE = {
+    "weight": {1: "e2m1", 2: "e3m2"},
+    "activation": {6: "e4m3"},
+    "gradient": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -349,7 +442,10 @@ BY_ROLE = {"weight": {1: "e2m1", 2: "e3m2"}, "activation": {6: "e4m3"}, "gradien
     [
         (MX, OF_MX),
         (ROTATED, StaticSchedule(3, 2)),
-        (OWN_LEVELS, cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), gradient=3)),
+        (
+            OWN_LEVELS,
+            cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), gradient=3),
+        ),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -366,9 +462,14 @@ def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
 
 @pytest.mark.parametrize(
     ("ladder", "trained", "exported"),
-    [({1: "affine4", 3: "e4m3"}, 3, 1), ({"weight": None, "activation": {8: "e4m3"}, "gradient": None}, 8, 8)],
+    [
+        ({1: "affine4", 3: "e4m3"}, 3, 1),
+        ({"weight": None, "activation": {8: "e4m3"}, "gradient": None}, 8, 8),
+    ],
 )
-def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(ladder, trained, exported):
+def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(
+    ladder, trained, exported
+):
     model = net(ladder)
     with cpt.precision(model, trained, trained):
         model(inputs())
@@ -384,17 +485,27 @@ def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(ladder,
 @pytest.mark.parametrize(
     ("ladder", "said"),
     [
-        (MX, "on codes: none (forward simulated: at level 1 the activation is in mxfp4:partial=1"),
-        ({1: "affine4", 3: "nvfp4"}, "on codes: none (forward simulated: at level 3 the activation is in nvfp4"),
-        ({"weight": None, "activation": None, "gradient": {8: "e4m3"}},
-         "on codes: forward (error simulated: at level 8 the error is in e4m3"),
+        (
+            MX,
+            "on codes: none (forward simulated: at level 1 the activation is in mxfp4:partial=1",
+        ),
+        (
+            {1: "affine4", 3: "nvfp4"},
+            "on codes: none (forward simulated: at level 3 the activation is in nvfp4",
+        ),
+        (
+            {"weight": None, "activation": None, "gradient": {8: "e4m3"}},
+            "on codes: forward (error simulated: at level 8 the error is in e4m3",
+        ),
         ({1: "affine4", 2: "affine8"}, "on codes: forward, error, weight"),
     ],
-)  # fmt: skip
+)
 def test_summary_calls_products_in_other_formats_simulated(ladder, said):
     torch.manual_seed(0)
     config = cpt.QuantConfig(ladder=ladder, execution="integer").with_shared_steps()
-    assert said in str(cpt.summary(cpt.quantize_(nn.Sequential(nn.Linear(32, 32)), config)))
+    assert said in str(
+        cpt.summary(cpt.quantize_(nn.Sequential(nn.Linear(32, 32)), config))
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
@@ -407,38 +518,66 @@ def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
     with cpt.precision(model, 8, 8):
         y, batched = model(x), model(x.unsqueeze(0)).squeeze(0)
         weight = torch.randn_like(y)
-        of_y, of_batched = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, batched))
+        of_y, of_batched = (
+            torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, batched)
+        )
     assert torch.equal(y, batched)
     assert torch.equal(of_y, of_batched)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "affine4:saturate=0", "nvfp4:partial=1"])
-def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
+def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(
+    name,
+):
     torch.manual_seed(0)
-    model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
+    model = cpt.quantize_(
+        nn.Sequential(nn.LSTM(8, 4)),
+        cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}),
+    )
     x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     with cpt.precision(model, 8, 8):
-        direction = LSTMDirection(model[0].precision, "l0", *[None] * 4, steps=3, sizes=())
+        direction = LSTMDirection(
+            model[0].precision, "l0", *[None] * 4, steps=3, sizes=()
+        )
         alike = rounded_input(direction, x.flatten(0, 1)).split(2)
-        packed = rounded_input(direction._replace(sizes=(3, 2, 1)), x.flatten(0, 1)).split((3, 2, 1))
+        packed = rounded_input(
+            direction._replace(sizes=(3, 2, 1)), x.flatten(0, 1)
+        ).split((3, 2, 1))
     for steps in (alike, packed):
-        for step, rounded in zip(x.flatten(0, 1).split([len(s) for s in steps]), steps, strict=True):
-            assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
+        for step, rounded in zip(
+            x.flatten(0, 1).split([len(s) for s in steps]), steps, strict=True
+        ):
+            assert torch.equal(
+                rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor")
+            )
 
 
 def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format():
-    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 1), (None, 1)):
+    for ladder, expected in (
+        ({8: "e4m3"}, 0),
+        ({8: "affine4:granularity=per_tensor"}, 1),
+        (None, 1),
+    ):
         ladders = {"weight": None, "activation": None, "gradient": ladder}
-        model = cpt.quantize_(OnRing(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders))
+        model = cpt.quantize_(
+            OnRing(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders)
+        )
         with cpt.precision(model, 8, 8), torch.profiler.profile() as ran:
             model(torch.randn(6, 4, requires_grad=True)).sum().backward()
-        assert [event.name for event in ran.events()].count("cpt::round_scale_round") == expected
+        assert [event.name for event in ran.events()].count(
+            "cpt::round_scale_round"
+        ) == expected
 
 
 def test_a_recorded_step_serves_no_other_split_of_gradients():
     layer = layer_precisions(net())["0"]
     found = set()
-    for levels in (Levels(8, 8, 8, 8), Levels(8, 8, 8, 4), Levels(8, 8, None, 8), Levels(8, 8, 8, None)):
+    for levels in (
+        Levels(8, 8, 8, 8),
+        Levels(8, 8, 8, 4),
+        Levels(8, 8, None, 8),
+        Levels(8, 8, 8, None),
+    ):
         layer.set_levels(levels)
         found.add(constants_of(layer))
     assert len(found) == 4
@@ -449,11 +588,22 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
 def test_a_checkpoint_of_another_ladder_is_refused():
     state = cpt.PrecisionScheduler(net(MX), OF_MX).state_dict()
     cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(state)
-    for other in (None, {1: "e2m1", 3: "e4m3"}, {"weight": MX, "activation": MX, "gradient": None}):
-        with pytest.raises(ValueError, match=r"the checkpoint has ladders .*mxfp4:partial=1.*, this scheduler"):
+    for other in (
+        None,
+        {1: "e2m1", 3: "e4m3"},
+        {"weight": MX, "activation": MX, "gradient": None},
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"the checkpoint has ladders .*mxfp4:partial=1.*, this scheduler",
+        ):
             cpt.PrecisionScheduler(net(other), OF_MX).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"the checkpoint has ladders \{\}, this scheduler"):
-        cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(cpt.PrecisionScheduler(net(), OF_MX).state_dict())
+    with pytest.raises(
+        ValueError, match=r"the checkpoint has ladders \{\}, this scheduler"
+    ):
+        cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(
+            cpt.PrecisionScheduler(net(), OF_MX).state_dict()
+        )
     old = cpt.PrecisionScheduler(net(), OF_MX).state_dict()
     del old["ladders"]  # as it was written before there were any
     cpt.PrecisionScheduler(net(), OF_MX).load_state_dict(old)
@@ -465,7 +615,9 @@ def test_state_of_the_paper_ladder_names_no_ladder():
     plain = cpt.PrecisionScheduler(net(), OF_MX)
     assert asked.state_dict()["ladders"] == {}
     asked.load_state_dict(plain.state_dict())
-    by_role = {name: {"activation": {}, "weight": {}} for name in asked.state_dict()["layers"]}
+    by_role = {
+        name: {"activation": {}, "weight": {}} for name in asked.state_dict()["layers"]
+    }
     for scheduler in (asked, plain):
         scheduler.load_state_dict({**plain.state_dict(), "ladders": by_role})
 
@@ -483,9 +635,14 @@ def test_ranges_of_rows_take_the_place_of_running_ones(kind):
         y.sum().backward()
         scheduler.step()
     evaluated = model.eval()(x)
-    assert torch.equal(evaluated if isinstance(evaluated, torch.Tensor) else evaluated[0], y)
+    assert torch.equal(
+        evaluated if isinstance(evaluated, torch.Tensor) else evaluated[0], y
+    )
     role = next(r for r in model[0].precision.quantizers if r.startswith("input"))
-    assert torch.equal(model[0].precision.operand(role, x), cpt.quantize(x, format="e4m3:granularity=per_row"))
+    assert torch.equal(
+        model[0].precision.operand(role, x),
+        cpt.quantize(x, format="e4m3:granularity=per_row"),
+    )
 
 
 def test_q_max_is_that_of_every_role():
@@ -499,7 +656,10 @@ def test_q_max_is_that_of_every_role():
         assert layer.in_force == (6, 2, 8, 8)
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))],
+)
 def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
     model = net(BY_ROLE)
     precision = TrainerPrecision(model, RISING, None, eval_bits=asked)
@@ -513,22 +673,39 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
 @pytest.mark.parametrize("cost", cpt.formats.COSTS)
 def test_costs_take_the_ladders_of_a_configuration(cost):
     ladders = cpt.QuantConfig(ladder=MX).ladder
-    assert OF_MX.relative_cost(cost=cost, ladder=ladders) == pytest.approx(OF_MX.relative_cost(cost=cost, ladder=MX))
+    assert OF_MX.relative_cost(cost=cost, ladder=ladders) == pytest.approx(
+        OF_MX.relative_cost(cost=cost, ladder=MX)
+    )
     schedule = cpt.solve_schedule(0.9, 1, 4, 400, cost=cost, ladder=ladders)
-    assert schedule.relative_cost(cost=cost, ladder=ladders) == pytest.approx(0.9, rel=2e-3)
+    assert schedule.relative_cost(cost=cost, ladder=ladders) == pytest.approx(
+        0.9, rel=2e-3
+    )
     both = {1: "e2m1", 3: "e4m3"}, {1: "e4m3", 3: "e4m3"}
-    apart = cpt.QuantConfig(ladder={"weight": both[0], "activation": both[1], "gradient": both[1]}).ladder
+    apart = cpt.QuantConfig(
+        ladder={"weight": both[0], "activation": both[1], "gradient": both[1]}
+    ).ladder
     per_mac = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e2m1"], cpt.FORMATS["e4m3"])
     if per_mac:  # else a price of elements
         full = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e4m3"], cpt.FORMATS["e4m3"])
-        assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
+        assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx(
+            (2 * per_mac + full) / (3 * full)
+        )
         roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
-        assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
+        assert (
+            roles.relative_cost(cost=cost, ladder=apart) == 1
+        )  # its own highest levels
 
 
 def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
     model, step, optimizer, _ = problem()
     config = cpt.QuantConfig(ladder=MX)
-    options = {"base": 2, "q_max": 4, "windows": 2, "steps": 8, "seeds": (0,), "estimate": False}
+    options = {
+        "base": 2,
+        "q_max": 4,
+        "windows": 2,
+        "steps": 8,
+        "seeds": (0,),
+        "estimate": False,
+    }
     found = cpt.search.sensitivity(model, step, optimizer, config=config, **options)
     assert (found.base, found.groups) == (2, (("0",), ("4",)))

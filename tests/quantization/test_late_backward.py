@@ -10,7 +10,13 @@ from helpers import NEAREST, ForeignCheckpoint, identical
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core import PrecisionScheduler, QuantConfig, make_schedule, precision, quantize_
+from cpt_core import (
+    PrecisionScheduler,
+    QuantConfig,
+    make_schedule,
+    precision,
+    quantize_,
+)
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.quantization import fake_quantize
@@ -52,8 +58,15 @@ def saved_on_cpu(run, *xs):
     return checkpoint(inner, *xs, use_reentrant=False)
 
 
-CHECKPOINTS = {name: partial(checkpoint, use_reentrant=how) for name, how in REENTRANT.items()}
-CHECKPOINTS |= {"custom": ForeignCheckpoint.apply, "nested": nested, "mixed": mixed, "saved on cpu": saved_on_cpu}
+CHECKPOINTS = {
+    name: partial(checkpoint, use_reentrant=how) for name, how in REENTRANT.items()
+}
+CHECKPOINTS |= {
+    "custom": ForeignCheckpoint.apply,
+    "nested": nested,
+    "mixed": mixed,
+    "saved on cpu": saved_on_cpu,
+}
 
 
 class Block(nn.Module):
@@ -61,7 +74,12 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.out, self.how, self.inner = nn.Linear(8, 24), nn.Linear(8, 8), plain, plain
+        self.qkv, self.out, self.how, self.inner = (
+            nn.Linear(8, 24),
+            nn.Linear(8, 8),
+            plain,
+            plain,
+        )
 
     def attend(self, q, k, v):
         return (q @ k.mT).softmax(-1) @ v
@@ -99,10 +117,14 @@ class GraphLayers(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = GraphConv(8, 6), GraphConv(6, 8)
-        self.graph = Graph.from_edges(torch.arange(60) % 20, torch.arange(60).mul(7) % 20, num_nodes=20)
+        self.graph = Graph.from_edges(
+            torch.arange(60) % 20, torch.arange(60).mul(7) % 20, num_nodes=20
+        )
 
     def forward(self, x):
-        return self.second(self.graph, self.first(self.graph, x.flatten(0, 1)).relu()).unflatten(0, x.shape[:2])
+        return self.second(
+            self.graph, self.first(self.graph, x.flatten(0, 1)).relu()
+        ).unflatten(0, x.shape[:2])
 
 
 def mlp():
@@ -202,7 +224,9 @@ def by_layer(model, x, run):
     """Step through a schedule for every layer."""
     names = [*layer_precisions(model)]
     fixed = make_schedule("STATIC", q_max=3, total_steps=20)
-    scheduler = PrecisionScheduler(model, {names[0]: RISING, "*": fixed} if len(names) > 1 else RISING)
+    scheduler = PrecisionScheduler(
+        model, {names[0]: RISING, "*": fixed} if len(names) > 1 else RISING
+    )
     y = run(model, x)
     for _ in range(12):
         scheduler.step()
@@ -222,7 +246,11 @@ def results(make, program, run=plain, config=NEAREST, prepare=None):
     loss = program(model, x, run)
     if loss is not None:
         loss.backward()
-    states = [value for p in layer_precisions(model).values() for value in p.get_running().values()]
+    states = [
+        value
+        for p in layer_precisions(model).values()
+        for value in p.get_running().values()
+    ]
     loss = [] if loss is None else [loss.detach()]
     return [x.grad, *(p.grad for p in model.parameters()), *states, *loss]
 
@@ -231,9 +259,18 @@ def results(make, program, run=plain, config=NEAREST, prepare=None):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_checkpoint_recomputes_at_bits_of_forward(how, name, program):
-    expected, found = results(MODELS[name], program), results(MODELS[name], program, CHECKPOINTS[how])
-    if (name, program) == ("lstm", in_float32):  # torch's own LSTM has other last digits without gradients
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+    expected, found = (
+        results(MODELS[name], program),
+        results(MODELS[name], program, CHECKPOINTS[how]),
+    )
+    if (name, program) == (
+        "lstm",
+        in_float32,
+    ):  # torch's own LSTM has other last digits without gradients
+        assert all(
+            torch.allclose(a, b, atol=1e-6)
+            for a, b in zip(expected, found, strict=True)
+        )
     else:
         assert identical(expected, found)
 
@@ -263,15 +300,24 @@ def in_blocks(place, how):
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_checkpoint_inside_module_recomputes_at_bits_of_forward(how, place, program):
     expected = results(MODELS["attention"], program)
-    assert identical(expected, results(MODELS["attention"], program, prepare=in_blocks(place, how)))
-    both = results(MODELS["attention"], program, CHECKPOINTS[how], prepare=in_blocks(place, how))
+    assert identical(
+        expected, results(MODELS["attention"], program, prepare=in_blocks(place, how))
+    )
+    both = results(
+        MODELS["attention"], program, CHECKPOINTS[how], prepare=in_blocks(place, how)
+    )
     assert identical(expected, both)
 
 
 CONFIGS = {
     "stochastic": QuantConfig(),
     "integer": replace(NEAREST, execution="integer"),
-    "ladder": replace(NEAREST, ladder=FormatLadder({q: "e4m3" if q > 4 else "mxfp4:partial=1" for q in range(2, 9)})),
+    "ladder": replace(
+        NEAREST,
+        ladder=FormatLadder(
+            {q: "e4m3" if q > 4 else "mxfp4:partial=1" for q in range(2, 9)}
+        ),
+    ),
 }
 
 
@@ -295,7 +341,9 @@ def with_roles(model, x, run):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_checkpoint_recomputes_every_configuration(config, how):
     for program in (in_block, twice, in_float32):
-        of_config = partial(results, MODELS["attention"], program, config=CONFIGS[config])
+        of_config = partial(
+            results, MODELS["attention"], program, config=CONFIGS[config]
+        )
         assert identical(of_config(), of_config(CHECKPOINTS[how]))
 
 
@@ -318,10 +366,14 @@ def plain_kernels(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_late_backward_of_plain_kernels(name, plain_kernels):
-    assert identical(results(MODELS[name], in_block)[:-1], results(MODELS[name], in_block_of_itself))
+    assert identical(
+        results(MODELS[name], in_block)[:-1], results(MODELS[name], in_block_of_itself)
+    )
     for program in (stepping, twice):
         expected = results(MODELS[name], program)
-        assert identical(expected, results(MODELS[name], program, CHECKPOINTS["not reentrant"]))
+        assert identical(
+            expected, results(MODELS[name], program, CHECKPOINTS["not reentrant"])
+        )
 
 
 @pytest.mark.parametrize("config", ["integer", "ladder"])
@@ -355,7 +407,10 @@ def test_recomputation_leaves_layers_as_they_are():
     for _ in range(15):
         scheduler.step()
     layers = layer_precisions(model).values()
-    before = [{name: value for name, value in vars(p).items() if name != "recomputes"} for p in layers]
+    before = [
+        {name: value for name, value in vars(p).items() if name != "recomputes"}
+        for p in layers
+    ]
     y.sum().backward()  # which torch ends early
     for attributes, layer in zip(before, layers, strict=True):
         assert all(vars(layer)[name] is value for name, value in attributes.items())
@@ -388,9 +443,14 @@ def test_scheduler_that_a_checkpointed_function_moves_waits():
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_hugging_face_checkpoints_recompute_at_bits_of_forward():
     config = transformers.BertConfig(
-        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     found = []
     for reentrant in (None, True, False):
         torch.manual_seed(0)

@@ -8,7 +8,12 @@ import pytest
 import torch
 from helpers import NEAREST, quantize_gradient, refused, reported
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 
 from cpt_core.quantization import fake_quantize, lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
@@ -30,7 +35,9 @@ NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 def form(request, monkeypatch):
     """Run a test with each form of the LSTM."""
     for function in functions_named("lstm"):
-        monkeypatch.setitem(OP_HANDLERS, function, OP_HANDLERS[function])  # it is put back
+        monkeypatch.setitem(
+            OP_HANDLERS, function, OP_HANDLERS[function]
+        )  # it is put back
     register_handler(functions_named("lstm"), FORMS[request.param], "input hx")
     return request.param
 
@@ -40,25 +47,41 @@ def lstm_of(*sizes, config=NEAREST, seed=0, **options):
     return quantize_(nn.LSTM(*sizes, **options), config)
 
 
-def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, rounded=None, grad=NEAREST_GRAD):
+def plain(
+    module,
+    x,
+    h,
+    c,
+    bits,
+    q_grad,
+    cell="l0",
+    reverse=False,
+    rounded=None,
+    grad=NEAREST_GRAD,
+):
     """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I).
 
     ``rounded``: what quantises an "input" or a "hidden" state; on a range of its own if None.
     """
     rounded = rounded or (lambda x, role: quantize(x, bits, f"lstm_{role}"))
     w_ih, w_hh, b_ih, b_hh = (
-        getattr(module, f"{n}_{cell}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        getattr(module, f"{n}_{cell}", None)
+        for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
     levels = torch.tensor(num_steps(q_grad))
 
     def product(x, role, weight, bias):
         bias = None if bias is None else quantize(bias, bits, "bias")
-        y = nn.functional.linear(rounded(x, role), quantize(weight, bits, "lstm_weight"), bias)
+        y = nn.functional.linear(
+            rounded(x, role), quantize(weight, bits, "lstm_weight"), bias
+        )
         return quantize_gradient(y, levels, grad)
 
     out = []
     for x_t in reversed(x) if reverse else x:
-        i, f, g, o = (product(x_t, "input", w_ih, b_ih) + product(h, "hidden", w_hh, b_hh)).chunk(4, 1)
+        i, f, g, o = (
+            product(x_t, "input", w_ih, b_ih) + product(h, "hidden", w_hh, b_hh)
+        ).chunk(4, 1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         h = torch.sigmoid(o) * torch.tanh(c)
         out.append(h)
@@ -72,7 +95,9 @@ def same(a, b):
 
 def gradients(module, loss, *inputs):
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, [*parameters.values(), *inputs], allow_unused=True)
+    found = torch.autograd.grad(
+        loss, [*parameters.values(), *inputs], allow_unused=True
+    )
     return dict(zip([*parameters, *range(len(inputs))], found, strict=True))
 
 
@@ -86,20 +111,43 @@ def close(a, b, atol=2e-5):
 @pytest.mark.parametrize("bias", [True, False])
 def test_same_bits_as_the_plain_loop(bits, bias):
     module = lstm_of(12, 32, bias=bias)
-    x, h, c = torch.randn(9, 6, 12, requires_grad=True), torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
+    x, h, c = (
+        torch.randn(9, 6, 12, requires_grad=True),
+        torch.randn(6, 32, requires_grad=True),
+        torch.randn(6, 32),
+    )
     c.requires_grad_()
     with precision(module, bits, q_grad=6):
         y, (h_n, c_n) = module(x, (h[None], c[None]))
-        found = gradients(module, (y * y.detach().sin()).sum() + 2 * h_n.sum() - c_n.cos().sum(), x, h, c)
+        found = gradients(
+            module,
+            (y * y.detach().sin()).sum() + 2 * h_n.sum() - c_n.cos().sum(),
+            x,
+            h,
+            c,
+        )
     y2, h2, c2 = plain(module, x, h, c, bits, 6)
     for ours, theirs in ((y, y2), (h_n[0], h2), (c_n[0], c2)):
         assert torch.equal(ours, theirs)
-    close(found, gradients(module, (y2 * y2.detach().sin()).sum() + 2 * h2.sum() - c2.cos().sum(), x, h, c))
+    close(
+        found,
+        gradients(
+            module,
+            (y2 * y2.detach().sin()).sum() + 2 * h2.sum() - c2.cos().sum(),
+            x,
+            h,
+            c,
+        ),
+    )
 
 
 def test_layers_and_directions():
     module = lstm_of(5, 4, num_layers=2, bidirectional=True)
-    x, h, c = torch.randn(6, 3, 5, requires_grad=True), torch.randn(4, 3, 4), torch.randn(4, 3, 4)
+    x, h, c = (
+        torch.randn(6, 3, 5, requires_grad=True),
+        torch.randn(4, 3, 4),
+        torch.randn(4, 3, 4),
+    )
     with precision(module, 4, q_grad=8):
         y, (h_n, c_n) = module(x, (h, c))
         found = gradients(module, y.square().sum() + h_n.sum() + c_n.sum(), x)
@@ -107,7 +155,16 @@ def test_layers_and_directions():
     for layer in (0, 1):
         parts = []
         for d, cell in enumerate((f"l{layer}", f"l{layer}_reverse")):
-            part, *end = plain(module, below, h[2 * layer + d], c[2 * layer + d], 4, 8, cell, reverse=d == 1)
+            part, *end = plain(
+                module,
+                below,
+                h[2 * layer + d],
+                c[2 * layer + d],
+                4,
+                8,
+                cell,
+                reverse=d == 1,
+            )
             parts.append(part)
             ends.append(end)
         below = torch.cat(parts, -1)
@@ -135,14 +192,23 @@ def test_packed_sequences(bidirectional):
     h, c = torch.zeros(4, 4), torch.zeros(4, 4)
     for t in range(7):
         alive = [k for k in order if lengths[k] > t]
-        _, h1, c1 = plain(module, torch.stack([parts[k][t] for k in alive])[None], h[alive], c[alive], 3, 8)
+        _, h1, c1 = plain(
+            module,
+            torch.stack([parts[k][t] for k in alive])[None],
+            h[alive],
+            c[alive],
+            3,
+            8,
+        )
         h[alive], c[alive] = h1.detach(), c1.detach()
         assert same(found[t, alive, :4], h[alive])
     assert same(h_n[0], h)
     if bidirectional:
         last = [k for k in order if lengths[k] == 7]
         x = torch.stack([parts[k][6] for k in last])[None]
-        _, h1, _ = plain(module, x, torch.zeros(2, 4), torch.zeros(2, 4), 3, 8, "l0_reverse")
+        _, h1, _ = plain(
+            module, x, torch.zeros(2, 4), torch.zeros(2, 4), 3, 8, "l0_reverse"
+        )
         assert same(found[6, last, 4:], h1)
 
 
@@ -153,7 +219,9 @@ def test_states_of_unsorted_sequences_come_and_go_in_their_order():
     order = [1, 2, 0]
     with precision(module, 8):
         y, state = module(pack_sequence(parts, enforce_sorted=False), (h, c))
-        y2, state2 = module(pack_sequence([parts[k] for k in order]), (h[:, order], c[:, order]))
+        y2, state2 = module(
+            pack_sequence([parts[k] for k in order]), (h[:, order], c[:, order])
+        )
     assert torch.equal(y.data, y2.data)
     for ours, theirs in zip(state, state2, strict=True):
         assert torch.equal(ours[:, order], theirs)
@@ -164,7 +232,9 @@ def test_packed_gradients_are_those_of_equal_lengths():
     x = torch.randn(6, 3, 5)
     with precision(module, 4, q_grad=5):
         whole = gradients(module, module(x)[0].square().sum())
-        packed = gradients(module, module(pack_padded_sequence(x, [6, 6, 6]))[0].data.square().sum())
+        packed = gradients(
+            module, module(pack_padded_sequence(x, [6, 6, 6]))[0].data.square().sum()
+        )
     close(packed, whole, atol=0)
 
 
@@ -200,12 +270,26 @@ def test_float_is_torch_s_own():
 def test_the_written_gradient_is_exact():
     torch.manual_seed(0)
     sizes = (2, 2, 1)
-    unquantized = None, "per_tensor", None, None, None, True, None, "per_row", None, False
+    unquantized = (
+        None,
+        "per_tensor",
+        None,
+        None,
+        None,
+        True,
+        None,
+        "per_row",
+        None,
+        False,
+    )
     shapes = ((5, 12), (12, 3), (12,), (2, 3), (2, 3))
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     for reverse in (False, True):
         assert torch.autograd.gradcheck(
-            lambda *a, r=reverse: recurrence(Forward(*a, 3, sizes, r, *unquantized))[:3], inputs
+            lambda *a, r=reverse: recurrence(Forward(*a, 3, sizes, r, *unquantized))[
+                :3
+            ],
+            inputs,
         )
 
 
@@ -215,12 +299,19 @@ def test_only_gradients_quantised():
     module.precision.set_bits(None, 2)
     y, expected = module(x)[0], plain(module, x, zero, zero, 32, 2)[0]
     assert torch.allclose(y, expected, atol=1e-6)
-    close(gradients(module, y.square().sum()), gradients(module, expected.square().sum()))
+    close(
+        gradients(module, y.square().sum()), gradients(module, expected.square().sum())
+    )
 
 
-@pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
+@pytest.mark.parametrize(
+    "granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"]
+)
 def test_other_quantisers_work_per_step_too(granularity):
-    changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
+    changed = {
+        "lstm_input": Quantizer(granularity),
+        "lstm_hidden": Quantizer(granularity),
+    }
     changed["lstm_grad"] = Quantizer("per_tensor")
     module = lstm_of(5, 4, config=QuantConfig(quantizers={**QUANTIZERS, **changed}))
     x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
@@ -228,7 +319,9 @@ def test_other_quantisers_work_per_step_too(granularity):
         y = module(x)[0]
         found = gradients(module, y.square().sum())
     rounded = lambda x, role: quantize(x, 3, Quantizer(granularity))  # noqa: E731
-    expected = plain(module, x, zero, zero, 3, 4, rounded=rounded, grad=Quantizer("per_tensor"))[0]
+    expected = plain(
+        module, x, zero, zero, 3, 4, rounded=rounded, grad=Quantizer("per_tensor")
+    )[0]
     assert same(y, expected)
     close(found, gradients(module, expected.square().sum()))
 
@@ -243,7 +336,10 @@ def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
     with precision(module, 8):
         forth, back = module(x)[0].detach().split(4, -1)
     seen = {"input_l0": x, "hidden_l0": torch.cat([zero, forth[:-1]])}
-    seen |= {"input_l0_reverse": x.flip(0), "hidden_l0_reverse": torch.cat([zero, back.flip(0)[:-1]])}
+    seen |= {
+        "input_l0_reverse": x.flip(0),
+        "hidden_l0_reverse": torch.cat([zero, back.flip(0)[:-1]]),
+    }
     for role, steps in seen.items():
         low, width, weight = torch.zeros(3)
         for value in steps:
@@ -260,7 +356,9 @@ def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
     broken = torch.cat([x[:2], torch.full((1, 3, 5), float("nan")), x[2:]])
     with precision(module, 8), precision(other, 8):
         module(x), other(broken)
-    assert torch.allclose(module.precision.running_input_l0, other.precision.running_input_l0)
+    assert torch.allclose(
+        module.precision.running_input_l0, other.precision.running_input_l0
+    )
     assert other.precision.running_hidden_l0.isfinite().all()
 
 
@@ -271,17 +369,27 @@ def test_evaluation_uses_running_ranges():
         module(x)
         module.eval()
         low, width, weight = module.precision.running_input_l0
-        expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
+        expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[
+            0
+        ]
         assert same(module(x)[0], expected)
-        p, before, zero = module.precision, module.precision.get_running(), torch.zeros(3, 4)
+        p, before, zero = (
+            module.precision,
+            module.precision.get_running(),
+            torch.zeros(3, 4),
+        )
 
         def stored(x, role):
             low, width, _ = p.stored_range(f"{role}_l0")
-            return fake_quantize.operators.round_in_range(x, low, width, p.levels, "per_tensor", clip=True)
+            return fake_quantize.operators.round_in_range(
+                x, low, width, p.levels, "per_tensor", clip=True
+            )
 
         assert same(module(x)[0], plain(module, x, zero, zero, 3, 8, rounded=stored)[0])
         module(10 * x)
-    assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())
+    assert all(
+        torch.equal(v, before[k]) for k, v in module.precision.get_running().items()
+    )
 
 
 # --- as a module ----------------------------------------------------------------------------------
@@ -307,7 +415,12 @@ def test_bad_input():
     with precision(module, 4):
         refused("2D or 3D", module, torch.randn(5))
         refused("at least one step", module, torch.randn(0, 3, 5))
-        refused(r"input.size\(-1\) must be equal to input_size", module, torch.randn(6, 3, 7), error=RuntimeError)
+        refused(
+            r"input.size\(-1\) must be equal to input_size",
+            module,
+            torch.randn(6, 3, 7),
+            error=RuntimeError,
+        )
         with pytest.raises(RuntimeError, match="Expected hidden"):
             module(torch.randn(6, 3, 5), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
 
@@ -323,7 +436,9 @@ def test_frozen_weights_get_no_gradient():
     assert module.weight_ih_l0.grad is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True}], ids=["one way", "both ways"])
+@pytest.mark.parametrize(
+    "options", [{}, {"bidirectional": True}], ids=["one way", "both ways"]
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_both_forms_compute_the_same(options, packed):
@@ -338,18 +453,26 @@ def test_both_forms_compute_the_same(options, packed):
         with precision(copied, 4, q_grad=5):
             y, (h, c) = copied(x)
             y = y.data if packed else y
-            found = gradients(copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum())
+            found = gradients(
+                copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum()
+            )
             evaluated = copied.eval()(x)[0]
             evaluated = evaluated.data if packed else evaluated
         results.append(((y, h, c), found, evaluated, copied.precision.get_running()))
-    (outputs, grads, evaluated, running), (outputs2, grads2, evaluated2, running2) = results
-    for ours, theirs in zip((*outputs, evaluated), (*outputs2, evaluated2), strict=True):
+    (outputs, grads, evaluated, running), (outputs2, grads2, evaluated2, running2) = (
+        results
+    )
+    for ours, theirs in zip(
+        (*outputs, evaluated), (*outputs2, evaluated2), strict=True
+    ):
         assert same(ours, theirs)
     close(grads, grads2, atol=1e-6)
     close(running, running2, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"dropout": 0.5}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"dropout": 0.5}, {"bias": False}], ids=str
+)
 @pytest.mark.parametrize("form", ["by steps"], indirect=True)
 def test_lstm_equals_its_form_for_packed_sequences(options):
     """Every bit of outputs, gradients, running ranges and noise."""
@@ -362,8 +485,12 @@ def test_lstm_equals_its_form_for_packed_sequences(options):
         torch.manual_seed(1)
         with precision(copied, 4, q_grad=5):
             y, (h, c) = copied(x)
-            found = gradients(copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum())
-        results.append({**found, "y": y, "h": h, "c": c, **copied.precision.get_running()})
+            found = gradients(
+                copied, (y * y.detach().sin()).sum() + h.sum() - c.cos().sum()
+            )
+        results.append(
+            {**found, "y": y, "h": h, "c": c, **copied.precision.get_running()}
+        )
     first, second = results
     for name in first:
         assert torch.equal(first[name], second[name]), name
@@ -376,7 +503,10 @@ def test_the_class_stays_and_checkpoints_keep_their_names():
     module = lstm_of(5, 4, bidirectional=True)
     assert type(module) is nn.LSTM
     directions = ("l0", "l0_reverse")
-    expected = {"noise_key", *(f"running_{role}_{d}" for role in ("input", "hidden") for d in directions)}
+    expected = {
+        "noise_key",
+        *(f"running_{role}_{d}" for role in ("input", "hidden") for d in directions),
+    }
     assert set(module.precision.get_running()) == expected
     assert not hasattr(restore_(module), "precision")
 
@@ -401,5 +531,8 @@ def test_a_stored_model_is_quantised_in_another_process(tmp_path):
     module[0].precision.set_bits(3, 8)
     torch.save((module, x), tmp_path / "model.pt")
     run = "import sys, torch; m, x = torch.load(sys.argv[1], weights_only=False); torch.save(m(x)[0], sys.argv[2])"
-    subprocess.run([sys.executable, "-c", run, tmp_path / "model.pt", tmp_path / "y.pt"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", run, tmp_path / "model.pt", tmp_path / "y.pt"],
+        check=True,
+    )
     assert torch.equal(torch.load(tmp_path / "y.pt"), module(x)[0])

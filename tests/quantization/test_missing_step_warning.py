@@ -55,7 +55,12 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("optimizer", "accumulated", "compiled", "last"),
-    [("SGD", 1, False, 7), ("SGD", 3, False, 0), ("AdamW", 3, True, 0), ("fused", 2, False, 0)],
+    [
+        ("SGD", 1, False, 7),
+        ("SGD", 3, False, 0),
+        ("AdamW", 3, True, 0),
+        ("fused", 2, False, 0),
+    ],
 )
 def test_missing_step_is_warned_of_once(optimizer, accumulated, compiled, last):
     model = net()
@@ -66,7 +71,10 @@ def test_missing_step_is_warned_of_once(optimizer, accumulated, compiled, last):
     how = OPTIMIZERS[optimizer](model), accumulated, run
     assert warnings_of(train_without_steps, model, MAX_UPDATES, *how) == []
     (message,) = warnings_of(train_without_steps, model, ENOUGH, *how)
-    assert f"{ENOUGH} updates of the weights at step {last} of the schedule: call step()" in message
+    assert (
+        f"{ENOUGH} updates of the weights at step {last} of the schedule: call step()"
+        in message
+    )
     torch._dynamo.reset()
 
 
@@ -98,7 +106,10 @@ def accumulation(model, optimizer, scheduler):
     for _ in range(3):
         for _ in range(60):
             loss(model).backward()
-            with torch.no_grad(), cpt.precision(model, "q_max"):  # and evaluated in between
+            with (
+                torch.no_grad(),
+                cpt.precision(model, "q_max"),
+            ):  # and evaluated in between
                 loss(model.eval())
             model.train()
         optimizer.step()
@@ -171,16 +182,26 @@ def after_the_last_step(model, optimizer, scheduler):
 
 
 def by_another_scheduler(model, optimizer, scheduler):
-    own = cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2))
+    own = cpt.PrecisionScheduler(
+        model, cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2)
+    )
     for _ in range(ENOUGH):
         train_without_steps(model, 1)
         own.step()
 
 
 LOOPS = [
-    accumulation, sharpness_aware, closures, adversarial, gradients_alone, another_model, an_optimizer_per_parameter,
-    inside_a_block, after_the_last_step, by_another_scheduler,
-]  # fmt: skip
+    accumulation,
+    sharpness_aware,
+    closures,
+    adversarial,
+    gradients_alone,
+    another_model,
+    an_optimizer_per_parameter,
+    inside_a_block,
+    after_the_last_step,
+    by_another_scheduler,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -196,7 +217,9 @@ def test_loops_that_call_step_are_not_warned(loop):
 def test_constant_schedule_is_not_warned_of(schedule):
     model = net()
     cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
-    scheduler = cpt.PrecisionScheduler(model, cpt.make_schedule(schedule, q_max=8, total_steps=40, **cycle))
+    scheduler = cpt.PrecisionScheduler(
+        model, cpt.make_schedule(schedule, q_max=8, total_steps=40, **cycle)
+    )
     assert warnings_of(train_without_steps, model) == []
     assert scheduler.last_step == 0
 
@@ -219,7 +242,9 @@ def test_followed_optimizer_that_does_not_step_is_named():
     scheduler = cpt.PrecisionScheduler(model, CR, optimizer=followed)
     other = sgd(model)  # as a loop makes that switches to another one, or wraps it
     (message,) = warnings_of(train_without_steps, model, ENOUGH, other)
-    assert "the optimizer that the PrecisionScheduler follows has not stepped" in message
+    assert (
+        "the optimizer that the PrecisionScheduler follows has not stepped" in message
+    )
     assert scheduler.last_step == 0
 
 

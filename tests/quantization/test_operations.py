@@ -29,7 +29,11 @@ from cpt_extras.search.role_schedules import RoleSchedules
 
 def weighted(function, *sizes):
     """A module with a weight and a bias, whose own forward is a function of it and of its inputs."""
-    return Does(function, w=nn.Parameter(torch.randn(sizes)), b=nn.Parameter(torch.randn(sizes[-1])))
+    return Does(
+        function,
+        w=nn.Parameter(torch.randn(sizes)),
+        b=nn.Parameter(torch.randn(sizes[-1])),
+    )
 
 
 X, Y = (5, 6), (2, 3, 6)  # (rows, features), (batch, tokens, features)
@@ -44,54 +48,170 @@ PRODUCTS = {
     "bmm": (lambda m, x, y: x.bmm(y.transpose(1, 2)), (1, 1), [Y, Y], 1),
     "mv": (lambda m, x: torch.mv(m.w, x[0]), (4, 6), [X], 1),
     "addmm": (lambda m, x: torch.addmm(m.b, x, m.w), (6, 4), [X], 1),
-    "addmm, scaled": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2, alpha=0.5), (6, 4), [X], 1),
-    "baddbmm": (lambda m, x, y, z: torch.baddbmm(z, x, y.mT, alpha=0.5), (1, 1), [Y, Y, (2, 3, 3)], 1),
+    "addmm, scaled": (
+        lambda m, x: torch.addmm(m.b, x, m.w, beta=2, alpha=0.5),
+        (6, 4),
+        [X],
+        1,
+    ),
+    "baddbmm": (
+        lambda m, x, y, z: torch.baddbmm(z, x, y.mT, alpha=0.5),
+        (1, 1),
+        [Y, Y, (2, 3, 3)],
+        1,
+    ),
     "linear": (lambda m, x: F.linear(x, 2 * m.w, m.b[:4]), (4, 6), [Y], 1),
     "conv1d": (lambda m, x: F.conv1d(x, m.w, padding=1), (4, 3, 3), [Y], 1),
     "conv2d, alone": (lambda m, x: F.conv2d(x, m.w), (4, 2, 2, 2), [Y], 1),
-    "conv2d in groups": (lambda m, x: F.conv2d(x, m.w, groups=2, stride=2), (4, 1, 2, 2), [(3, 2, 5, 5)], 1),
-    "conv_transpose2d": (lambda m, x: F.conv_transpose2d(x, m.w, stride=2), (2, 4, 2, 2), [(3, 2, 5, 5)], 1),
-    "bilinear": (lambda m, x, y: F.bilinear(x, y, m.w), (4, 6, 6), [X, X], 1),
-    "einsum, heads": (lambda m, x, y: torch.einsum("btd,bsd->bts", x, y), (1, 1), [Y, Y], 1),
-    "einsum, weight": (lambda m, x: torch.einsum("btd,dhk->bthk", x, m.w), (6, 2, 3), [Y], 1),
-    "einsum, weight first": (lambda m, x: torch.einsum("hkd,btd->bthk", m.w, x), (2, 3, 6), [Y], 1),
-    "einsum, three": (lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y), (6, 6), [X, X], 2),
-    "einsum, dots summed": (lambda m, x, y: torch.einsum("b...,b...->b", x, y), (1, 1), [Y, Y], 1),
-    "einsum, implicit": (lambda m, x: torch.einsum("...d,dk", x, m.w), (6, 4), [Y], 1),
-    "tensordot": (lambda m, x: torch.tensordot(x, m.w, ([1, 2], [1, 0])), (6, 3, 4), [Y], 1),
-    "inner": (lambda m, x: torch.inner(x, m.w), (4, 6), [X], 1),
-    "multi_dot": (lambda m, x, y: torch.linalg.multi_dot([x, m.w, y]), (6, 5), [X, X], 2),
-    "attention": (lambda m, x: F.scaled_dot_product_attention(x, x, x), (1, 1), [(2, 2, 5, 6)], 2),
-    "causal": (lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=2.0), (1, 1), [Y], 2),
-    "masked": (
-        lambda m, x: F.scaled_dot_product_attention(x, x, x, x.new_ones(3, 3).tril().bool()), (1, 1), [Y], 2,
+    "conv2d in groups": (
+        lambda m, x: F.conv2d(x, m.w, groups=2, stride=2),
+        (4, 1, 2, 2),
+        [(3, 2, 5, 5)],
+        1,
     ),
-    "added mask": (lambda m, x, y: F.scaled_dot_product_attention(x, x, x, y), (1, 1), [Y, (3, 3)], 2),
+    "conv_transpose2d": (
+        lambda m, x: F.conv_transpose2d(x, m.w, stride=2),
+        (2, 4, 2, 2),
+        [(3, 2, 5, 5)],
+        1,
+    ),
+    "bilinear": (lambda m, x, y: F.bilinear(x, y, m.w), (4, 6, 6), [X, X], 1),
+    "einsum, heads": (
+        lambda m, x, y: torch.einsum("btd,bsd->bts", x, y),
+        (1, 1),
+        [Y, Y],
+        1,
+    ),
+    "einsum, weight": (
+        lambda m, x: torch.einsum("btd,dhk->bthk", x, m.w),
+        (6, 2, 3),
+        [Y],
+        1,
+    ),
+    "einsum, weight first": (
+        lambda m, x: torch.einsum("hkd,btd->bthk", m.w, x),
+        (2, 3, 6),
+        [Y],
+        1,
+    ),
+    "einsum, three": (
+        lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y),
+        (6, 6),
+        [X, X],
+        2,
+    ),
+    "einsum, dots summed": (
+        lambda m, x, y: torch.einsum("b...,b...->b", x, y),
+        (1, 1),
+        [Y, Y],
+        1,
+    ),
+    "einsum, implicit": (lambda m, x: torch.einsum("...d,dk", x, m.w), (6, 4), [Y], 1),
+    "tensordot": (
+        lambda m, x: torch.tensordot(x, m.w, ([1, 2], [1, 0])),
+        (6, 3, 4),
+        [Y],
+        1,
+    ),
+    "inner": (lambda m, x: torch.inner(x, m.w), (4, 6), [X], 1),
+    "multi_dot": (
+        lambda m, x, y: torch.linalg.multi_dot([x, m.w, y]),
+        (6, 5),
+        [X, X],
+        2,
+    ),
+    "attention": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, x),
+        (1, 1),
+        [(2, 2, 5, 6)],
+        2,
+    ),
+    "causal": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=2.0),
+        (1, 1),
+        [Y],
+        2,
+    ),
+    "masked": (
+        lambda m, x: F.scaled_dot_product_attention(
+            x, x, x, x.new_ones(3, 3).tril().bool()
+        ),
+        (1, 1),
+        [Y],
+        2,
+    ),
+    "added mask": (
+        lambda m, x, y: F.scaled_dot_product_attention(x, x, x, y),
+        (1, 1),
+        [Y, (3, 3)],
+        2,
+    ),
     "grouped queries": (
-        lambda m, x, y: F.scaled_dot_product_attention(x, y, y, enable_gqa=True), (1, 1),
-        [(2, 4, 5, 6), (2, 2, 5, 6)], 2,
+        lambda m, x, y: F.scaled_dot_product_attention(x, y, y, enable_gqa=True),
+        (1, 1),
+        [(2, 4, 5, 6), (2, 2, 5, 6)],
+        2,
     ),
     "experts": (
-        lambda m, x: torch._grouped_mm(x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)), (2, 16, 8), [(8, 16)], 1,
+        lambda m, x: torch._grouped_mm(
+            x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)
+        ),
+        (2, 16, 8),
+        [(8, 16)],
+        1,
     ),
     "experts, transformers": (
-        lambda m, x: torch.ops.transformers.grouped_mm_fallback(x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)),
-        (2, 16, 8), [(8, 16)], 1,
+        lambda m, x: torch.ops.transformers.grouped_mm_fallback(
+            x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)
+        ),
+        (2, 16, 8),
+        [(8, 16)],
+        1,
     ),
-    "einsum, heads summed": (lambda m, x: torch.einsum("bthk,hkd->btd", x, m.w), (2, 3, 6), [(2, 5, 2, 3)], 1),
+    "einsum, heads summed": (
+        lambda m, x: torch.einsum("bthk,hkd->btd", x, m.w),
+        (2, 3, 6),
+        [(2, 5, 2, 3)],
+        1,
+    ),
     "linear by name": (lambda m, x: F.linear(input=x, weight=m.w), (4, 6), [Y], 1),
     "matmul by name": (lambda m, x: torch.matmul(x, other=m.w), (6, 4), [Y], 1),
     "mm by name": (lambda m, x: torch.mm(input=x, mat2=m.w), (6, 4), [X], 1),
     "baddbmm by name": (
-        lambda m, x, y: torch.baddbmm(m.w, batch1=x, batch2=y.mT, beta=0.5, alpha=2), (1, 1, 1), [Y, Y], 1,
+        lambda m, x, y: torch.baddbmm(m.w, batch1=x, batch2=y.mT, beta=0.5, alpha=2),
+        (1, 1, 1),
+        [Y, Y],
+        1,
     ),
-    "bilinear by name": (lambda m, x, y: F.bilinear(x, input2=y, weight=m.w), (4, 6, 6), [X, X], 1),
-    "attention by name": (lambda m, x: F.scaled_dot_product_attention(query=x, value=x, key=x), (1, 1), [Y], 2),
-}  # fmt: skip
+    "bilinear by name": (
+        lambda m, x, y: F.bilinear(x, input2=y, weight=m.w),
+        (4, 6, 6),
+        [X, X],
+        1,
+    ),
+    "attention by name": (
+        lambda m, x: F.scaled_dot_product_attention(query=x, value=x, key=x),
+        (1, 1),
+        [Y],
+        2,
+    ),
+}
 OF_EVERY_RULE = [  # one of every way through the rules that compilers know in float32
-    "matmul", "weight first", "keys", "addmm", "baddbmm", "linear", "conv_transpose2d", "bilinear", "einsum, three",
-    "inner", "multi_dot", "causal", "grouped queries", "experts, transformers",
-]  # fmt: skip
+    "matmul",
+    "weight first",
+    "keys",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "conv_transpose2d",
+    "bilinear",
+    "einsum, three",
+    "inner",
+    "multi_dot",
+    "causal",
+    "grouped queries",
+    "experts, transformers",
+]
 
 
 def made(name, config=None):
@@ -106,21 +226,29 @@ def test_every_product_runs_on_its_grid_and_is_reported(name):
     module, inputs, count = made(name)
     function = PRODUCTS[name][0]
     with precision(module, "float"):
-        torch.testing.assert_close(module(*inputs), function(module, *inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            module(*inputs), function(module, *inputs), rtol=1e-4, atol=1e-5
+        )
     with precision(module, 18, "float"):
-        torch.testing.assert_close(module(*inputs), function(module, *inputs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            module(*inputs), function(module, *inputs), rtol=1e-3, atol=1e-3
+        )
     with precision(module, 2):
         assert not torch.allclose(module(*inputs), function(module, *inputs))
         found = reported(module, *inputs)
     assert len(found) == count
-    assert all(operation.precision is layer_precisions(module)[""] for operation in found)
+    assert all(
+        operation.precision is layer_precisions(module)[""] for operation in found
+    )
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_product_is_priced(name):
     module, inputs, _ = made(name)
     found = check(module, inputs, invariances=False)
-    assert found.ok or "bilinear" in name, found  # whose backward pass torch computes in another order
+    assert found.ok or "bilinear" in name, (
+        found
+    )  # whose backward pass torch computes in another order
     assert found.quantized_share == 1
     schedule = StaticSchedule(4, 1)
     plan = count_bitops(module, inputs, schedule)
@@ -137,25 +265,40 @@ def with_zero(role):
     return replace(QUANTIZERS[role], zero_point=True)
 
 
-@pytest.mark.parametrize("name", ["matmul", "transposed", "addmm", "linear", "einsum, weight", "inner", "tensordot"])
+@pytest.mark.parametrize(
+    "name",
+    ["matmul", "transposed", "addmm", "linear", "einsum, weight", "inner", "tensordot"],
+)
 def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
     module, (x,), _ = made(name)
-    flat = {"tensordot": lambda w: w.transpose(0, 1).flatten(0, 1), "einsum, weight": lambda w: w.flatten(1)}
+    flat = {
+        "tensordot": lambda w: w.transpose(0, 1).flatten(0, 1),
+        "einsum, weight": lambda w: w.flatten(1),
+    }
     weight = {"linear": 2 * module.w}.get(name, module.w).detach()
     matrix = flat.get(name, lambda w: w)(weight)
     outputs = matrix if name in ("transposed", "linear", "inner") else matrix.mT
     rows = x.detach().flatten(1) if name == "tensordot" else x.detach()
-    own_range = "per_tensor" if name == "linear" else "per_row"  # of the input of a computed weight
+    own_range = (
+        "per_tensor" if name == "linear" else "per_row"
+    )  # of the input of a computed weight
     expected = (
-        quantize(rows, 3, Quantizer(own_range, zero_point=True)) @ quantize(outputs, 3, with_zero("linear_weight")).mT
+        quantize(rows, 3, Quantizer(own_range, zero_point=True))
+        @ quantize(outputs, 3, with_zero("linear_weight")).mT
     )
     if name in ("addmm", "linear"):
-        expected = expected + quantize(module.b[: len(outputs)].detach(), 3, with_zero("bias"))
+        expected = expected + quantize(
+            module.b[: len(outputs)].detach(), 3, with_zero("bias")
+        )
     with precision(module, 3), torch.no_grad():
-        torch.testing.assert_close(module(x).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            module(x).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith("by name")])
+@pytest.mark.parametrize(
+    "name", [name for name in PRODUCTS if not name.endswith("by name")]
+)
 def test_gradients_are_rounded_stochastically_and_unbiased(name):
     module, inputs, _ = made(name)
     module.requires_grad_(True)
@@ -165,7 +308,10 @@ def test_gradients_are_rounded_stochastically_and_unbiased(name):
         exact = torch.autograd.grad(y, [*inputs, module.w], upstream, allow_unused=True)
     with precision(module, 20, 2):
         draws = [
-            torch.autograd.grad(module(*inputs), [*inputs, module.w], upstream, allow_unused=True) for _ in range(100)
+            torch.autograd.grad(
+                module(*inputs), [*inputs, module.w], upstream, allow_unused=True
+            )
+            for _ in range(100)
         ]
     for drawn, g in zip(zip(*draws, strict=True), exact, strict=True):
         if g is not None:  # the error of one pass is about twice as large as g itself
@@ -181,7 +327,9 @@ def shown(scores):
 
 
 CAUSAL = {
-    "einsum": lambda m, x: torch.einsum("bts,bsd->btd", shown(torch.einsum("btd,bsd->bts", x, x)), x),
+    "einsum": lambda m, x: torch.einsum(
+        "bts,bsd->btd", shown(torch.einsum("btd,bsd->bts", x, x)), x
+    ),
     "matmul": lambda m, x: shown(x @ x.mT) @ x,
     "sdpa": lambda m, x: F.scaled_dot_product_attention(x, x, x, MASK),
     "causal": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
@@ -201,17 +349,27 @@ def test_what_comes_later_is_not_seen(implementation):
         model.train(mode)
         with precision(model, 3), torch.no_grad():
             a, b = model(x), model(later)
-        if mode and implementation == "module":  # whose output layer has one range for all tokens while it trains
+        if (
+            mode and implementation == "module"
+        ):  # whose output layer has one range for all tokens while it trains
             continue
         assert torch.equal(a[:, :5], b[:, :5])
         assert not torch.equal(a[:, 5:], b[:, 5:])
 
 
 def test_experts_one_after_the_other():
-    a, b, offs = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
-    torch.testing.assert_close(contractions._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
+    a, b, offs = (
+        torch.randn(9, 16),
+        torch.randn(3, 16, 8),
+        torch.tensor([4, 4, 9], dtype=torch.int32),
+    )
+    torch.testing.assert_close(
+        contractions._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs)
+    )
     biased = contractions._by_expert(a, b, offs, bias := torch.randn(3, 8))
-    torch.testing.assert_close(biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5])
+    torch.testing.assert_close(
+        biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5]
+    )
 
 
 def test_angles_of_positions_stay_as_they_are():
@@ -223,11 +381,24 @@ def test_angles_of_positions_stay_as_they_are():
     model = quantize_(nn.ModuleDict({"rotary": rotary, "linear": nn.Linear(2, 2)}))
     with precision(model, 2):
         rotary = model["rotary"]
-        assert torch.equal(rotary(torch.arange(9)), rotary.frequency @ torch.arange(9.0)[None])
+        assert torch.equal(
+            rotary(torch.arange(9)), rotary.frequency @ torch.arange(9.0)[None]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["matmul", "addmm", "einsum, weight", "attention", "conv_transpose2d", "keys", "mm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul",
+        "addmm",
+        "einsum, weight",
+        "attention",
+        "conv_transpose2d",
+        "keys",
+        "mm",
+    ],
+)
 def test_half_precision_computes_in_float32(name, dtype):
     module, inputs, _ = made(name, NEAREST)
     grads = []
@@ -257,9 +428,14 @@ def test_attention_compiles_with_shapes_and_dropout_that_change():
 @pytest.mark.slow
 def test_compiled_code_computes_what_eager_code_does():
     config = NEAREST
-    modules, inputs, _ = zip(*(made(name, config) for name in OF_EVERY_RULE), strict=True)
+    modules, inputs, _ = zip(
+        *(made(name, config) for name in OF_EVERY_RULE), strict=True
+    )
     parts = nn.ModuleList(modules)  # compiled at once
-    model = Does(lambda m, inputs: [part(*x) for part, x in zip(m.parts, inputs, strict=True)], parts=parts)
+    model = Does(
+        lambda m, inputs: [part(*x) for part, x in zip(m.parts, inputs, strict=True)],
+        parts=parts,
+    )
     torch._dynamo.reset()
     compiled, found = torch.compile(model, backend="aot_eager", fullgraph=True), []
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -267,45 +443,79 @@ def test_compiled_code_computes_what_eager_code_does():
             with precision(model, bits, 6):
                 for run in (model, compiled):
                     outputs = run(inputs)
-                    gradients = torch.autograd.grad(sum(y.square().sum() for y in outputs), sum(inputs, ()))
+                    gradients = torch.autograd.grad(
+                        sum(y.square().sum() for y in outputs), sum(inputs, ())
+                    )
                     found.append([*outputs, *gradients])
-    of_inputs = (name for name, given in zip(OF_EVERY_RULE, inputs, strict=True) for _ in given)
+    of_inputs = (
+        name for name, given in zip(OF_EVERY_RULE, inputs, strict=True) for _ in given
+    )
     labels = [*OF_EVERY_RULE, *of_inputs]
     for i in (0, 2):
         for name, a, b in zip(labels, found[i], found[i + 1], strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(
+                b,
+                a,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda said, name=name: f"{name}: {said}",
+            )
 
 
 def test_signatures_stay_those_of_the_module_and_copies_compute_the_same():
-    plain, model, x = nn.MultiheadAttention(8, 2), quantize_(nn.MultiheadAttention(8, 2)), torch.randn(5, 2, 8)
+    plain, model, x = (
+        nn.MultiheadAttention(8, 2),
+        quantize_(nn.MultiheadAttention(8, 2)),
+        torch.randn(5, 2, 8),
+    )
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert isinstance(model, nn.MultiheadAttention)
     with precision(model, 4):
-        assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(model)))(x, x, x)[0], model(x, x, x)[0])
+        assert torch.equal(
+            pickle.loads(pickle.dumps(copy.deepcopy(model)))(x, x, x)[0],
+            model(x, x, x)[0],
+        )
 
 
 @pytest.mark.parametrize("name", ["addmm", "transposed", "ladder"])
 def test_roles_reach_products(name):
     formats = {3: "e2m1", 6: "e4m3"}
-    module, (x,), _ = made("transposed", QuantConfig(ladder=FormatLadder(formats))) if name == "ladder" else made(name)
-    steps = {"activation": StaticSchedule(3, 4), "weight": StaticSchedule(6, 4), "gradient": StaticSchedule(6, 4)}
+    module, (x,), _ = (
+        made("transposed", QuantConfig(ladder=FormatLadder(formats)))
+        if name == "ladder"
+        else made(name)
+    )
+    steps = {
+        "activation": StaticSchedule(3, 4),
+        "weight": StaticSchedule(6, 4),
+        "gradient": StaticSchedule(6, 4),
+    }
     PrecisionScheduler(module, RoleSchedules(**steps))
 
     def rounded(x, bits, role):
         how = {"format": formats[bits]} if name == "ladder" else {"bits": bits}
         return quantize(x, quantizer=with_zero(role), **how)
 
-    outputs, bias = (module.w.mT.contiguous(), module.b) if name == "addmm" else (module.w, torch.zeros(4))
-    expected = rounded(x, 3, "attention_query") @ rounded(outputs, 6, "linear_weight").mT + rounded(bias, 6, "bias")
+    outputs, bias = (
+        (module.w.mT.contiguous(), module.b)
+        if name == "addmm"
+        else (module.w, torch.zeros(4))
+    )
+    expected = rounded(x, 3, "attention_query") @ rounded(
+        outputs, 6, "linear_weight"
+    ).mT + rounded(bias, 6, "bias")
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_that_differ_between_backward_products():
     module, (x,), _ = made("weight first", NEAREST)
     PrecisionScheduler(
-        module, RoleSchedules(**dict.fromkeys(("activation", "weight", "error"), StaticSchedule(20, 4)),
-                              weight_gradient=StaticSchedule(2, 4))
-    )  # fmt: skip
+        module,
+        RoleSchedules(
+            **dict.fromkeys(("activation", "weight", "error"), StaticSchedule(20, 4)),
+            weight_gradient=StaticSchedule(2, 4),
+        ),
+    )
     y = module(x)
     upstream = torch.randn_like(y)
     of_x, of_w = torch.autograd.grad(y, [x, module.w], upstream)
@@ -316,7 +526,13 @@ def test_gradients_that_differ_between_backward_products():
 def test_patterns_name_modules_and_what_has_no_precision_says_so():
     def block():
         attention = Does(lambda m, x: x @ x.mT)
-        return quantize_(Does(lambda m, x: m.attention(m.first(x)), first=nn.Linear(6, 6), attention=attention))
+        return quantize_(
+            Does(
+                lambda m, x: m.attention(m.first(x)),
+                first=nn.Linear(6, 6),
+                attention=attention,
+            )
+        )
 
     model, x = block(), torch.randn(2, 3, 6)
     schedules = {"first": StaticSchedule(3, 4), "atten*": StaticSchedule(5, 4)}
@@ -363,15 +579,22 @@ def by_operators(m, x):
 def test_operators_of_graphs_are_products_like_others():
     torch.manual_seed(0)
     sizes = {"w": (6, 4), "k": (2, 1, 3), "t": (2, 1, 1, 2)}
-    plain = Does(by_operators, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
+    plain = Does(
+        by_operators,
+        **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()},
+    )
     model, x = quantize_(copy.deepcopy(plain)), torch.randn(5, 4)
     with precision(model, 4):
-        assert sum(operation.macs for operation in reported(model, x)) == 5 * (6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5)
+        assert sum(operation.macs for operation in reported(model, x)) == 5 * (
+            6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5
+        )
     with precision(model, 32, 32):
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.parametrize("options", [None, nn.LinearCrossEntropyOptions()], ids=["whole", "in parts"])
+@pytest.mark.parametrize(
+    "options", [None, nn.LinearCrossEntropyOptions()], ids=["whole", "in parts"]
+)
 def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
     """A language model's loss in one function, or one after the other."""
     torch.manual_seed(0)
@@ -386,7 +609,9 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
         nn.init.normal_(head.head.weight)
         model = quantize_(head, NEAREST)
         with precision(model, 3, 3):
-            assert [operation.function for operation in reported(model, x, y)] == ["linear"]
+            assert [operation.function for operation in reported(model, x, y)] == [
+                "linear"
+            ]
             loss = model(x, y)
             loss.backward()
         found.append((loss.detach(), head.head.weight.grad))
@@ -414,7 +639,11 @@ def test_sum_over_one_element_is_a_scaling(forward):
     """In training as in evaluation, with gradients or without."""
     model, x = quantize_(Does(forward, qkv=nn.Linear(8, 24))), torch.randn(4, 8)
     with precision(model, 2, 8):
-        assert [operation.layer for operation in reported(model, x) if operation.precision is not None] == ["qkv", ""]
+        assert [
+            operation.layer
+            for operation in reported(model, x)
+            if operation.precision is not None
+        ] == ["qkv", ""]
         trained = model(x)
         _, k, v = model.qkv(x).chunk(3, -1)
         assert torch.equal(model.product, k.unsqueeze(-1) * v.unsqueeze(-2))
@@ -434,13 +663,19 @@ def test_an_encoder_takes_padding_at_evaluation():
 
 def masked():
     """Attention of torch with what a test gives it."""
-    return quantize_(Does(lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)))
+    return quantize_(
+        Does(
+            lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)
+        )
+    )
 
 
 def test_what_torch_does_not_read_is_not_read():
     """Scores of attention are added to nothing where there is no mask."""
     nothing, x = torch.full((2, 3, 3), NAN), torch.randn(2, 3, 4)
-    model = quantize_(Does(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5)))
+    model = quantize_(
+        Does(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5))
+    )
     with precision(model, 20, 20):
         torch.testing.assert_close(model(x), 0.5 * x @ x.mT, rtol=1e-3, atol=1e-3)
 
@@ -448,12 +683,18 @@ def test_what_torch_does_not_read_is_not_read():
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_a_token_that_sees_nothing_gets_nothing(kind):
     model, x = masked(), torch.randn(1, 3, 4, requires_grad=True)
-    sees = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
-    mask = sees if kind == torch.bool else torch.zeros(3, 3).masked_fill(~sees, -torch.inf)
+    sees = torch.tensor(
+        [[True, True, True], [False, False, False], [True, False, True]]
+    )
+    mask = (
+        sees if kind == torch.bool else torch.zeros(3, 3).masked_fill(~sees, -torch.inf)
+    )
     with precision(model, 20, 20):
         y = model(x, x, x, attn_mask=mask)
     y.sum().backward()
-    torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x, attn_mask=mask), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        y, F.scaled_dot_product_attention(x, x, x, attn_mask=mask), rtol=1e-3, atol=1e-3
+    )
     assert not y[0, 1].any()
     assert x.grad.isfinite().all()
 
@@ -464,7 +705,9 @@ def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
     mask = torch.ones(2, 3).tril(1 if causal is bias.causal_lower_right else 0).bool()
     for bits in (4, "float"):
         with precision(model, bits):
-            assert torch.equal(model(q, x, x, attn_mask=causal(2, 3)), model(q, x, x, attn_mask=mask))
+            assert torch.equal(
+                model(q, x, x, attn_mask=causal(2, 3)), model(q, x, x, attn_mask=mask)
+            )
 
 
 def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
@@ -478,9 +721,14 @@ def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
 
 
 def test_an_einsum_that_sums_over_nothing_is_no_product():
-    outer = Does(lambda m, x: torch.einsum("bd,dn->bdn", x, m.w), w=nn.Parameter(torch.randn(4, 3)))
+    outer = Does(
+        lambda m, x: torch.einsum("bd,dn->bdn", x, m.w),
+        w=nn.Parameter(torch.randn(4, 3)),
+    )
     model = quantize_(nn.Sequential(nn.Linear(4, 4), outer))
     with precision(model, 3):
         x = model[0](torch.randn(5, 4))
         assert torch.equal(model[1](x), x.unsqueeze(-1) * model[1].w)
-        assert [operation.function for operation in reported(model, torch.randn(5, 4))] == ["linear"]
+        assert [
+            operation.function for operation in reported(model, torch.randn(5, 4))
+        ] == ["linear"]

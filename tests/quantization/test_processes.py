@@ -49,7 +49,10 @@ def errors(model, call, x):
     exact = gradients(model, call, x, "float")
     drawn = [gradients(model, call, x, 3) for _ in range(DRAWS)]
     of_parameters = zip(exact, zip(*drawn, strict=True), strict=True)
-    return [torch.stack([draw - e for draw in draws]).square().mean().sqrt() for e, draws in of_parameters]
+    return [
+        torch.stack([draw - e for draw in draws]).square().mean().sqrt()
+        for e, draws in of_parameters
+    ]
 
 
 def data():
@@ -73,37 +76,66 @@ def trained(state=None, steps=4, execution="simulated"):
     for _ in range(scheduler.last_step, steps):
         optimizer.zero_grad()
         bits.append([p.bits for p in layer_precisions(model).values()])
-        x = torch.randn(EACH, 8, generator=torch.Generator().manual_seed(10 * scheduler.last_step + dist.get_rank()))
+        x = torch.randn(
+            EACH,
+            8,
+            generator=torch.Generator().manual_seed(
+                10 * scheduler.last_step + dist.get_rank()
+            ),
+        )
         parallel(x).cos().sum().backward()
         optimizer.step()
         scheduler.step()
         if scheduler.last_step == 2:
-            state = copy.deepcopy({"model": model.state_dict(), "precision": scheduler.state_dict()})
+            state = copy.deepcopy(
+                {"model": model.state_dict(), "precision": scheduler.state_dict()}
+            )
     return [p.detach() for p in model.parameters()], keys_of(model), bits, state
 
 
 KINDS = {  # of networks, for rows of 8 numbers
     "linear": lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)),
     "tokens": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 4)), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Flatten()
+        nn.Unflatten(1, (2, 4)),
+        nn.Linear(4, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+        nn.Flatten(),
     ),
     "pictures": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4)
+        nn.Unflatten(1, (1, 2, 4)),
+        nn.Conv2d(1, 8, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 4),
     ),
 }
 
 
 def own_ranges(granularity, roles):
     """Return a config with another range of some roles, the numbers' own."""
-    own = {r: replace(NEAREST.quantizers[r], granularity=granularity, running=False) for r in roles}
+    own = {
+        r: replace(NEAREST.quantizers[r], granularity=granularity, running=False)
+        for r in roles
+    }
     return replace(NEAREST, quantizers=NEAREST.quantizers | own)
 
 
-OF_EXAMPLES = own_ranges("per_row", [role for role in NEAREST.quantizers if "linear" in role])  # one row of data each
+OF_EXAMPLES = own_ranges(
+    "per_row", [role for role in NEAREST.quantizers if "linear" in role]
+)  # one row of data each
 AGREED = [
     *((kind, NEAREST) for kind in KINDS),
-    ("pictures", own_ranges("per_sample_mean", ("conv_input", "conv_grad"))),  # the authors' third range
-    ("linear", QuantConfig(ladder=dict.fromkeys(range(3, 9), "e4m3")).with_gradient_rounding("nearest")),
+    (
+        "pictures",
+        own_ranges("per_sample_mean", ("conv_input", "conv_grad")),
+    ),  # the authors' third range
+    (
+        "linear",
+        QuantConfig(ladder=dict.fromkeys(range(3, 9), "e4m3")).with_gradient_rounding(
+            "nearest"
+        ),
+    ),
 ]
 
 
@@ -117,7 +149,9 @@ def losses(config, rank=0, processes=1, kind="linear"):
     scheduler = PrecisionScheduler(call, schedule, optimizer=optimizer)
     found = []
     while scheduler.last_step < 12:
-        x = torch.randn(2 * EACH, 8, generator=torch.Generator().manual_seed(scheduler.last_step))
+        x = torch.randn(
+            2 * EACH, 8, generator=torch.Generator().manual_seed(scheduler.last_step)
+        )
         loss = call(x.chunk(processes)[rank]).cos().sum(1).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -150,12 +184,21 @@ def worker(rank, folder):
     model = model_of()  # before the group is there
     first = keys_of(model)
     timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank)
-    found = {"first": first, "parallel": errors(model, nn.parallel.DistributedDataParallel(model), data())}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank
+    )
+    found = {
+        "first": first,
+        "parallel": errors(model, nn.parallel.DistributedDataParallel(model), data()),
+    }
     found["keys"] = keys_of(model)
-    found["ranges"] = {broadcast: ranges_after(broadcast) for broadcast in (True, False)}
+    found["ranges"] = {
+        broadcast: ranges_after(broadcast) for broadcast in (True, False)
+    }
     on_codes = model_of("integer")
-    found["codes"] = errors(on_codes, nn.parallel.DistributedDataParallel(on_codes), data())
+    found["codes"] = errors(
+        on_codes, nn.parallel.DistributedDataParallel(on_codes), data()
+    )
     sharded = model_of()
     for layer in (sharded[0], sharded[2], sharded):
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
@@ -168,12 +211,17 @@ def worker(rank, folder):
     with agreed_ranges():
         found["agreed"] = [losses(config, rank, 2, kind) for kind, config in AGREED]
         refused = quantize_(nn.LSTM(4, 4))
-        with pytest.raises(RuntimeError, match="lstm_forward finds the ranges of several examples inside"):
+        with pytest.raises(
+            RuntimeError,
+            match="lstm_forward finds the ranges of several examples inside",
+        ):
             with precision(refused, 8):
                 refused(torch.ones(2, 2, 4))
     dist.barrier()
     # one process saves for all, the first as a rule
-    states = [torch.load(f"{folder}/state{saved}.pt", weights_only=True) for saved in (0, 1)]
+    states = [
+        torch.load(f"{folder}/state{saved}.pt", weights_only=True) for saved in (0, 1)
+    ]
     found["resumed"], found["states"] = [trained(state)[:2] for state in states], states
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -192,22 +240,34 @@ def test_gradients_are_as_good_as_those_of_one_process_with_all_data(kind, proce
     alone = model_of("integer" if kind == "codes" else "simulated")
     expected = errors(alone, alone, torch.cat([data()] * 2))
     for error, other in zip(processes[0][kind], expected, strict=True):
-        assert 0.85 < error / other < 1.15  # at least 24 x 64 numbers are rounded: 2 % each, and 6 % is seen
+        assert (
+            0.85 < error / other < 1.15
+        )  # at least 24 x 64 numbers are rounded: 2 % each, and 6 % is seen
 
 
 def test_processes_train_as_one_does_where_no_range_holds_several_examples(processes):
-    of_rows, of_batches = (torch.stack(both).mean(0) for both in zip(*(p["losses"] for p in processes), strict=True))
+    of_rows, of_batches = (
+        torch.stack(both).mean(0)
+        for both in zip(*(p["losses"] for p in processes), strict=True)
+    )
     alone = losses(OF_EXAMPLES)
     torch.testing.assert_close(of_rows[:8], alone[:8], rtol=1e-5, atol=0)
-    torch.testing.assert_close(of_rows, alone, rtol=1e-2, atol=0)  # sums in another order tip a rounding now and then
+    torch.testing.assert_close(
+        of_rows, alone, rtol=1e-2, atol=0
+    )  # sums in another order tip a rounding now and then
     alone = losses(NEAREST)
-    assert ((of_batches - alone) / alone).abs().max() > 0.05  # a range of half the batch is another one
+    assert (
+        (of_batches - alone) / alone
+    ).abs().max() > 0.05  # a range of half the batch is another one
 
 
 @pytest.mark.parametrize("number", range(len(AGREED)))
 def test_with_agreed_ranges_processes_train_as_one_does(number, processes):
     kind, config = AGREED[number]
-    both, alone = torch.stack([p["agreed"][number] for p in processes]).mean(0), losses(config, kind=kind)
+    both, alone = (
+        torch.stack([p["agreed"][number] for p in processes]).mean(0),
+        losses(config, kind=kind),
+    )
     torch.testing.assert_close(both[:8], alone[:8], rtol=1e-4, atol=0)
     torch.testing.assert_close(both, alone, rtol=1e-2, atol=0)
 
@@ -215,19 +275,32 @@ def test_with_agreed_ranges_processes_train_as_one_does(number, processes):
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_processes_share_ranges_as_buffers(broadcast, processes):
     first, second = (process["ranges"][broadcast] for process in processes)
-    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [broadcast] * 2
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
+        broadcast
+    ] * 2
     assert all(running[2] > 0.1 for running in first)
 
 
 def test_without_a_group_nobody_can_agree():
-    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"), agreed_ranges():
+    with (
+        pytest.raises(
+            RuntimeError, match=r"call torch\.distributed\.init_process_group"
+        ),
+        agreed_ranges(),
+    ):
         pass
 
 
 def test_no_layer_of_a_process_has_the_key_of_another(processes):
     assert processes[0]["first"] == processes[1]["first"] == keys_of(model_of())
-    counts = [key - start for key, start in zip(processes[0]["keys"], processes[0]["first"], strict=True)]
-    assert counts == [DRAWS, DRAWS]  # the first process has the noise of one that is alone
+    counts = [
+        key - start
+        for key, start in zip(processes[0]["keys"], processes[0]["first"], strict=True)
+    ]
+    assert counts == [
+        DRAWS,
+        DRAWS,
+    ]  # the first process has the noise of one that is alone
     for mine, others in zip(*(p["keys"] for p in processes), strict=True):
         assert others - mine == 1 << KEY_BITS > max(processes[0]["keys"])
 
@@ -243,7 +316,9 @@ def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_processes_stay_together(execution, processes):
-    (first, _, bits), (second, _, others) = (process[execution] for process in processes)
+    (first, _, bits), (second, _, others) = (
+        process[execution] for process in processes
+    )
     assert all(map(torch.equal, first, second))
     assert bits == others == [[b] * 2 for b in SCHEDULE.bits()[:4].tolist()]
     assert not any(map(torch.equal, first, model_of().parameters()))

@@ -18,12 +18,18 @@ N = torch.tensor(15.0)
 def test_quantize_takes_bits_as_before():
     x = normal(5, 6)
     expected = grids.fake_quantize(x, N, "per_tensor", None)[0]
-    for found in (quantize(x, 4), quantize(x, bits=4, quantizer="conv_input"), quantize(x, 4, "conv_input")):
+    for found in (
+        quantize(x, 4),
+        quantize(x, bits=4, quantizer="conv_input"),
+        quantize(x, 4, "conv_input"),
+    ):
         assert torch.equal(found, expected)
     assert torch.equal(quantize(x, format="affine4"), expected)
     assert quantize(x, 24) is x
     assert quantize(x, format="float32") is x
-    assert torch.equal(quantize(x, 4, "linear_weight"), grids.fake_quantize(x, N, "per_row", None)[0])
+    assert torch.equal(
+        quantize(x, 4, "linear_weight"), grids.fake_quantize(x, N, "per_row", None)[0]
+    )
     assert torch.equal(quantize(x, format="affine12"), quantize(x, 12))
 
 
@@ -33,9 +39,13 @@ def test_quantize_rounds_to_every_format(name):
     y = quantize(x, format=name)
     if format.kind in ("minifloat", "log2") and not format.block:
         expected = round_elements(x, None, format)  # no scale
-        assert format.bits > 8 or set(y.flatten().tolist()) <= set(format.values().tolist())
+        assert format.bits > 8 or set(y.flatten().tolist()) <= set(
+            format.values().tolist()
+        )
     else:
-        expected = grids.fake_quantize(x, torch.tensor(2.0**format.bits - 1), f"per_tensor|{name}", None)[0]
+        expected = grids.fake_quantize(
+            x, torch.tensor(2.0**format.bits - 1), f"per_tensor|{name}", None
+        )[0]
         if format.plain_affine:
             expected = quantize(x, format.bits)
     assert torch.equal(y, expected)
@@ -43,7 +53,8 @@ def test_quantize_rounds_to_every_format(name):
         grid = on_level(QUANTIZERS[role], FormatQuantizer(format=format)).grid
         n = torch.tensor(2.0**format.bits - 1)
         assert torch.equal(
-            quantize(x, format=format, quantizer=role), torch.ops.cpt_reference.fake_quantize(x, n, grid, None)[0]
+            quantize(x, format=format, quantizer=role),
+            torch.ops.cpt_reference.fake_quantize(x, n, grid, None)[0],
         )
     own = quantize(x, format=FormatQuantizer("per_row", format=format))
     assert torch.equal(own, quantize(x, format=f"{name}:granularity=per_row"))
@@ -79,32 +90,67 @@ def test_quantize_rounds_stochastically_with_a_seed():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: quantize(x), "either bits or a format, got bits=None and format=None"),
-        (lambda x: quantize(x, 8, format="e4m3"), "either bits or a format, got bits=8"),
-        (lambda x: quantize(x.int(), format="e4m3"), r"only floating tensors.*torch.int32"),
+        (
+            lambda x: quantize(x),
+            "either bits or a format, got bits=None and format=None",
+        ),
+        (
+            lambda x: quantize(x, 8, format="e4m3"),
+            "either bits or a format, got bits=8",
+        ),
+        (
+            lambda x: quantize(x.int(), format="e4m3"),
+            r"only floating tensors.*torch.int32",
+        ),
         *(
-            (lambda x, how=how: quantize(x.to_sparse(), **how), r"only dense tensors can .*sparse_coo; .*to_dense")
+            (
+                lambda x, how=how: quantize(x.to_sparse(), **how),
+                r"only dense tensors can .*sparse_coo; .*to_dense",
+            )
             for how in ({"bits": 4}, {"format": "e4m3"})
         ),
-        (lambda x: quantize(x, format="e4m99"), "mantissa must be a whole number of at least 0 and at most 32, got 99"),
+        (
+            lambda x: quantize(x, format="e4m99"),
+            "mantissa must be a whole number of at least 0 and at most 32, got 99",
+        ),
         (lambda x: quantize(x, format="int8"), "unknown format 'int8'"),
-        (lambda x: quantize(x, format="e4m3", quantizer="weights"), "unknown quantizer 'weights'"),
+        (
+            lambda x: quantize(x, format="e4m3", quantizer="weights"),
+            "unknown quantizer 'weights'",
+        ),
         (lambda x: quantize(x, format="e4m3:rounding=stochastic"), "needs a seed"),
-        (lambda x: quantize(x, format="e4m3", seed=1), "nothing else takes one; got seed=1 for format e4m3"),
+        (
+            lambda x: quantize(x, format="e4m3", seed=1),
+            "nothing else takes one; got seed=1 for format e4m3",
+        ),
         (lambda x: quantize(x, 8, seed=1), "nothing else takes one"),
         (
             lambda x: quantize(x, format="e4m3:rounding=stochastic", seed=1.5),
             "seed must be a whole .* got 1.5",
         ),
-        (lambda x: quantize(x.bfloat16(), format="fp16"), r"fp16 is wider than the tensor's type, torch.bfloat16"),
+        (
+            lambda x: quantize(x.bfloat16(), format="fp16"),
+            r"fp16 is wider than the tensor's type, torch.bfloat16",
+        ),
         (lambda x: quantize(x.bfloat16(), format="e8m10"), "e8m10 is wider"),
         (lambda x: quantize(x.half(), format="bf16"), r"bf16 is wider.*torch.float16"),
         (lambda x: quantize(x.bfloat16(), format="affine12"), "affine12 is wider"),
         (lambda x: quantize(x.half(), format="symmetric14"), "symmetric14 is wider"),
         (lambda x: quantize(x.half(), format="log2_8"), "log2_8 is wider"),
-        (lambda x: quantize(x[:, :30], format="mxfp4"), r"blocks of 32 .* shape \(4, 30\); with partial=True"),
-        (lambda x: quantize(x.index_fill(1, torch.tensor([5]), NAN), format="mxfp4"), r"nan, which stands at \(0, 5\)"),
-        (lambda x: quantize(-x.index_fill(0, torch.tensor([2]), INF), format="nvfp4"), r"-inf, which .* at \(2, 0\)"),
+        (
+            lambda x: quantize(x[:, :30], format="mxfp4"),
+            r"blocks of 32 .* shape \(4, 30\); with partial=True",
+        ),
+        (
+            lambda x: quantize(x.index_fill(1, torch.tensor([5]), NAN), format="mxfp4"),
+            r"nan, which stands at \(0, 5\)",
+        ),
+        (
+            lambda x: quantize(
+                -x.index_fill(0, torch.tensor([2]), INF), format="nvfp4"
+            ),
+            r"-inf, which .* at \(2, 0\)",
+        ),
         (lambda x: rotate(x, 128, 0), r"do not divide .*\(4, 32\)"),
     ],
 )
@@ -128,7 +174,9 @@ def test_a_rotation_keeps_lengths_and_products(size):
     assert torch.allclose(matrix.abs().amax(1), torch.full((64,), size**-0.5))
     if size > 2:
         assert not torch.equal(turned, rotate(a, size, 4))
-    assert torch.autograd.gradcheck(lambda v: rotate(v, size, 3), (a[0, 0].double().requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda v: rotate(v, size, 3), (a[0, 0].double().requires_grad_(),)
+    )
 
 
 def test_a_rotation_spreads_what_stands_out():
@@ -136,5 +184,7 @@ def test_a_rotation_spreads_what_stands_out():
     x[:, 3] = 100.0
     assert float(rotate(x, 64, 0).abs().max()) < 30
     assert rotate(x.bfloat16(), 16, 0).dtype == torch.bfloat16
-    compiled = torch.compile(lambda v: rotate(v, 16, 5), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda v: rotate(v, 16, 5), backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(compiled(x), rotate(x, 16, 5))

@@ -28,14 +28,18 @@ STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
 
 
 def image(dtype=torch.float32, seed=0):
-    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
 
 
 def gradient_of(upstream, bits=3, quantizer=QUANTIZERS["conv_grad"], key=0):
     """What rounding makes of a gradient; a tensor is the key of the noise itself, which moves on."""
     x = torch.zeros_like(upstream, requires_grad=True)
     levels = torch.tensor(num_steps(bits), dtype=torch.float32, device=upstream.device)
-    quantize_gradient(x, levels, quantizer, torch.as_tensor(key, device=upstream.device)).backward(upstream)
+    quantize_gradient(
+        x, levels, quantizer, torch.as_tensor(key, device=upstream.device)
+    ).backward(upstream)
     return x.grad
 
 
@@ -64,8 +68,12 @@ def numpy_range(x, granularity):
     }
     if granularity == "per_sample_mean":
         rest = everything[1:] or everything
-        low = x.min(axis=rest, keepdims=True).mean(axis=0, keepdims=True, dtype=np.float32)
-        return low, x.max(axis=rest, keepdims=True).mean(axis=0, keepdims=True, dtype=np.float32) - low
+        low = x.min(axis=rest, keepdims=True).mean(
+            axis=0, keepdims=True, dtype=np.float32
+        )
+        return low, x.max(axis=rest, keepdims=True).mean(
+            axis=0, keepdims=True, dtype=np.float32
+        ) - low
     low = x.min(axis=axes[granularity], keepdims=True)
     return low, x.max(axis=axes[granularity], keepdims=True) - low
 
@@ -95,14 +103,23 @@ def test_equals_plain_numpy(x, bits, granularity):
     low, width = numpy_range(x, granularity)
     expected = numpy_quantize(x, bits, low, width)
     leaf = torch.from_numpy(x).requires_grad_()
-    y, upstream = quantize(leaf, bits, Quantizer(granularity)), torch.arange(1.0, x.size + 1).reshape(x.shape)
+    y, upstream = (
+        quantize(leaf, bits, Quantizer(granularity)),
+        torch.arange(1.0, x.size + 1).reshape(x.shape),
+    )
     y.backward(upstream)
     assert torch.equal(leaf.grad, upstream)  # straight through
     found = y.detach().numpy()
-    if granularity == "per_sample_mean":  # a mean depends on the order of the sum, and with it the grid
+    if (
+        granularity == "per_sample_mean"
+    ):  # a mean depends on the order of the sum, and with it the grid
         step = step_of(width, bits)
         assert (np.abs(found - expected) <= step * 1.001 + rounding_error(x)).all()
-        for ours, theirs in zip(fake_quantize.operators.range(leaf.detach(), granularity), (low, width), strict=True):
+        for ours, theirs in zip(
+            fake_quantize.operators.range(leaf.detach(), granularity),
+            (low, width),
+            strict=True,
+        ):
             np.testing.assert_allclose(ours.numpy(), theirs, atol=rounding_error(x))
     else:
         np.testing.assert_array_equal(found, expected)
@@ -112,10 +129,14 @@ def test_equals_plain_numpy(x, bits, granularity):
 def test_gradient_passes_clipped_values_too(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
-    y = fake_quantize.operators.round_in_range(leaf, low, width, torch.tensor(num_steps(bits)), "per_tensor", clip=True)
+    y = fake_quantize.operators.round_in_range(
+        leaf, low, width, torch.tensor(num_steps(bits)), "per_tensor", clip=True
+    )
     y.backward(torch.full_like(y, -3.0))
     assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
-    np.testing.assert_array_equal(y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy()))
+    np.testing.assert_array_equal(
+        y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy())
+    )
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
@@ -123,7 +144,9 @@ def test_gradient_passes_clipped_values_too(x, bits):
 
 @given(tensors(), BITS, st.integers(-(2**63), 2**63 - 1))
 def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
-    found = gradient_of(torch.from_numpy(x), bits, STOCHASTIC, torch.tensor(seed)).numpy()
+    found = gradient_of(
+        torch.from_numpy(x), bits, STOCHASTIC, torch.tensor(seed)
+    ).numpy()
     low, width = numpy_range(x, "per_tensor")
     step = step_of(width, bits)
     slack = rounding_error(x)
@@ -139,7 +162,10 @@ def test_stochastic_rounding_is_unbiased(bits):
     torch.manual_seed(0)
     x = torch.randn(500)
     key, draws = torch.tensor(1), 2000
-    mean = sum(gradient_of(x, bits, STOCHASTIC, key).double() for _ in range(draws)) / draws
+    mean = (
+        sum(gradient_of(x, bits, STOCHASTIC, key).double() for _ in range(draws))
+        / draws
+    )
     step = (x.max() - x.min()) / (2**bits - 1)
     share = (x - x.min()) / step % 1
     deviation = step * (share * (1 - share) / draws).sqrt() + 1e-6
@@ -193,7 +219,9 @@ def correlation(a, b):
 
 def drawn(calls, n):
     """Noise of neighbouring keys, as the calls of one layer have them, and of the first keys of neighbouring layers."""
-    keys = [(1 << 40) + i for i in range(calls // 2)] + [(7 + i) << 20 for i in range(calls // 2)]
+    keys = [(1 << 40) + i for i in range(calls // 2)] + [
+        (7 + i) << 20 for i in range(calls // 2)
+    ]
     return [hash_noise(torch.tensor(key), n) for key in keys]
 
 
@@ -220,7 +248,9 @@ def test_noise_is_uniform_and_not_repeated():
 def test_constant_tensors_come_back(granularity, value, bits):
     x = torch.full((3, 4, 2), value)
     assert torch.equal(quantize(x, bits, Quantizer(granularity)), x)
-    assert torch.equal(gradient_of(x, bits, Quantizer(granularity, rounding="stochastic")), x)
+    assert torch.equal(
+        gradient_of(x, bits, Quantizer(granularity, rounding="stochastic")), x
+    )
 
 
 @pytest.mark.parametrize("granularity", EVERY)
@@ -229,7 +259,10 @@ def test_empty_tensors_come_back(granularity, shape):
     x = torch.empty(shape, requires_grad=True)
     y = quantize(x, 4, Quantizer(granularity))
     assert y.shape == x.shape
-    assert gradient_of(x.detach(), 4, Quantizer(granularity, rounding="stochastic")).shape == x.shape
+    assert (
+        gradient_of(x.detach(), 4, Quantizer(granularity, rounding="stochastic")).shape
+        == x.shape
+    )
 
 
 def test_ties_go_to_the_even_level():
@@ -238,7 +271,11 @@ def test_ties_go_to_the_even_level():
 
 
 def test_23_bits_still_round_and_more_change_nothing():
-    assert all(quantize(x := image(), bits, Quantizer(g)) is x for bits in (24, 32) for g in EVERY)
+    assert all(
+        quantize(x := image(), bits, Quantizer(g)) is x
+        for bits in (24, 32)
+        for g in EVERY
+    )
     y = quantize(image(), 23)
     assert torch.allclose(y, image(), rtol=0, atol=1e-6)
     assert not torch.equal(y, image())
@@ -246,10 +283,14 @@ def test_23_bits_still_round_and_more_change_nothing():
 
 def test_tiny_ranges_have_a_least_step():
     x = torch.tensor([0.0, 0.4e-8, 0.6e-8, 2.1e-8])
-    assert torch.allclose(quantize(x, 8, "bias"), torch.tensor([0.0, 0.0, 1e-8, 2e-8]), rtol=1e-6, atol=0)
+    assert torch.allclose(
+        quantize(x, 8, "bias"), torch.tensor([0.0, 0.0, 1e-8, 2e-8]), rtol=1e-6, atol=0
+    )
     upstream = torch.tensor([1e-9, 2e-9, 4e-9])
     nearest = Quantizer("per_tensor")
-    assert torch.equal(gradient_of(upstream, 8, nearest), torch.full((3,), 1e-9))  # a bias, not a zero
+    assert torch.equal(
+        gradient_of(upstream, 8, nearest), torch.full((3,), 1e-9)
+    )  # a bias, not a zero
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -345,7 +386,9 @@ def test_no_noise_moves_the_ends_of_the_range(bits):
 # --- checks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
 @pytest.mark.parametrize("bits", [2, 24])
 def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
     x = torch.ones(2, 3, 4, dtype=dtype)
@@ -372,9 +415,18 @@ NO_BIAS = {"quantizers": {k: q for k, q in QUANTIZERS.items() if k != "bias"}}
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: quantize(image(), 4, "weight"), f"'weight'; the nearest of {len(QUANTIZERS)} are lstm_weight, "),
-        (lambda: QuantConfig(running_start="one"), "unknown running_start 'one'; choose from corrected, zero"),
-        (lambda: QuantConfig(execution="one"), "unknown execution 'one'; choose from simulated, integer, auto"),
+        (
+            lambda: quantize(image(), 4, "weight"),
+            f"'weight'; the nearest of {len(QUANTIZERS)} are lstm_weight, ",
+        ),
+        (
+            lambda: QuantConfig(running_start="one"),
+            "unknown running_start 'one'; choose from corrected, zero",
+        ),
+        (
+            lambda: QuantConfig(execution="one"),
+            "unknown execution 'one'; choose from simulated, integer, auto",
+        ),
         (lambda: QuantConfig(**ROLES), "unknown roles linear_inptu"),
         (lambda: QuantConfig(**NO_BIAS), "missing or unknown roles bias"),
         *(
@@ -383,7 +435,9 @@ NO_BIAS = {"quantizers": {k: q for k, q in QUANTIZERS.items() if k != "bias"}}
         ),
     ],
 )
-def test_unknown_names_list_the_choices_and_running_ranges_are_of_whole_tensors(ask, said):
+def test_unknown_names_list_the_choices_and_running_ranges_are_of_whole_tensors(
+    ask, said
+):
     refused(said, ask)
 
 
@@ -391,7 +445,9 @@ def test_unknown_names_list_the_choices_and_running_ranges_are_of_whole_tensors(
 
 
 def running_layer(start="corrected"):
-    layer = LayerPrecision({"input": Quantizer("per_tensor", running=True)}, running_start=start)
+    layer = LayerPrecision(
+        {"input": Quantizer("per_tensor", running=True)}, running_start=start
+    )
     layer.set_bits(4, 8)
     return layer
 
@@ -415,7 +471,9 @@ def test_evaluation_uses_the_running_range_and_clips(start):
     low, width = expected_range(batches, start == "corrected")
     x = image(seed=9) * 3
     levels = np.clip(np.rint((x.numpy() - low) / (width / 15)), 0, 15)
-    np.testing.assert_allclose(layer.operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5)
+    np.testing.assert_allclose(
+        layer.operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5
+    )
     before = layer.running_input.clone()
     layer.operand("input", x * 100)
     assert torch.equal(layer.running_input, before)  # evaluation does not move it
@@ -427,7 +485,9 @@ def test_evaluation_before_any_training():
     assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
     assert layer.running_input.count_nonzero() == 0
     layer = running_layer("zero").eval()
-    assert layer.operand("input", x).abs().max() < 15 * 1.01e-8  # the authors' rule: everything collapses
+    assert (
+        layer.operand("input", x).abs().max() < 15 * 1.01e-8
+    )  # the authors' rule: everything collapses
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -454,7 +514,11 @@ def files_entered(call):
         call()
     finally:
         sys.setprofile(before)
-    return {Path(file).relative_to(root).as_posix() for file in found if Path(file).is_relative_to(root)}
+    return {
+        Path(file).relative_to(root).as_posix()
+        for file in found
+        if Path(file).is_relative_to(root)
+    }
 
 
 def test_rounding_is_walked_in_four_files():
@@ -464,9 +528,14 @@ def test_rounding_is_walked_in_four_files():
         former = fake_quantize.use_operators(fake_quantize.PlainOperators)
         try:
             own = layer.precision.operand("weight", layer.weight)
-            entered = files_entered(lambda: layer.precision.operand("weight", layer.weight))
+            entered = files_entered(
+                lambda: layer.precision.operand("weight", layer.weight)
+            )
         finally:
             fake_quantize.use_operators(former)
     assert own.unique().numel() > 3
-    core = {f"quantization/{name}.py" for name in ("precision", "active_bits", "fake_quantize", "rounding")}
+    core = {
+        f"quantization/{name}.py"
+        for name in ("precision", "active_bits", "fake_quantize", "rounding")
+    }
     assert entered == core

@@ -20,7 +20,10 @@ STEPS = 24
 
 
 def schedule_of(name="CR", total_steps=STEPS, **changes):
-    return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+    return make_schedule(
+        name,
+        **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes,
+    )
 
 
 def in_force(model):
@@ -41,7 +44,9 @@ def in_force(model):
         schedule_of("CR"),
         schedule_of("ETV"),
         StaticSchedule(5, 7),
-        FunctionSchedule(lambda u: 2 + 30 * u, total_steps=40),  # up to 32 bits, where quantisation is off
+        FunctionSchedule(
+            lambda u: 2 + 30 * u, total_steps=40
+        ),  # up to 32 bits, where quantisation is off
     ],
     ids=["CR", "ETV", "static", "function"],
 )
@@ -49,13 +54,19 @@ def test_steps_follow_the_schedule(schedule, device):
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
     layers = layer_precisions(model).values()
-    numbers = [t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())]
+    numbers = [
+        t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())
+    ]
     places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
         assert in_force(model) == [(bits, schedule.q_max)] * 3
-        now = [t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())]
-        assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
+        now = [
+            t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())
+        ]
+        assert [
+            t.data_ptr() for t in now
+        ] == places  # filled in place, as recorded graphs need it
         scheduler.step()
 
 
@@ -75,7 +86,10 @@ def test_layers_can_have_schedules_of_their_own():
     ("patterns", "message"),
     [
         ({"0": 24}, r"layer '3' matches none of the patterns of schedule, 0; add '\*'"),
-        ({"0": 24, "layer*": 24, "*": 24}, r"pattern 'layer\*' matches no layer that is left; layers: 0, 3, 5"),
+        (
+            {"0": 24, "layer*": 24, "*": 24},
+            r"pattern 'layer\*' matches no layer that is left; layers: 0, 3, 5",
+        ),
         ({"*": 24, "0": 24}, "pattern '0' matches no layer that is left"),
         ({"0": 24, "*": 48}, r"one length, got \[24, 48\] steps"),
         ({}, "schedule must name one for every layer"),
@@ -83,11 +97,22 @@ def test_layers_can_have_schedules_of_their_own():
 )
 def test_patterns_must_fit_the_layers(patterns, message):
     model = quantize_(small())
-    refused(message, PrecisionScheduler, model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
+    refused(
+        message,
+        PrecisionScheduler,
+        model,
+        {p: schedule_of(total_steps=t) for p, t in patterns.items()},
+    )
     assert in_force(model) == [(None, None)] * 3
 
 
-@pytest.mark.parametrize("use", [lambda m: PrecisionScheduler(m, schedule_of()), lambda m: precision(m, 8).__enter__()])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: PrecisionScheduler(m, schedule_of()),
+        lambda m: precision(m, 8).__enter__(),
+    ],
+)
 def test_models_that_are_not_converted(use):
     refused(r"no quantised layers; call quantize_\(model\) first", use, small())
 
@@ -97,7 +122,9 @@ def test_training_past_the_end_warns_once_and_keeps_the_bits():
     scheduler = PrecisionScheduler(model, schedule_of())
     for _ in range(STEPS):  # as many as there are steps: all is well
         scheduler.step()
-    with pytest.warns(UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"):
+    with pytest.warns(
+        UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"
+    ):
         scheduler.step()
     scheduler.step()
     assert in_force(model) == [(8, 8)] * 3
@@ -132,7 +159,10 @@ def run_from(model, schedule, steps, state=None):
     [
         (lambda: schedule_of("ETH"), "zero"),
         (lambda: {"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}, "corrected"),
-        (lambda: FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS), "corrected"),  # which continues by its table
+        (
+            lambda: FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS),
+            "corrected",
+        ),  # which continues by its table
     ],
 )
 def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
@@ -144,18 +174,35 @@ def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
     losses, state = run_from(quantize_(small(), config), schedule(), range(half))
     torch.save(state, tmp_path / "state.pt")
     resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
-    more, _ = run_from(resumed, schedule(), range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
+    more, _ = run_from(
+        resumed,
+        schedule(),
+        range(half, STEPS),
+        torch.load(tmp_path / "state.pt", weights_only=True),
+    )
 
     assert losses + more == expected
-    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(state_of(straight), state_of(resumed), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(straight.parameters(), resumed.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(state_of(straight), state_of(resumed), strict=True)
+    )
     with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
         assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
 
 
 def test_a_long_schedule_does_not_fill_the_error():
-    model, schedule = quantize_(small()), FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001)
-    state, said = PrecisionScheduler(model, schedule).state_dict(), r"schedules .* characters\), this scheduler .*'CR'"
+    model, schedule = (
+        quantize_(small()),
+        FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001),
+    )
+    state, said = (
+        PrecisionScheduler(model, schedule).state_dict(),
+        r"schedules .* characters\), this scheduler .*'CR'",
+    )
     with pytest.raises(ValueError, match=said) as found:
         PrecisionScheduler(model, schedule_of()).load_state_dict(state)
     assert len(str(found.value)) < 3_000
@@ -164,11 +211,21 @@ def test_a_long_schedule_does_not_fill_the_error():
 @pytest.mark.parametrize(
     ("schedule", "q_grad", "config", "message"),
     [
-        (schedule_of("LR"), None, None, "the checkpoint has schedules .* this scheduler"),
+        (
+            schedule_of("LR"),
+            None,
+            None,
+            "the checkpoint has schedules .* this scheduler",
+        ),
         (schedule_of("CR", total_steps=STEPS + 1), None, None, "schedules"),
         ({"0": schedule_of("CR"), "*": schedule_of("CR")}, None, None, "schedules"),
         (schedule_of("CR"), 6, None, "q_grad"),
-        (schedule_of("CR"), None, QuantConfig(float32=("0",)), "quantised layers differ from the model's: 0"),
+        (
+            schedule_of("CR"),
+            None,
+            QuantConfig(float32=("0",)),
+            "quantised layers differ from the model's: 0",
+        ),
     ],
 )
 def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message):
@@ -185,9 +242,18 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.update(last_step=-3), "last_step must be a whole number of at least 0, got -3"),
-        (lambda state: state["layers"]["0"].pop("noise_key"), "of layer '0', which has"),
-        (lambda state: state["layers"]["0"].update(other=torch.ones(3)), "holds .*'other'.* of layer '0', which has"),
+        (
+            lambda state: state.update(last_step=-3),
+            "last_step must be a whole number of at least 0, got -3",
+        ),
+        (
+            lambda state: state["layers"]["0"].pop("noise_key"),
+            "of layer '0', which has",
+        ),
+        (
+            lambda state: state["layers"]["0"].update(other=torch.ones(3)),
+            "holds .*'other'.* of layer '0', which has",
+        ),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
@@ -222,7 +288,9 @@ WRAPPED = {
     "compiled": lambda m: named(_orig_mod=m),
     "ddp, compiled": lambda m: named(module=named(_orig_mod=m)),
     "compiled average of ddp": lambda m: named(_orig_mod=named(module=named(module=m))),
-    "a part compiled": lambda m: named(**{name: named(_orig_mod=part) for name, part in m.named_children()}),
+    "a part compiled": lambda m: named(
+        **{name: named(_orig_mod=part) for name, part in m.named_children()}
+    ),
 }
 MODELS = {
     "layers": small,
@@ -232,19 +300,28 @@ MODELS = {
 
 
 # What goes to the bare model and what comes from it: the names of the one are those of the other, so any fits any.
-PAIRS = [(way, "bare") for way in WRAPPED] + [("bare", way) for way in WRAPPED if way != "bare"]
+PAIRS = [(way, "bare") for way in WRAPPED] + [
+    ("bare", way) for way in WRAPPED if way != "bare"
+]
 
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [(m, *p) for m in MODELS for p in PAIRS if not (m == "one layer" and "a part compiled" in p)],
+    [
+        (m, *p)
+        for m in MODELS
+        for p in PAIRS
+        if not (m == "one layer" and "a part compiled" in p)
+    ],
 )
 def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
     schedulers = []
     for wrapper in (source, target):
         wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
         first, *rest = layer_precisions(wrapped)
-        patterns = {first: schedule_of("CR")} | ({"*": schedule_of("LR")} if rest else {})
+        patterns = {first: schedule_of("CR")} | (
+            {"*": schedule_of("LR")} if rest else {}
+        )
         schedulers.append(PrecisionScheduler(wrapped, patterns))
     theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
     for number, layer in enumerate(theirs):
@@ -287,12 +364,22 @@ def test_without_a_scheduler_the_context_leaves_no_precision():
     model = quantize_(small())
     with precision(model, 6):
         assert in_force(model) == [(6, 6)] * 3
-    refused("no precision yet: make a PrecisionScheduler", model, pictures(), error=RuntimeError)
-    with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
+    refused(
+        "no precision yet: make a PrecisionScheduler",
+        model,
+        pictures(),
+        error=RuntimeError,
+    )
+    with pytest.raises(
+        ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"
+    ):
         precision(model, "q_max").__enter__()
 
 
-@pytest.mark.parametrize(("bits", "more"), [(33, ""), ("8", ", 'q_max' or 'float'"), ("max", ", 'q_max' or 'float'")])
+@pytest.mark.parametrize(
+    ("bits", "more"),
+    [(33, ""), ("8", ", 'q_max' or 'float'"), ("max", ", 'q_max' or 'float'")],
+)
 def test_bits_that_are_none(bits, more):
     model = quantize_(small())
     PrecisionScheduler(model, schedule_of())
@@ -308,7 +395,9 @@ def test_float_equals_the_unconverted_model(training, device):
     PrecisionScheduler(quantize_(model), schedule_of())
     x = pictures().to(device)
     for bits in ("float", 24, 32):
-        with precision(model, bits, q_grad=None if bits == "float" else "float"):  # it switches gradients off, too
+        with precision(
+            model, bits, q_grad=None if bits == "float" else "float"
+        ):  # it switches gradients off, too
             y = model(x)
             y.square().sum().backward()
         expected = plain(x)
@@ -328,7 +417,9 @@ def num_steps(model):
 
 
 def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))).eval()
+    model = quantize_(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    ).eval()
     schedule = TableSchedule(((3, 2), (6, 2)))
     scheduler = PrecisionScheduler(model, schedule, q_grad=5, eval_bits="q_max")
     assert num_steps(model) == {(6, 6, 5, 5)}
@@ -346,8 +437,14 @@ def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
     scheduler.eval_bits = "float"
     assert num_steps(model) == {(None,) * 4}
     model[1].train()  # a part by itself
-    assert [layer.in_force[0] for layer in layer_precisions(model).values()] == [None, 6]
-    with pytest.raises(ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer"):
+    assert [layer.in_force[0] for layer in layer_precisions(model).values()] == [
+        None,
+        6,
+    ]
+    with pytest.raises(
+        ValueError,
+        match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer",
+    ):
         scheduler.eval_bits = "max"
     scheduler.eval_bits = "current"
     assert num_steps(model) == {(6, 6, 5, 5)}
@@ -361,7 +458,9 @@ def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
 
 
 @pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e-8, 2)])
-def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(factor, layers):
+def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(
+    factor, layers
+):
     model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     PrecisionScheduler(model, StaticSchedule(8, 9))
 
@@ -370,19 +469,28 @@ def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(f
             (factor * model(torch.randn(6, 4)).square().mean()).backward()
         return [str(w.message) for w in caught]
 
-    with reference(), precision(model, 8):  # as what looks at a model does; C++ has no such hook there
+    with (
+        reference(),
+        precision(model, 8),
+    ):  # as what looks at a model does; C++ has no such hook there
         assert said() == []
     first = said()
     assert len(first) == layers
     assert len(set(first)) <= 1  # one text: Python shows it once
-    assert all("no grid has a step below 1e-08. Multiply the loss, and divide" in text for text in first)
+    assert all(
+        "no grid has a step below 1e-08. Multiply the loss, and divide" in text
+        for text in first
+    )
     assert said() == []
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"noise": torch.zeros(2)}, "entries that this release does not know: 'noise'. It is of another release"),
+        (
+            {"noise": torch.zeros(2)},
+            "entries that this release does not know: 'noise'. It is of another release",
+        ),
         ({"epoch": 3, "amax": {}}, "does not know: 'amax', 'epoch'"),
         ({"numerics": "2"}, "numerics must be a whole number of at least 1, got '2'"),
         ({"numerics": 0}, "numerics must be a whole number of at least 1, got 0"),
@@ -404,5 +512,8 @@ def test_scheduler_warns_of_a_state_of_other_numerics():
     scheduler.load_state_dict(state)  # as releases wrote it before states had a version
     assert scheduler.last_step == 0
     for other in (1, NUMERICS + 1):
-        with pytest.warns(UserWarning, match=f"the state is of numerics {other}, and this release has {NUMERICS}"):
+        with pytest.warns(
+            UserWarning,
+            match=f"the state is of numerics {other}, and this release has {NUMERICS}",
+        ):
             scheduler.load_state_dict({**state, "numerics": other})

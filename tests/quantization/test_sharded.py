@@ -9,7 +9,11 @@ from helpers import refused
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
@@ -20,7 +24,9 @@ from cpt_core.quantization.precision import LayerPrecision
 def mesh(tmp_path_factory):
     """One process by itself."""
     place = tmp_path_factory.mktemp("group") / "store"
-    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=0, world_size=1
+    )
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
@@ -41,13 +47,18 @@ def layer_by_layer(model, mesh):
 
 
 def in_parallel(model, mesh):
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(
+        model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
 
 
 X = torch.randn(3, 8)
 ASKED = {
     "check": (lambda m: cpt.check(m, (X,)), "check it before fully_shard"),
-    "count": (lambda m: cpt.count_bitops(m, (X,)), "count and check before fully_shard"),
+    "count": (
+        lambda m: cpt.count_bitops(m, (X,)),
+        "count and check before fully_shard",
+    ),
 }
 
 
@@ -62,9 +73,18 @@ def test_a_sharded_model_is_checked_and_counted_before(mesh, shard, asked):
 @pytest.mark.parametrize("shard", [whole, layer_by_layer, in_parallel])
 def test_a_sharded_model_is_converted_before(mesh, shard):
     model = shard(net(), mesh)
-    refused(r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)", cpt.quantize_, model)
+    refused(
+        r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)",
+        cpt.quantize_,
+        model,
+    )
     assert not any(isinstance(m, LayerPrecision) for m in model.modules())
-    refused(r"count and check before .* tensor parallelism .* cannot be used", cpt.count_bitops, model, (X,))
+    refused(
+        r"count and check before .* tensor parallelism .* cannot be used",
+        cpt.count_bitops,
+        model,
+        (X,),
+    )
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])
@@ -77,7 +97,10 @@ def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, sha
         with cpt.precision(model, 4, 4), cpt.BitOpsLedger(model) as ledger:
             loss = model(X).square().sum()
             loss.backward()
-        gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        gradients = [
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for p in model.parameters()
+        ]
         found.append((loss, gradients, ledger.bitops()))
     (loss, gradients, bitops), (other, others, counted) = found
     assert torch.equal(loss, other)
@@ -92,7 +115,9 @@ class Saved:
         self.x = x
 
 
-def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkpointed_blocks(mesh):
+def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkpointed_blocks(
+    mesh,
+):
     """Gathered weights are freed after their layer; quantised ones are tensors of their own."""
     gradients = {}
     for checkpointed in (False, True):
@@ -107,8 +132,16 @@ def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkp
         with cpt.precision(model, 4, 4):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.x):
                 for layer in model:
-                    out = checkpoint(layer, out, use_reentrant=False) if checkpointed else layer(out)
-            weights = [shape for alive, shape in kept if alive() is not None and shape in ((8, 8), (8, 4))]
+                    out = (
+                        checkpoint(layer, out, use_reentrant=False)
+                        if checkpointed
+                        else layer(out)
+                    )
+            weights = [
+                shape
+                for alive, shape in kept
+                if alive() is not None and shape in ((8, 8), (8, 4))
+            ]
             assert len(weights) == (0 if checkpointed else 2)
             out.square().sum().backward()
         assert not any(alive() is not None for alive, _ in kept)

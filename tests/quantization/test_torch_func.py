@@ -9,7 +9,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    layer_precisions,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
@@ -17,11 +22,30 @@ from cpt_core.schedules.schedule import Levels
 from cpt_extras.formats.tensor_rounding import quantize
 
 MODELS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (5, 4)),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 3, 3)), (2, 2, 9)),
-    "conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)), (2, 2, 7, 7)),
-    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 1, 2)), (2, 2, 4, 4, 4)),
-    "graph": (lambda: nn.Sequential(OnRing(GraphConv(4, 3)), nn.Tanh(), OnRing(SAGEConv(3, 2))), (6, 4)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
+        (5, 4),
+    ),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 3, 3)),
+        (2, 2, 9),
+    ),
+    "conv2d": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)
+        ),
+        (2, 2, 7, 7),
+    ),
+    "conv3d": (
+        lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 1, 2)),
+        (2, 2, 4, 4, 4),
+    ),
+    "graph": (
+        lambda: nn.Sequential(
+            OnRing(GraphConv(4, 3)), nn.Tanh(), OnRing(SAGEConv(3, 2))
+        ),
+        (6, 4),
+    ),
 }
 
 
@@ -32,8 +56,15 @@ def penalty_gradients(model, x, *weights):
     return torch.autograd.grad(penalty, [x, *model.parameters()], allow_unused=True)
 
 
-@pytest.mark.parametrize("config", [QuantConfig(aggregation="quantized"), NEAREST], ids=["stochastic", "nearest"])
-@pytest.mark.parametrize(("kind", "apart"), [*((kind, False) for kind in MODELS), ("linear", True), ("conv2d", True)])
+@pytest.mark.parametrize(
+    "config",
+    [QuantConfig(aggregation="quantized"), NEAREST],
+    ids=["stochastic", "nearest"],
+)
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [*((kind, False) for kind in MODELS), ("linear", True), ("conv2d", True)],
+)
 def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
     """Also where both backward products have a gradient of their own."""
     torch.manual_seed(0)
@@ -48,25 +79,37 @@ def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+            torch.testing.assert_close(
+                a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max())
+            )
 
 
 def test_few_bits_take_every_rounding_as_the_identity():
     torch.manual_seed(0)
-    layer, x = quantize_(nn.Linear(4, 6, bias=False), NEAREST), torch.randn(5, 4, requires_grad=True)
+    layer, x = (
+        quantize_(nn.Linear(4, 6, bias=False), NEAREST),
+        torch.randn(5, 4, requires_grad=True),
+    )
 
     def rounded(gradient):
         y = torch.zeros_like(gradient, requires_grad=True)
-        quantize_gradient(y, torch.tensor(num_steps(5)), NEAREST.quantizers["linear_grad"]).backward(gradient)
+        quantize_gradient(
+            y, torch.tensor(num_steps(5)), NEAREST.quantizers["linear_grad"]
+        ).backward(gradient)
         return y.grad
 
     with precision(layer, 3, q_grad=5):
         of_x, of_weight = penalty_gradients(layer, x)
-    x_q, w_q = quantize(x.detach(), 3, "linear_input"), quantize(layer.weight.detach(), 3, "linear_weight")
+    x_q, w_q = (
+        quantize(x.detach(), 3, "linear_input"),
+        quantize(layer.weight.detach(), 3, "linear_weight"),
+    )
     y = x_q @ w_q.T
     g = rounded(3 * y**2)  # of the loss, sum of y**3
     first = g @ w_q
-    back = rounded(2 * first @ w_q.T * 6 * y)  # of the penalty: first.square().sum(), through y
+    back = rounded(
+        2 * first @ w_q.T * 6 * y
+    )  # of the penalty: first.square().sum(), through y
     torch.testing.assert_close(of_weight, g.T @ (2 * first) + back.T @ x_q)
     torch.testing.assert_close(of_x, back @ w_q)
 
@@ -78,7 +121,12 @@ def test_gradients_of_gradients_pass_straight_through(call):
         y = quantize(x, 2, Quantizer("per_tensor"))
     else:
         y = fake_quantize.operators.round_in_range(
-            x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), "per_tensor", clip=True
+            x,
+            torch.tensor(0.0),
+            torch.tensor(1.0),
+            torch.tensor(3.0),
+            "per_tensor",
+            clip=True,
         )
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -96,7 +144,10 @@ def language():
         y = m.lstm(x.flatten(0, 1))[0]
         return m.head(m.attention(y, y, y)[0])
 
-    parts = {"lstm": nn.LSTM(6, 4, bidirectional=True), "attention": nn.MultiheadAttention(8, 2)}
+    parts = {
+        "lstm": nn.LSTM(6, 4, bidirectional=True),
+        "attention": nn.MultiheadAttention(8, 2),
+    }
     return Does(forward, **parts, head=nn.Linear(8, 3))
 
 
@@ -111,12 +162,20 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    "use_reentrant", [True, False], ids=["reentrant", "not reentrant"]
+)
 @pytest.mark.parametrize(
     ("make", "way", "execution"),
-    [(small, "whole", "simulated"), (small, "nested", "simulated"), (small, "segments", "simulated"),
-     (small, "whole", "integer"), (language, "whole", "simulated"), (language, "nested", "integer")],
-)  # fmt: skip
+    [
+        (small, "whole", "simulated"),
+        (small, "nested", "simulated"),
+        (small, "segments", "simulated"),
+        (small, "whole", "integer"),
+        (language, "whole", "simulated"),
+        (language, "nested", "integer"),
+    ],
+)
 def test_recomputation_changes_nothing(make, way, execution, use_reentrant):
     found = []
     for call in (lambda model, x, **_: model(x), WAYS[way]):
@@ -124,16 +183,22 @@ def test_recomputation_changes_nothing(make, way, execution, use_reentrant):
         model, seen = quantize_(make(), QuantConfig(execution=execution)), []
         layers = layer_precisions(model)
         first = model.get_submodule(next(iter(layers)))
-        first.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.precision.bits))
+        first.register_forward_pre_hook(
+            lambda m, _, seen=seen: seen.append(m.precision.bits)
+        )
         results = []
         with precision(model, 3, q_grad=4):
-            for seed in range(3):  # the noise of later steps depends on how much was drawn before
+            for seed in range(
+                3
+            ):  # the noise of later steps depends on how much was drawn before
                 model.zero_grad()
                 x = pictures(seed).requires_grad_()
                 y = call(model, x, use_reentrant=use_reentrant)
                 y.square().sum().backward()
                 results += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-        results += [getattr(layer, n) for layer in layers.values() for n in layer.get_running()]
+        results += [
+            getattr(layer, n) for layer in layers.values() for n in layer.get_running()
+        ]
         found.append((results, seen))
     (plain, once), (again, twice) = found
     assert once == [3] * 3
@@ -149,11 +214,17 @@ LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4)),
     "convolution": (lambda: nn.Conv2d(4, 3, 2), (5, 4, 3, 3)),
     "lstm": (lambda: nn.LSTM(4, 3), (5, 2, 4)),
-    "attention": (lambda: nn.TransformerEncoderLayer(4, 1, 8, batch_first=True), (2, 3, 4)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(4, 1, 8, batch_first=True),
+        (2, 3, 4),
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:There is a performance drop because")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script. is deprecated",
+    "ignore:There is a performance drop because",
+)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
     "transform",
@@ -171,9 +242,14 @@ def test_transforms_are_refused_with_the_way_out(name, transform):
     model = quantize_(nn.ModuleDict({"layer": make()}))["layer"]
     with (
         precision(model, 4, 8),
-        pytest.raises(RuntimeError, match=r"torch.func \(grad, jvp, vmap\) cannot .*loss.backward"),
+        pytest.raises(
+            RuntimeError, match=r"torch.func \(grad, jvp, vmap\) cannot .*loss.backward"
+        ),
     ):
-        transform(lambda x: (y[0] if isinstance(y := model(x), tuple) else y).sum(), torch.randn(shape))
+        transform(
+            lambda x: (y[0] if isinstance(y := model(x), tuple) else y).sum(),
+            torch.randn(shape),
+        )
     if name == "linear":
         with precision(model, "float"):
             transform(lambda x: model(x).sum(), torch.randn(shape))
@@ -183,10 +259,15 @@ def test_functional_call_rounds_the_weights_of_others_as_weights():
     torch.manual_seed(0)
     tied = Does(lambda m, x: m.encoder(x) @ m.encoder.weight, encoder=nn.Linear(6, 4))
     model, x = quantize_(tied, NEAREST), torch.randn(5, 6)
-    values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    values = {
+        name: p.detach().clone().requires_grad_()
+        for name, p in model.named_parameters()
+    }
     with precision(model, 3, 3):
         plain, called = model(x), functional_call(model, values, (x,))
         plain.square().sum().backward()
         called.square().sum().backward()
     assert torch.equal(plain, called)
-    assert all(torch.equal(p.grad, values[name].grad) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p.grad, values[name].grad) for name, p in model.named_parameters()
+    )

@@ -50,15 +50,23 @@ LAZY = {
 @pytest.mark.parametrize("name", list(LAZY))
 def test_lazy_module_is_refused_until_it_has_run(name, others):
     make, shape = LAZY[name]
-    model = nn.Sequential(*[nn.Linear(shape[-1], shape[-1]) for _ in range(others)], make())
-    refused(f"module '{others}' is a lazy {name} without weights: run the model once", quantize_, model)
+    model = nn.Sequential(
+        *[nn.Linear(shape[-1], shape[-1]) for _ in range(others)], make()
+    )
+    refused(
+        f"module '{others}' is a lazy {name} without weights: run the model once",
+        quantize_,
+        model,
+    )
     if others:
         quantize_(model, QuantConfig(float32=(str(others),)))
         assert precision_of(model[-1]) is None
         restore_(model)
     model(torch.ones(shape))
     quantize_(model)
-    assert [row.name for row in summary(model, (torch.ones(shape),)).quantized][-1] == str(others)
+    assert [row.name for row in summary(model, (torch.ones(shape),)).quantized][
+        -1
+    ] == str(others)
     x = normal(*shape)
     with precision(model, 2):
         quantized = model(x)
@@ -111,7 +119,9 @@ def test_nested_tensors_are_refused_not_left_in_float32(make, layout):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_pass_layers_in_float32():
     model = quantize_(net(), QuantConfig(float32=("0",)))
-    x = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
+    x = torch.nested.nested_tensor(
+        [torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged
+    )
     with precision(model, 4):
         refused("layer '2' is given a nested tensor", model, x)
 
@@ -147,7 +157,9 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return cls(args[0].data_)
-        raise NotImplementedError(f"{cls.__name__} dispatch: attempting to run unimplemented operator {function}")
+        raise NotImplementedError(
+            f"{cls.__name__} dispatch: attempting to run unimplemented operator {function}"
+        )
 
 
 class Opaque(Packed):
@@ -165,7 +177,11 @@ def test_weight_of_another_library_is_refused_before_conversion():
     model[0].weight = packed(Packed, model[0].weight)
     x = torch.ones(3, 8)
     expected = model(x)
-    refused("weight 'weight' of module '0' is a Packed, which is no plain tensor", quantize_, model)
+    refused(
+        "weight 'weight' of module '0' is a Packed, which is no plain tensor",
+        quantize_,
+        model,
+    )
     assert torch.equal(model(x), expected)
     quantize_(model, QuantConfig(float32=("0",)))
     with precision(model, "float"):
@@ -178,7 +194,9 @@ def test_weight_of_another_library_is_named_after_conversion(kind, place):
     model = quantize_(net())
     model[place].weight = packed(kind, model[place].weight)
     with precision(model, 4):
-        message = f"layer '{place}' multiplies a .*{kind.__name__}, which is no plain tensor"
+        message = (
+            f"layer '{place}' multiplies a .*{kind.__name__}, which is no plain tensor"
+        )
         refused(message, model, torch.ones(3, 8), error=TypeError)
         model[place].weight = nn.Parameter(torch.eye(8))
         assert model(torch.ones(3, 8)).shape == (3, 8)  # the error left nothing behind
@@ -187,7 +205,12 @@ def test_weight_of_another_library_is_named_after_conversion(kind, place):
 def test_errors_of_plain_tensors_stay_what_they_are():
     model = quantize_(net())
     with precision(model, 4):
-        refused("shapes cannot be multiplied|size mismatch|must match", model, torch.ones(3, 7), error=RuntimeError)
+        refused(
+            "shapes cannot be multiplied|size mismatch|must match",
+            model,
+            torch.ones(3, 7),
+            error=RuntimeError,
+        )
 
 
 @pytest.fixture
@@ -205,9 +228,20 @@ def test_tensor_parallelism_is_refused_after_conversion(style, mesh):
     model = quantize_(net())
     weights = dict(model.named_parameters())
     message = "parameter 'weight' of layer '2' is to be sharded by tensor parallelism"
-    refused(message, parallel.parallelize_module, model, mesh, {"2": getattr(parallel, style)()})
-    assert all(dict(model.named_parameters())[name] is weight for name, weight in weights.items())
-    parallel.parallelize_module(restore_(model), mesh, {"2": getattr(parallel, style)()})
+    refused(
+        message,
+        parallel.parallelize_module,
+        model,
+        mesh,
+        {"2": getattr(parallel, style)()},
+    )
+    assert all(
+        dict(model.named_parameters())[name] is weight
+        for name, weight in weights.items()
+    )
+    parallel.parallelize_module(
+        restore_(model), mesh, {"2": getattr(parallel, style)()}
+    )
     refused("parameter '2.weight' is sharded already", quantize_, model)
 
 
@@ -240,11 +274,20 @@ def dynamic_linear():
     return dynamic.Linear(8, 8)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min|torch.quantize_per:UserWarning")
-@pytest.mark.parametrize("make", [qat_linear, qat_conv_bn, fake_quantize, dynamic_linear])
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:Please use quant_min|torch.quantize_per:UserWarning",
+)
+@pytest.mark.parametrize(
+    "make", [qat_linear, qat_conv_bn, fake_quantize, dynamic_linear]
+)
 def test_module_that_quantises_by_itself_is_refused(make):
     model = nn.Sequential(nn.Linear(8, 8), make())
-    refused(f"module '1', a {type(model[1]).__name__} of torch.ao.*, quantises by itself", quantize_, model)
+    refused(
+        f"module '1', a {type(model[1]).__name__} of torch.ao.*, quantises by itself",
+        quantize_,
+        model,
+    )
     quantize_(model, QuantConfig(float32=("1",)))
     assert precision_of(model[0]) is not None
 
@@ -258,11 +301,18 @@ class WithBranch(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("make", [net, WithBranch, lambda: nn.Conv1d(3, 3, 1), lambda: nn.LSTM(8, 8)])
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize(
+    "make", [net, WithBranch, lambda: nn.Conv1d(3, 3, 1), lambda: nn.LSTM(8, 8)]
+)
 def test_script_of_a_converted_model_is_refused(make):
     model = quantize_(make())
     refused(
-        "torch.jit.script cannot compile a model that quantize_ converted", torch.jit.script, model, error=RuntimeError
+        "torch.jit.script cannot compile a model that quantize_ converted",
+        torch.jit.script,
+        model,
+        error=RuntimeError,
     )
     assert isinstance(torch.jit.script(restore_(model)), torch.jit.ScriptModule)

@@ -39,10 +39,17 @@ def drawn(name, *shape):
 def test_zero_point_keeps_zeros_and_rounds_to_nearest(name, bits, key):
     x, n = drawn(name, 50, 40), num_steps(bits)
     noise_key = None if key is None else torch.tensor(key)
-    y, low, width = PlainOperators.fake_quantize(x, torch.tensor(n), "per_row+zero", noise_key)
+    y, low, width = PlainOperators.fake_quantize(
+        x, torch.tensor(n), "per_row+zero", noise_key
+    )
     assert bool((y[x == 0] == 0).all())
     step = ((low + width).clamp_min(0) - low.clamp_max(0)) / n
-    assert bool(((y - x).abs() <= step * (1.001 if key is None else 1.5) + 1e-6 * x.abs().max()).all())
+    assert bool(
+        (
+            (y - x).abs()
+            <= step * (1.001 if key is None else 1.5) + 1e-6 * x.abs().max()
+        ).all()
+    )
     if bits <= 8:
         assert max(len(row.unique()) for row in y) <= n + 1
 
@@ -64,7 +71,9 @@ def test_zero_point_gradients_are_unbiased_and_keep_zeros():
     x[0], x[1] = -1.0, 1.0
     mean = torch.zeros_like(x)
     for key in range(200):
-        y = PlainOperators.fake_quantize(x, torch.tensor(7.0), "per_tensor+zero", torch.tensor(key))[0]
+        y = PlainOperators.fake_quantize(
+            x, torch.tensor(7.0), "per_tensor+zero", torch.tensor(key)
+        )[0]
         assert bool((y[x == 0] == 0).all())
         mean += y / 200
     inside = x.abs() < 0.8
@@ -90,18 +99,30 @@ def test_grids_outside_paper_layers_have_zero_point():
     precisions = layer_precisions(model)
     assert all(quantizer.zero_point for quantizer in precisions[""].quantizers.values())
     own = {
-        role: q for role, q in precisions["layer"].quantizers.items() if not role.startswith(("conv_", "attention_"))
+        role: q
+        for role, q in precisions["layer"].quantizers.items()
+        if not role.startswith(("conv_", "attention_"))
     }
-    assert [role for role, quantizer in own.items() if quantizer.zero_point] == ["computed_weight"]
+    assert [role for role, quantizer in own.items() if quantizer.zero_point] == [
+        "computed_weight"
+    ]
     assert not any(quantizer.zero_point for quantizer in QUANTIZERS.values())
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), nn.LSTM(4, 4), nn.GRU(4, 4)])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), nn.LSTM(4, 4), nn.GRU(4, 4)]
+)
 def test_paper_layers_keep_the_authors_grid(layer):
     (precision,) = layer_precisions(cpt.quantize_(nn.Sequential(layer))).values()
     is_paper_layer = not isinstance(layer, nn.GRU)
-    own = {"input", "input_l0", "weight", "grad"} if is_paper_layer else {"linear_weight", "attention_query"}
-    zero_points = {q.zero_point for role, q in precision.quantizers.items() if role in own}
+    own = (
+        {"input", "input_l0", "weight", "grad"}
+        if is_paper_layer
+        else {"linear_weight", "attention_query"}
+    )
+    zero_points = {
+        q.zero_point for role, q in precision.quantizers.items() if role in own
+    }
     assert zero_points == {not is_paper_layer}
 
 
@@ -135,13 +156,19 @@ class MaskedFunctions(nn.Module):
         return self.function(x, self.weight * MASK)
 
 
-MASK = (torch.arange(8)[:, None] > torch.arange(8)[None]).float()  # output d depends on the inputs before d
+MASK = (
+    torch.arange(8)[:, None] > torch.arange(8)[None]
+).float()  # output d depends on the inputs before d
 MASKED = {
     "linear": (lambda: MaskedLinear(8, 8), (5, 8), -1),
     "convolution": (lambda: MaskedConv(8, 8, 3), (5, 8, 7), 1),
     "transposed convolution": (lambda: MaskedTransposedConv(8, 8, 3), (5, 8, 7), 1),
     "linear function": (lambda: MaskedFunctions(F.linear), (5, 8), -1),
-    "convolution function": (lambda: MaskedFunctions(lambda x, w: F.conv1d(x, w[:, :, None])), (5, 8, 7), 1),
+    "convolution function": (
+        lambda: MaskedFunctions(lambda x, w: F.conv1d(x, w[:, :, None])),
+        (5, 8, 7),
+        1,
+    ),
 }
 
 
@@ -182,12 +209,18 @@ def test_computed_weight_keeps_its_zeros(make, layer):
     model = cpt.quantize_(nn.Sequential(layer))
     with cpt.precision(model, 3), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        x = torch.randn(2, 8, 3, 3) if isinstance(layer, nn.Conv2d) else torch.randn(2, 8)
+        x = (
+            torch.randn(2, 8, 3, 3)
+            if isinstance(layer, nn.Conv2d)
+            else torch.randn(2, 8)
+        )
         zeros = layer.weight == 0
         assert 0.4 < float(zeros.float().mean()) < 0.6
         model(x)
         operands = []
-        layer_precisions(model)["0"].observer = lambda role, x, rows: operands.append(role)
+        layer_precisions(model)["0"].observer = lambda role, x, rows: operands.append(
+            role
+        )
         model(x)
         assert "computed_weight" in operands
         rounded = layer_precisions(model)["0"].operand("computed_weight", layer.weight)
@@ -195,7 +228,9 @@ def test_computed_weight_keeps_its_zeros(make, layer):
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8)], ids=["linear", "convolution", "lstm"]
+    "layer",
+    [nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8)],
+    ids=["linear", "convolution", "lstm"],
 )
 def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
     torch.manual_seed(0)
@@ -206,7 +241,10 @@ def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
     x = torch.randn(3, 8, 8)
     model = cpt.quantize_(nn.Sequential(layer))
     with cpt.precision(model, 4):
-        with pytest.warns(UserWarning, match=r"of the weights of layer '0' are exactly 0 .*\.with_zero_points\(\)"):
+        with pytest.warns(
+            UserWarning,
+            match=r"of the weights of layer '0' are exactly 0 .*\.with_zero_points\(\)",
+        ):
             model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -217,7 +255,11 @@ def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
         warnings.simplefilter("error")
         model(x)
         weight = next(p for p in layer.parameters() if p.dim() > 1)
-        assert bool((layer_precisions(model)["0"].operand("weight", weight)[weight == 0] == 0).all())
+        assert bool(
+            (
+                layer_precisions(model)["0"].operand("weight", weight)[weight == 0] == 0
+            ).all()
+        )
 
 
 def test_pruning_during_training_is_warned_of_at_evaluation():
@@ -233,7 +275,9 @@ def test_pruning_during_training_is_warned_of_at_evaluation():
         model(torch.randn(3, 8))
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(4, 4), torch.eye(4), torch.randn(4, 4) + 9])
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(4, 4), torch.eye(4), torch.randn(4, 4) + 9]
+)
 def test_zeros_that_stay_are_not_warned_of(weight):
     model = nn.Sequential(nn.Linear(4, 4))
     with torch.no_grad():
@@ -262,9 +306,15 @@ ONE_ELEMENT = {
     "linear": OneElement(lambda x, w: F.linear(x[..., None], w), 16, 1),
     "matmul": OneElement(lambda x, w: x[..., None] @ w, 1, 16),
     "bmm": OneElement(lambda x, w: torch.bmm(x.T[..., None], w), 3, 1, 16),
-    "einsum": OneElement(lambda x, w: torch.einsum("bfk,kd->bfd", x[..., None], w), 1, 16),
-    "convolution of one channel": OneElement(lambda x, w: F.conv1d(x[:, None], w), 4, 1, 2),
-    "outer product of activations": OneElement(lambda x, w: x[..., None] @ x[:, None] * w, 3, 3),
+    "einsum": OneElement(
+        lambda x, w: torch.einsum("bfk,kd->bfd", x[..., None], w), 1, 16
+    ),
+    "convolution of one channel": OneElement(
+        lambda x, w: F.conv1d(x[:, None], w), 4, 1, 2
+    ),
+    "outer product of activations": OneElement(
+        lambda x, w: x[..., None] @ x[:, None] * w, 3, 3
+    ),
 }
 
 

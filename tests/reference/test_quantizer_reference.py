@@ -50,7 +50,11 @@ def reference(reference_dir):
 
 def cases(reference, part, *layers):
     """The vectors of a part of the file, all or those of some layers; one without any would check nothing."""
-    found = [case for case in reference.get(part, ()) if not layers or case["layer"] in layers]
+    found = [
+        case
+        for case in reference.get(part, ())
+        if not layers or case["layer"] in layers
+    ]
     assert found, f"the reference holds no vector of {', '.join(layers) or part}"
     return found
 
@@ -62,7 +66,9 @@ def tensor(values, shape=None):
 
 def differs(found, expected, atol):
     expected = np.asarray(expected, dtype=np.float32)
-    found = found.detach().numpy().reshape(expected.shape)  # ranges may differ in dimensions of size 1
+    found = (
+        found.detach().numpy().reshape(expected.shape)
+    )  # ranges may differ in dimensions of size 1
     return not np.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
 
 
@@ -72,8 +78,16 @@ def test_every_quantised_tensor(reference):
         quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
         x = tensor(case["input"], case["shape"])
         low, width = range_of(x, quantizer.grid)
-        found = {"output": quantize(x, case["bits"], quantizer), "min": low, "range": width}
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], VALUE_ATOL)]
+        found = {
+            "output": quantize(x, case["bits"], quantizer),
+            "min": low,
+            "range": width,
+        }
+        wrong += [
+            (case["id"], k)
+            for k, value in found.items()
+            if differs(value, case[k], VALUE_ATOL)
+        ]
     assert wrong == []
 
 
@@ -98,10 +112,18 @@ def test_every_running_range(reference):
             layer.set_bits(int(batch["bits"]), None)
             found = {"output": layer.operand("input", tensor(batch["input"]))}
             found["running_min"], found["running_range"], _ = layer.running_input
-            wrong += [(case["id"], i, k) for k, v in found.items() if differs(v, batch[k], VALUE_ATOL)]
+            wrong += [
+                (case["id"], i, k)
+                for k, v in found.items()
+                if differs(v, batch[k], VALUE_ATOL)
+            ]
         layer.eval()
         layer.set_bits(int(case["eval_bits"]), None)
-        if differs(layer.operand("input", tensor(case["eval_input"])), case["eval_output"], VALUE_ATOL):
+        if differs(
+            layer.operand("input", tensor(case["eval_input"])),
+            case["eval_output"],
+            VALUE_ATOL,
+        ):
             wrong.append((case["id"], "eval"))
     assert wrong == []
 
@@ -110,14 +132,23 @@ def test_every_running_range(reference):
 
 
 def plain(case):
-    state = {"weight": tensor(case["weight"])} | ({"bias": tensor(case["bias"])} if case.get("bias") else {})
+    state = {"weight": tensor(case["weight"])} | (
+        {"bias": tensor(case["bias"])} if case.get("bias") else {}
+    )
     out, inner, *kernel = state["weight"].shape
     if kernel:
-        layer = nn.Conv2d(inner, out, kernel, case["stride"], case["padding"], bias="bias" in state)
+        layer = nn.Conv2d(
+            inner, out, kernel, case["stride"], case["padding"], bias="bias" in state
+        )
     else:
         layer = nn.Linear(inner, out, bias="bias" in state)
     layer.load_state_dict(state)
-    return layer, QuantConfig(), lambda layer, x: {"y": layer(x)}, {f"d{name[0]}": name for name in state}
+    return (
+        layer,
+        QuantConfig(),
+        lambda layer, x: {"y": layer(x)},
+        {f"d{name[0]}": name for name in state},
+    )
 
 
 # where the layers come from -> their classes; all must give the reference's numbers
@@ -138,8 +169,16 @@ def graph_layer(case, origin):
         gradients = {"dw": "weight", "db": "bias"}
     else:
         layer = sage_conv(len(case["w_neigh"][0]), len(case["bias"]))
-        state = {"fc_neigh.weight": case["w_neigh"], "fc_self.weight": case["w_self"], "fc_self.bias": case["bias"]}
-        gradients = {"dw_neigh": "fc_neigh.weight", "dw_self": "fc_self.weight", "db": "fc_self.bias"}
+        state = {
+            "fc_neigh.weight": case["w_neigh"],
+            "fc_self.weight": case["w_self"],
+            "fc_self.bias": case["bias"],
+        }
+        gradients = {
+            "dw_neigh": "fc_neigh.weight",
+            "dw_self": "fc_self.weight",
+            "db": "fc_self.bias",
+        }
     layer.load_state_dict({k: tensor(v) for k, v in state.items()})
     adjacency = tensor(case["adjacency_dst_src"])
     destination, source = adjacency.nonzero().T
@@ -156,8 +195,14 @@ def graph_layer(case, origin):
 def lstm(case):
     weight, recurrent = tensor(case["W"]), tensor(case["U"])
     layer = nn.LSTM(weight.shape[1], recurrent.shape[1])
-    state = {"weight_ih_l0": weight, "weight_hh_l0": recurrent, "bias_ih_l0": tensor(case["b"])}
-    layer.load_state_dict({**state, "bias_hh_l0": torch.zeros(len(weight))})  # the authors have one bias
+    state = {
+        "weight_ih_l0": weight,
+        "weight_hh_l0": recurrent,
+        "bias_ih_l0": tensor(case["b"]),
+    }
+    layer.load_state_dict(
+        {**state, "bias_hh_l0": torch.zeros(len(weight))}
+    )  # the authors have one bias
 
     def call(layer, x):
         y, (_, c) = layer(x, (tensor(case["h0"]), tensor(case["c0"])))
@@ -171,7 +216,9 @@ def lstm(case):
 def attention(case):
     sizes = {"hidden_size": len(case["x"][0][0]), "num_attention_heads": case["heads"]}
     layer = BertSelfAttention(BertConfig(**sizes, attn_implementation="eager")).eval()
-    layer.load_state_dict({f"{k}.{n}": tensor(v) for k, p in case["params"].items() for n, v in p.items()})
+    layer.load_state_dict(
+        {f"{k}.{n}": tensor(v) for k, p in case["params"].items() for n, v in p.items()}
+    )
     gradients = {f"dW{name[0]}": f"{name}.weight" for name in ("query", "key", "value")}
     return layer, QuantConfig(), lambda layer, x: {"y": layer(x)[0]}, gradients
 
@@ -179,7 +226,11 @@ def attention(case):
 LAYERS = {
     "plain": (plain, "conv2d", "conv2d_bias", "linear"),
     **{
-        f"graph, {origin}": (partial(graph_layer, origin=origin), "graphconv", "sageconv_mean")
+        f"graph, {origin}": (
+            partial(graph_layer, origin=origin),
+            "graphconv",
+            "sageconv_mean",
+        )
         for origin in GRAPH_LAYERS
     },
     "lstm": (lstm, "lstm"),
@@ -193,12 +244,24 @@ def test_forward_and_backward_of_every_layer(reference, kind):
     wrong = []
     for case in cases(reference, "layers", *names):
         layer, config, call, parameters = make(case)
-        layer = quantize_(layer, replace(config, attention="paper").with_gradient_rounding("nearest"))
+        layer = quantize_(
+            layer, replace(config, attention="paper").with_gradient_rounding("nearest")
+        )
         x = tensor(case["x"]).requires_grad_()
         with precision(layer, case["bits"], q_grad=case["grad_bits"]):
             found = call(layer, x)
             found["y"].backward(tensor(case["upstream"]))
-        gradients = {"dx": x.grad} | {name: layer.get_parameter(path).grad for name, path in parameters.items()}
-        wrong += [(case["id"], k) for k, value in gradients.items() if differs(value, case[k], BACKWARD_ATOL)]
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], FORWARD_ATOL)]
+        gradients = {"dx": x.grad} | {
+            name: layer.get_parameter(path).grad for name, path in parameters.items()
+        }
+        wrong += [
+            (case["id"], k)
+            for k, value in gradients.items()
+            if differs(value, case[k], BACKWARD_ATOL)
+        ]
+        wrong += [
+            (case["id"], k)
+            for k, value in found.items()
+            if differs(value, case[k], FORWARD_ATOL)
+        ]
     assert wrong == []

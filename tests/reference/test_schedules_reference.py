@@ -18,8 +18,12 @@ def rows_of(path):
 
 
 def schedule_of(row, cycle_rule) -> Schedule:
-    given = {name: int(row[name]) for name in ("q_min", "q_max", "total_steps", "n_cycles")}
-    return quietly(make_schedule, row["schedule"], **given, cycle_rule=cycle_rule)  # short cycles are there on purpose
+    given = {
+        name: int(row[name]) for name in ("q_min", "q_max", "total_steps", "n_cycles")
+    }
+    return quietly(
+        make_schedule, row["schedule"], **given, cycle_rule=cycle_rule
+    )  # short cycles are there on purpose
 
 
 def by_run(rows):
@@ -30,7 +34,11 @@ def by_run(rows):
 def rules_of(row):
     """The rules by which the cycles of a run have the length that its rows name."""
     total, n, length = (int(row[k]) for k in ("total_steps", "n_cycles", "cycle_len"))
-    lengths = {"exact": total / n, "floor": total // n, "floor_plus_one": total // n + 1}
+    lengths = {
+        "exact": total / n,
+        "floor": total // n,
+        "floor_plus_one": total // n + 1,
+    }
     return [rule for rule, found in lengths.items() if found == length]
 
 
@@ -48,7 +56,17 @@ def test_bits_and_values_of_every_step(reference_dir):
                 good = bits[t] == schedule(t) == int(row["bits"])
                 good &= values[t] == pytest.approx(float(row["real_value"]), abs=1e-9)
                 if not good:
-                    wrong.append((rule, *run, t, row["bits"], row["real_value"], int(bits[t]), values[t]))
+                    wrong.append(
+                        (
+                            rule,
+                            *run,
+                            t,
+                            row["bits"],
+                            row["real_value"],
+                            int(bits[t]),
+                            values[t],
+                        )
+                    )
     assert wrong == []
 
 
@@ -61,13 +79,28 @@ def test_cost_of_every_experiment(reference_dir):
         macs = float(row["flops_per_step"])
         found = {
             # the authors' baseline has the gradients of the run
-            "rel_to_static": schedule.relative_cost(q_grad) / StaticSchedule(schedule.q_max, 1).relative_cost(q_grad),
+            "rel_to_static": schedule.relative_cost(q_grad)
+            / StaticSchedule(schedule.q_max, 1).relative_cost(q_grad),
             "total_bitops": total_bitops(macs, schedule.bits(), q_grad),
             "mean_bits": schedule.bits().mean(),
-            "mean_cost": cost.step_cost(schedule.bits(), q_grad).mean() / cost.FULL_PRECISION**2,
+            "mean_cost": cost.step_cost(schedule.bits(), q_grad).mean()
+            / cost.FULL_PRECISION**2,
         }
         wrong += [
-            (*(row[k] for k in ("experiment", "variant", "schedule", "q_min", "q_max", name)), value)
+            (
+                *(
+                    row[k]
+                    for k in (
+                        "experiment",
+                        "variant",
+                        "schedule",
+                        "q_min",
+                        "q_max",
+                        name,
+                    )
+                ),
+                value,
+            )
             for name, value in found.items()
             if value != pytest.approx(float(row[name]), rel=1e-5)
         ]

@@ -29,13 +29,22 @@ CURVES = {
 def settings_of(draw, names, rules=CYCLE_RULES, max_width=31):
     name = draw(st.sampled_from(sorted(names)))
     q_max = draw(st.integers(1, 32))
-    q_min = q_max if name == "STATIC" else draw(st.integers(max(1, q_max - max_width), q_max))
+    q_min = (
+        q_max
+        if name == "STATIC"
+        else draw(st.integers(max(1, q_max - max_width), q_max))
+    )
     if name in SCHEDULES and SCHEDULES[name].triangular:
         n_cycles = 2 * draw(st.integers(1, 8))
     else:
         n_cycles = draw(st.integers(1, 16))
     total_steps = draw(st.integers(n_cycles, 400))
-    args = {"q_min": q_min, "q_max": q_max, "total_steps": total_steps, "n_cycles": n_cycles}
+    args = {
+        "q_min": q_min,
+        "q_max": q_max,
+        "total_steps": total_steps,
+        "n_cycles": n_cycles,
+    }
     return name, args | {"cycle_rule": draw(st.sampled_from(rules))}
 
 
@@ -46,7 +55,11 @@ PAPER = settings_of(SUITE)
 def cycles_and_positions(args):
     """Yield (cycle index, position within the cycle) of every step, exactly."""
     total, n, rule = args["total_steps"], args["n_cycles"], args["cycle_rule"]
-    length = {"exact": Fraction(total, n), "floor": total // n, "floor_plus_one": total // n + 1}[rule]
+    length = {
+        "exact": Fraction(total, n),
+        "floor": total // n,
+        "floor_plus_one": total // n + 1,
+    }[rule]
     for t in range(total):
         cycle = t // Fraction(length)
         yield cycle, Fraction(t - cycle * length) / length
@@ -62,7 +75,9 @@ def test_length_bounds_and_json(case):
     assert args["q_min"] <= bits.min() <= bits.max() <= args["q_max"]
     assert args["q_min"] - 1e-9 <= values.min() <= values.max() <= args["q_max"] + 1e-9
     assert np.abs(bits - values).max() <= 0.5
-    assert (schedule.q_min, schedule.q_max, schedule.total_steps) == tuple(args.values())[:3]
+    assert (schedule.q_min, schedule.q_max, schedule.total_steps) == tuple(
+        args.values()
+    )[:3]
     assert written_and_read(schedule) == schedule
 
 
@@ -91,12 +106,16 @@ def test_costs_shares_and_noise(case, q_grad):
     grad = q_max if q_grad is None else q_grad
     spent = sum(q * q + 2 * q * grad for q in bits)
     full = args["total_steps"] * 3 * q_max * q_max
-    assert schedule.relative_cost(q_grad=q_grad) == pytest.approx(spent / full, rel=1e-12)
+    assert schedule.relative_cost(q_grad=q_grad) == pytest.approx(
+        spent / full, rel=1e-12
+    )
     assert grad > q_max or schedule.relative_cost(q_grad=q_grad) <= 1
 
     shares = {q: schedule.share_at(q) for q in range(q_min, q_max + 1)}
     assert sum(shares.values()) == pytest.approx(1)
-    assert all(share == pytest.approx(bits.count(q) / len(bits)) for q, share in shares.items())
+    assert all(
+        share == pytest.approx(bits.count(q) / len(bits)) for q, share in shares.items()
+    )
     exposure = schedule.noise_exposure()
     assert exposure == pytest.approx(sum(4.0 ** (q_max - q) for q in bits) / len(bits))
     assert exposure == 1 if set(bits) == {q_max} else exposure > 1
@@ -105,11 +124,24 @@ def test_costs_shares_and_noise(case, q_grad):
 @pytest.mark.parametrize("power", [0.25, 1, 3.7])
 @pytest.mark.parametrize("base", ["linear", "cosine", "exponential", "rex"])
 def test_a_warped_profile_is_read_at_a_power(base, power):
-    x, profile, curve = np.linspace(0, 1, 101), Warped(base, power), CURVES[base[0].upper()]
+    x, profile, curve = (
+        np.linspace(0, 1, 101),
+        Warped(base, power),
+        CURVES[base[0].upper()],
+    )
     np.testing.assert_allclose(profile.growth(x), curve(x**power), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12)
-    refused(r"unknown profile 'warped'; choose from linear, cosine, exponential, rex$", Warped, "warped", power)
+    np.testing.assert_allclose(
+        profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12
+    )
+    refused(
+        r"unknown profile 'warped'; choose from linear, cosine, exponential, rex$",
+        Warped,
+        "warped",
+        power,
+    )
 
 
 # --- deficits and budgets -------------------------------------------------------------------------
@@ -117,7 +149,11 @@ def test_a_warped_profile_is_read_at_a_power(base, power):
 
 @given(st.data(), st.integers(1, 60))
 def test_deficits_are_what_a_loop_gives(data, total):
-    pairs = st.lists(st.integers(0, total), min_size=2, max_size=2, unique=True).map(sorted).map(tuple)
+    pairs = (
+        st.lists(st.integers(0, total), min_size=2, max_size=2, unique=True)
+        .map(sorted)
+        .map(tuple)
+    )
     windows = data.draw(st.lists(pairs, max_size=4))
     inside = [sum(start <= t < stop for start, stop in windows) for t in range(total)]
     if max(inside) > 1:
@@ -125,7 +161,11 @@ def test_deficits_are_what_a_loop_gives(data, total):
         return
     schedule = DeficitSchedule(2, 9, windows, total)
     assert (schedule.q_min, schedule.q_max, schedule.total_steps) == (2, 9, total)
-    assert [schedule(t) for t in range(total)] == schedule.bits().tolist() == [2 if i else 9 for i in inside]
+    assert (
+        [schedule(t) for t in range(total)]
+        == schedule.bits().tolist()
+        == [2 if i else 9 for i in inside]
+    )
     assert schedule == DeficitSchedule(2, 9, windows[::-1], total)
 
 
@@ -147,8 +187,18 @@ def problems(draw):
     lowest = price([q_max] * hold + [q_min] * (total - hold), q_max)
     fine = max(lowest, min(1.0, 1000 * half_a_bit / total))
     budget = min(1.0, fine + draw(st.floats(0, 1)) * (1 - fine))
-    args = {"q_min": q_min, "q_max": q_max, "total_steps": total, "n_cycles": n_cycles, "triangular": triangular}
-    args |= {"mirror": draw(st.sampled_from(MIRRORS)), "family": draw(st.sampled_from(FAMILIES)), "delay": delay}
+    args = {
+        "q_min": q_min,
+        "q_max": q_max,
+        "total_steps": total,
+        "n_cycles": n_cycles,
+        "triangular": triangular,
+    }
+    args |= {
+        "mirror": draw(st.sampled_from(MIRRORS)),
+        "family": draw(st.sampled_from(FAMILIES)),
+        "delay": delay,
+    }
     return args, budget
 
 
@@ -170,7 +220,9 @@ def test_every_budget_is_met_and_a_larger_one_costs_more_and_bends_less(case, mo
         assert len(getattr(solved, "changes", ())) <= 2 * args["n_cycles"]
     assert found[0].relative_cost() < found[1].relative_cost() or budgets[1] == 1.0
     assert found[0].relative_cost() <= found[1].relative_cost()
-    powers = [profile_of(schedule).power for schedule in found if schedule.kind != "static"]
+    powers = [
+        profile_of(schedule).power for schedule in found if schedule.kind != "static"
+    ]
     assert all(a >= b * (1 - 1e-6) for a, b in itertools.pairwise(powers))
 
 
@@ -186,22 +238,31 @@ def test_a_delay_is_q_max_and_then_the_schedule_of_the_rest(case, delay):
     name, args = case
     hold = round(delay * args["total_steps"])
     assume(args["total_steps"] - hold >= args["n_cycles"])
-    rest = quietly(make_schedule, name, **args | {"total_steps": args["total_steps"] - hold})
+    rest = quietly(
+        make_schedule, name, **args | {"total_steps": args["total_steps"] - hold}
+    )
     schedule = DelayedSchedule(rest, hold)
     assert schedule.bits().tolist() == [args["q_max"]] * hold + rest.bits().tolist()
-    static = make_schedule("STATIC", q_max=args["q_max"], total_steps=1).relative_cost(5)
-    mean = (hold * static + rest.total_steps * rest.relative_cost(5)) / args["total_steps"]
+    static = make_schedule("STATIC", q_max=args["q_max"], total_steps=1).relative_cost(
+        5
+    )
+    mean = (hold * static + rest.total_steps * rest.relative_cost(5)) / args[
+        "total_steps"
+    ]
     assert schedule.relative_cost(5) == pytest.approx(mean, rel=1e-12)
 
 
 # of which the bits are those of the paper's schedule at its cost
 NAMED = {
-    "LR": {"family": "linear"}, "CR": {"family": "cosine"}, "RR": {"family": "rex"}, "ER": {"family": "exponential"},
+    "LR": {"family": "linear"},
+    "CR": {"family": "cosine"},
+    "RR": {"family": "rex"},
+    "ER": {"family": "exponential"},
     "LT": {"family": "linear", "triangular": True, "mirror": "vertical"},
     "CT": {"family": "cosine", "triangular": True},
     "RTV": {"family": "rex", "triangular": True, "mirror": "vertical"},
     "ETV": {"family": "exponential", "triangular": True, "mirror": "vertical"},
-}  # fmt: skip
+}
 
 
 @settings(max_examples=10)
@@ -213,6 +274,10 @@ NAMED = {
 def test_the_cost_of_a_known_schedule_gives_it_again(name, width, q_max, half, length):
     n_cycles = 2 * half
     total = n_cycles * length + length // 7
-    known = make_schedule(name, q_min=q_max - width, q_max=q_max, total_steps=total, n_cycles=n_cycles)
-    found = solve_schedule(known.relative_cost(), q_max - width, q_max, total, n_cycles, **NAMED[name])
+    known = make_schedule(
+        name, q_min=q_max - width, q_max=q_max, total_steps=total, n_cycles=n_cycles
+    )
+    found = solve_schedule(
+        known.relative_cost(), q_max - width, q_max, total, n_cycles, **NAMED[name]
+    )
     assert np.array_equal(found.bits(), known.bits())

@@ -23,7 +23,12 @@ from cpt_core.schedules.schedule import (
 from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
-from cpt_extras.search.solved_schedules import AdjustedSchedule, DelayedSchedule, Warped, delay_steps
+from cpt_extras.search.solved_schedules import (
+    AdjustedSchedule,
+    DelayedSchedule,
+    Warped,
+    delay_steps,
+)
 from cpt_lab.sweeps.outlook import total_bitops
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
@@ -37,7 +42,10 @@ GROUPS = (
 
 
 def deficit(*windows, **changes):
-    return partial(DeficitSchedule, **{"q_low": 3, "q_high": 8, "windows": windows, "total_steps": 10} | changes)
+    return partial(
+        DeficitSchedule,
+        **{"q_low": 3, "q_high": 8, "windows": windows, "total_steps": 10} | changes,
+    )
 
 
 def changed(change):
@@ -58,51 +66,100 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (partial(make, q_min=9), "q_min=9, q_max=8"),
         (partial(make, q_min=None), "needs q_min"),
         (partial(make, q_max=33), "<= 32"),
-        (partial(make, n_cycles=1601), "n_cycles must lie in 1..total_steps = 1..1600, got 1601"),
+        (
+            partial(make, n_cycles=1601),
+            "n_cycles must lie in 1..total_steps = 1..1600, got 1601",
+        ),
         (partial(make, "LT", n_cycles=7), "even n_cycles"),
         (partial(make, profile=Rex()), "CR has a cosine profile"),
         (partial(make, "cr"), "unknown schedule 'cr'; choose from LR"),
         *(
-            (partial(make_schedule, "STATIC", **{"q_max": 6, "total_steps": 10} | changes), "STATIC has one precision")
+            (
+                partial(
+                    make_schedule, "STATIC", **{"q_max": 6, "total_steps": 10} | changes
+                ),
+                "STATIC has one precision",
+            )
             for changes in ({"q_min": 3}, {"profile": Rex(0.5)})
         ),
         *((partial(make(), step), f"step {step} is outside") for step in (-1, 1600)),
         (partial(Exponential, 0.0), "rate must be positive"),
         (partial(schedule_from_dict, {}), "description must be what to_dict"),
         (partial(Rex, 1.0), "d must satisfy 0 <= d < 1"),
-        (partial(schedule_from_dict, {"kind": "spiral"}), "unknown kind 'spiral'; choose from static, cyclic, deficit"),
         (
-            partial(schedule_from_dict, {"kind": "cyclic", "profile": {"name": "sine"}}),
+            partial(schedule_from_dict, {"kind": "spiral"}),
+            "unknown kind 'spiral'; choose from static, cyclic, deficit",
+        ),
+        (
+            partial(
+                schedule_from_dict, {"kind": "cyclic", "profile": {"name": "sine"}}
+            ),
             "unknown profile 'sine'; choose from linear, cosine",
         ),
-        *((partial(TableSchedule, runs), "must") for runs in ((), ((3, 0),), ((33, 1),), ((3.5, 2),), ((3, True),))),
+        *(
+            (partial(TableSchedule, runs), "must")
+            for runs in ((), ((3, 0),), ((33, 1),), ((3.5, 2),), ((3, True),))
+        ),
         (deficit((3, 6), (0, 4)), r"windows \(0, 4\) and \(3, 6\) overlap"),
         (deficit((0, 8), (2, 3)), r"windows \(0, 8\) and \(2, 3\) overlap"),
-        (deficit((4, 2)), r"window \(4, 2\) must satisfy 0 <= start < stop <= total_steps = 10"),
+        (
+            deficit((4, 2)),
+            r"window \(4, 2\) must satisfy 0 <= start < stop <= total_steps = 10",
+        ),
         (deficit((4, 4)), r"window \(4, 4\) must satisfy"),
         (deficit((0, 4), (8, 11)), r"window \(8, 11\) must satisfy"),
         (deficit(0, 4), r"windows must be pairs \(start, stop\), got \(0, 4\)"),
         (deficit((0, 4, 6)), r"windows must be pairs .* got \(\(0, 4, 6\),\)"),
         (deficit((0.0, 4)), r"start of windows must be an integer, got 0\.0"),
         (deficit(q_low=9), "q_min=9, q_max=8"),
-        (partial(delay_steps, 1, 100), "delay is a share of the training, 0 <= delay < 1; got 1"),
-        (partial(delay_steps, NAN, 100), "delay is a share of the training, 0 <= delay < 1; got nan"),
+        (
+            partial(delay_steps, 1, 100),
+            "delay is a share of the training, 0 <= delay < 1; got 1",
+        ),
+        (
+            partial(delay_steps, NAN, 100),
+            "delay is a share of the training, 0 <= delay < 1; got nan",
+        ),
         (partial(DelayedSchedule, STATIC, 1), f"{ONE_OF_TWO}, got StaticSchedule"),
         (partial(DelayedSchedule, DelayedSchedule(make(), 3), 1), ONE_OF_TWO),
-        (partial(schedule_from_dict, {"kind": "delayed", "schedule": STATIC.to_dict(), "hold": 3}), ONE_OF_TWO),
+        (
+            partial(
+                schedule_from_dict,
+                {"kind": "delayed", "schedule": STATIC.to_dict(), "hold": 3},
+            ),
+            ONE_OF_TWO,
+        ),
         (partial(AdjustedSchedule, STATIC, ()), "schedule must be CyclicSchedule"),
         (changed((-1, 5)), "step -1 is outside the schedule; steps run from 0 to 1599"),
         (changed((1600, 5)), "step 1600 is outside the schedule"),
-        (changed((1, 9)), "bits must be a whole number of at least 3 and at most 8, got 9"),
-        (changed((1, 4.5)), "bits must be a whole number of at least 3 and at most 8, got 4.5"),
+        (
+            changed((1, 9)),
+            "bits must be a whole number of at least 3 and at most 8, got 9",
+        ),
+        (
+            changed((1, 4.5)),
+            "bits must be a whole number of at least 3 and at most 8, got 4.5",
+        ),
         (changed((0, 6)), "a step is changed once"),
-        (partial(StaticSchedule, 40, 100), "^q_max must be an integer from 1 to 32, got 40$"),
-        (partial(TableSchedule, ((40, 9),)), "^bits of runs must be a whole .* at most 32, got 40$"),
+        (
+            partial(StaticSchedule, 40, 100),
+            "^q_max must be an integer from 1 to 32, got 40$",
+        ),
+        (
+            partial(TableSchedule, ((40, 9),)),
+            "^bits of runs must be a whole .* at most 32, got 40$",
+        ),
         (grouped(), "needs groups of layers"),
         (grouped(((), StaticSchedule(4, 10), 1)), "each with a pattern"),
         (grouped(GROUPS[0], GROUPS[0]), "'conv\\*' is in two groups"),
-        (grouped(GROUPS[0], (("fc",), StaticSchedule(4, 9), 1)), r"one length, got \[9, 10\]"),
-        (grouped((("fc",), STATIC, 0)), "MACs of a group must be a whole number of at least 1, got 0"),
+        (
+            grouped(GROUPS[0], (("fc",), StaticSchedule(4, 9), 1)),
+            r"one length, got \[9, 10\]",
+        ),
+        (
+            grouped((("fc",), STATIC, 0)),
+            "MACs of a group must be a whole number of at least 1, got 0",
+        ),
         (grouped((("fc",), LayeredSchedule(GROUPS), 1)), "not layered itself"),
         (grouped((("fc",), 4, 1)), "not layered itself, got 4"),
     ],
@@ -127,7 +184,9 @@ SHORTEST = {
 def test_short_cycles_warn(name):
     def last(width, length, n_cycles=4):
         steps = length * n_cycles
-        return make(name, q_min=8 - width, total_steps=steps, n_cycles=n_cycles)(steps - 1)
+        return make(name, q_min=8 - width, total_steps=steps, n_cycles=n_cycles)(
+            steps - 1
+        )
 
     for width, length in enumerate(SHORTEST[name], start=1):
         assert last(width, length) == 8  # a warning would be an error
@@ -142,7 +201,10 @@ ENDS = [
     ("VOC", 5, 171_600, 8, {}, {}, {}),
     ("Arxiv", 3, 1000, 8, {}, {}, {"RR": 6, "RTV": 6, "RTH": 6}),
     (
-        "Arxiv, 500 epochs", 3, 500, 8,
+        "Arxiv, 500 epochs",
+        3,
+        500,
+        8,
         {"RR": 7, "RTV": 7, "RTH": 7},
         {"LR": 3, "CR": 3, "RR": 3, "ER": 4, "RTH": 6, "ETV": 7},
         {"RR": 6, "RTV": 6, "RTH": 6},
@@ -151,13 +213,24 @@ ENDS = [
     ("PTB", 5, 53_120, 8, {}, {}, {}),
     ("PTB", 5, 53_120, 2, {}, {}, {}),
     ("XNLI", 5, 12_272, 2, {}, {}, {}),
-]  # fmt: skip
-END_CASES = [(*run[:4], *rule) for run in ENDS for rule in zip(CYCLE_RULES, run[4:], strict=True)]
+]
+END_CASES = [
+    (*run[:4], *rule) for run in ENDS for rule in zip(CYCLE_RULES, run[4:], strict=True)
+]
 
 
-@pytest.mark.parametrize(("run", "q_min", "steps", "n_cycles", "cycle_rule", "not_eight"), END_CASES)
-def test_bits_at_the_end_of_the_paper_s_runs(run, q_min, steps, n_cycles, cycle_rule, not_eight):
-    args = {"q_min": q_min, "total_steps": steps, "n_cycles": n_cycles, "cycle_rule": cycle_rule}
+@pytest.mark.parametrize(
+    ("run", "q_min", "steps", "n_cycles", "cycle_rule", "not_eight"), END_CASES
+)
+def test_bits_at_the_end_of_the_paper_s_runs(
+    run, q_min, steps, n_cycles, cycle_rule, not_eight
+):
+    args = {
+        "q_min": q_min,
+        "total_steps": steps,
+        "n_cycles": n_cycles,
+        "cycle_rule": cycle_rule,
+    }
     found = {name: quietly(make, name, **args)(steps - 1) for name in TEN}
     assert found == dict.fromkeys(TEN, 8) | not_eight
 
@@ -183,7 +256,11 @@ def test_another_constant_of_a_profile():
 
 def test_static():
     schedule = make_schedule("STATIC", q_max=6, total_steps=10)
-    assert schedule == make_schedule("STATIC", q_max=6, q_min=6, total_steps=10, n_cycles=3) == StaticSchedule(6, 10)
+    assert (
+        schedule
+        == make_schedule("STATIC", q_max=6, q_min=6, total_steps=10, n_cycles=3)
+        == StaticSchedule(6, 10)
+    )
     assert (schedule.savings, schedule.name) == ("none", "STATIC")
 
 
@@ -196,7 +273,13 @@ def test_static():
         make("RTV"),
         *(
             CyclicSchedule(profile, 6, 8, 1600, 2, True, "vertical")
-            for profile in (Linear(), Cosine(), Exponential(2.0), Rex(0.3), Warped("cosine", 0.75))
+            for profile in (
+                Linear(),
+                Cosine(),
+                Exponential(2.0),
+                Rex(0.3),
+                Warped("cosine", 0.75),
+            )
         ),
         StaticSchedule(6, 10),
         TableSchedule(((3, 2), (8, 3))),
@@ -211,7 +294,11 @@ def test_static():
 )
 def test_copies_are_equal_and_frozen_and_write_the_same(schedule):
     bits = schedule.bits()
-    for twin in (written_and_read(schedule), copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
+    for twin in (
+        written_and_read(schedule),
+        copy.deepcopy(schedule),
+        pickle.loads(pickle.dumps(schedule)),
+    ):
         assert twin == schedule
         assert hash(twin) == hash(schedule)
         assert json.dumps(twin.to_dict()) == json.dumps(schedule.to_dict())
@@ -223,14 +310,32 @@ def test_copies_are_equal_and_frozen_and_write_the_same(schedule):
 
 
 def test_numpy_integers_make_the_same_schedule():
-    schedule = make(q_min=np.int64(3), q_max=np.int32(8), total_steps=np.int64(1600), n_cycles=np.uint8(8))
+    schedule = make(
+        q_min=np.int64(3),
+        q_max=np.int32(8),
+        total_steps=np.int64(1600),
+        n_cycles=np.uint8(8),
+    )
     assert schedule == make()
     assert json.dumps(schedule.to_dict()) == json.dumps(make().to_dict())
     assert schedule(np.int64(3)) == make()(3)
-    for profile in (Rex(np.float64(0.5)), Exponential(np.float32(0.5)), Warped("rex", np.int64(2))):
-        assert {type(value) for value in vars(profile).values()} <= {str, float}  # torch.load takes no others
-    schedule = DeficitSchedule(np.int64(3), np.int8(8), np.array([[4, 5], [0, 2]]), np.int64(6))
-    assert written_and_read(schedule) == schedule == DeficitSchedule(3, 8, ((0, 2), (4, 5)), 6)
+    for profile in (
+        Rex(np.float64(0.5)),
+        Exponential(np.float32(0.5)),
+        Warped("rex", np.int64(2)),
+    ):
+        assert {type(value) for value in vars(profile).values()} <= {
+            str,
+            float,
+        }  # torch.load takes no others
+    schedule = DeficitSchedule(
+        np.int64(3), np.int8(8), np.array([[4, 5], [0, 2]]), np.int64(6)
+    )
+    assert (
+        written_and_read(schedule)
+        == schedule
+        == DeficitSchedule(3, 8, ((0, 2), (4, 5)), 6)
+    )
 
 
 def test_profiles_outside_the_registry_are_refused_when_written():
@@ -281,27 +386,50 @@ STEP_FUNCTIONS = {
 
 @pytest.mark.parametrize("name", list(STEP_FUNCTIONS))
 def test_function_of_steps_is_refused_without_argument(name):
-    refused(f"function takes '{name}', .* argument=\"step\"", FunctionSchedule, STEP_FUNCTIONS[name], 6000)
+    refused(
+        f"function takes '{name}', .* argument=\"step\"",
+        FunctionSchedule,
+        STEP_FUNCTIONS[name],
+        6000,
+    )
 
 
 def test_function_of_steps_gets_steps():
     schedule = FunctionSchedule(moq, total_steps=6000, argument="step")
-    assert [schedule(t) for t in range(0, 6000, 7)] == [moq(t) for t in range(0, 6000, 7)]
+    assert [schedule(t) for t in range(0, 6000, 7)] == [
+        moq(t) for t in range(0, 6000, 7)
+    ]
     assert (schedule.q_min, schedule.q_max) == (8, 16)
-    refused("unknown argument 'steps'; choose from progress, step", FunctionSchedule, moq, 10, argument="steps")
+    refused(
+        "unknown argument 'steps'; choose from progress, step",
+        FunctionSchedule,
+        moq,
+        10,
+        argument="steps",
+    )
 
 
 def test_function_of_progress_may_be_named_like_a_step():
-    schedule = FunctionSchedule(lambda epoch_share: 3 + 5 * epoch_share, 6, argument="progress")
+    schedule = FunctionSchedule(
+        lambda epoch_share: 3 + 5 * epoch_share, 6, argument="progress"
+    )
     assert schedule.bits().tolist() == [3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("function", [lambda t: moq(t), lambda u: 5, lambda x: 4.2 + 0.2 * x, lambda *n: moq(*n)])
+@pytest.mark.parametrize(
+    "function",
+    [lambda t: moq(t), lambda u: 5, lambda x: 4.2 + 0.2 * x, lambda *n: moq(*n)],
+)
 def test_constant_function_is_warned_of(function):
-    with pytest.warns(UserWarning, match=r'every step.*argument="step".*StaticSchedule\(\d+, total_steps=60\)'):
+    with pytest.warns(
+        UserWarning,
+        match=r'every step.*argument="step".*StaticSchedule\(\d+, total_steps=60\)',
+    ):
         FunctionSchedule(function, total_steps=60)
     for argument in ("progress", "step"):
-        FunctionSchedule(lambda u: 5, total_steps=60, argument=argument)  # as it is asked for
+        FunctionSchedule(
+            lambda u: 5, total_steps=60, argument=argument
+        )  # as it is asked for
 
 
 @dataclass(frozen=True)
@@ -327,14 +455,23 @@ class StepCurve(Profile):
 @pytest.mark.filterwarnings("ignore:invalid value|divide by zero")
 def test_profile_that_is_no_growth_is_refused(curve, values):
     refused(
-        rf"growth\(x\) of StepCurve must rise within 0..1.*from {values}", CyclicSchedule, StepCurve(curve), 3, 8, 1600
+        rf"growth\(x\) of StepCurve must rise within 0..1.*from {values}",
+        CyclicSchedule,
+        StepCurve(curve),
+        3,
+        8,
+        1600,
     )
 
 
 @pytest.mark.parametrize("name", ["CR", "LR", "LT"])
 def test_make_schedule_takes_positions(name):
     expected = make_schedule(name, q_min=3, q_max=8, total_steps=100, n_cycles=4)
-    assert make_schedule(name, 3, 8, 100, 4) == make_schedule(name, 3, 8, 100, n_cycles=4) == expected
+    assert (
+        make_schedule(name, 3, 8, 100, 4)
+        == make_schedule(name, 3, 8, 100, n_cycles=4)
+        == expected
+    )
     assert make_schedule("STATIC", None, 8, 100) == StaticSchedule(8, 100)
 
 
@@ -343,7 +480,10 @@ def test_make_schedule_takes_positions(name):
     [
         (("CR", 8, 3, 100), "got q_min=8, q_max=3"),
         (("CR", 100, 3, 8), "got q_min=100, q_max=3"),
-        (("CR", 3, 8), "needs total_steps; the order is name, q_min, q_max, total_steps, n_cycles"),
+        (
+            ("CR", 3, 8),
+            "needs total_steps; the order is name, q_min, q_max, total_steps, n_cycles",
+        ),
         (("STATIC", 8, 100), "needs total_steps"),
         (("CR",), "needs q_max and total_steps"),
         (("CR", 3, 8, 4, 100), "n_cycles must lie in 1..total_steps = 1..4, got 100"),
@@ -364,20 +504,35 @@ def test_function_comes_back_as_a_table_of_the_same_bits():
 
 @pytest.mark.parametrize("bad", [NAN, 0.4, 33])
 def test_curves_may_round_to_the_limits_of_bits_and_no_further(bad):
-    assert FunctionSchedule(lambda u: 0.6 if u < 0.5 else 32.4, total_steps=4).bits().tolist() == [1, 1, 32, 32]
-    refused(r"at step 5; bits lie in 1\.\.32", FunctionSchedule, lambda u: 4 if u < 0.5 else bad, total_steps=10)
+    assert FunctionSchedule(
+        lambda u: 0.6 if u < 0.5 else 32.4, total_steps=4
+    ).bits().tolist() == [1, 1, 32, 32]
+    refused(
+        r"at step 5; bits lie in 1\.\.32",
+        FunctionSchedule,
+        lambda u: 4 if u < 0.5 else bad,
+        total_steps=10,
+    )
 
 
 @pytest.mark.parametrize(
     ("delay", "total", "steps"),
-    [(0, 100, 0), (0.0003, 1600, 0), (0.26, 10, 3), (0.29, 100, 29), (0.999, 1000, 999)],
+    [
+        (0, 100, 0),
+        (0.0003, 1600, 0),
+        (0.26, 10, 3),
+        (0.29, 100, 29),
+        (0.999, 1000, 999),
+    ],
 )
 def test_steps_of_a_delay_are_rounded(delay, total, steps):
     assert delay_steps(delay, total) == steps
 
 
 def test_only_the_changed_steps_change():
-    schedule = AdjustedSchedule(make("LR"), ((0, 5), (1599, 3), (np.int64(7), np.int8(8))))
+    schedule = AdjustedSchedule(
+        make("LR"), ((0, 5), (1599, 3), (np.int64(7), np.int8(8)))
+    )
     expected, values = make("LR").bits().tolist(), make("LR").values().tolist()
     for step, bits in ((0, 5), (1599, 3), (7, 8)):
         expected[step] = values[step] = bits
@@ -385,7 +540,9 @@ def test_only_the_changed_steps_change():
     assert schedule.values().tolist() == values
     assert (schedule.q_min, schedule.q_max, schedule.total_steps) == (3, 8, 1600)
     assert make("LR").bits()[0] == 3
-    assert AdjustedSchedule(make(), ((9, 4), (5, 4))) == AdjustedSchedule(make(), ((5, 4), (9, 4)))
+    assert AdjustedSchedule(make(), ((9, 4), (5, 4))) == AdjustedSchedule(
+        make(), ((5, 4), (9, 4))
+    )
 
 
 def test_bits_of_groups_are_the_highest_and_at_those_of_each():
@@ -403,7 +560,9 @@ def test_price_of_a_step():
     assert cost.step_cost(8, 8) == 192
     assert cost.step_cost([3, 8.0], 6).tolist() == [9 + 36, 64 + 96]
     assert total_bitops(10, [32, 32], 32) == 10 * 2 * 3
-    assert cost.relative_cost([3, 8], q_max=8) == pytest.approx((9 + 48 + 192) / 2 / 192)
+    assert cost.relative_cost([3, 8], q_max=8) == pytest.approx(
+        (9 + 48 + 192) / 2 / 192
+    )
     assert cost.relative_cost([4], q_max=8, q_grad=6) == pytest.approx((16 + 48) / 192)
     six, eight, four = (StaticSchedule(q, 4) for q in (6, 8, 4))
     roles = RoleSchedules(weight=six, activation=six, error=eight, weight_gradient=four)
@@ -421,7 +580,11 @@ def test_prices_of_broken_bits(bits):
 def test_costs_of_groups_are_weighted_by_work():
     s, spent = LayeredSchedule(GROUPS), 30 * 80 + 10 * (80 + 192) / 2
     assert s.relative_cost(8) == pytest.approx(spent / (40 * 192))
-    assert s.relative_cost(8, q_max=4) == pytest.approx(spent / (40 * 48))  # gradients of the baseline: 4 bits
-    assert s.relative_cost() == pytest.approx((30 * 48 + 10 * (80 + 192) / 2) / (40 * 192))  # each group's own q_max
+    assert s.relative_cost(8, q_max=4) == pytest.approx(
+        spent / (40 * 48)
+    )  # gradients of the baseline: 4 bits
+    assert s.relative_cost() == pytest.approx(
+        (30 * 48 + 10 * (80 + 192) / 2) / (40 * 192)
+    )  # each group's own q_max
     assert s.noise_exposure() == pytest.approx((30 * 256 + 10 * (256 + 1) / 2) / 40)
     assert s.share_at(4) == pytest.approx(30 / 40 + 10 / 40 / 2)

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Levels
 from cpt_extras.formats.ladder import LADDERS
-from cpt_extras.search.allocation import TOLERANCE, allocate, spread_bits, static_of_cost
+from cpt_extras.search.allocation import (
+    TOLERANCE,
+    allocate,
+    spread_bits,
+    static_of_cost,
+)
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
@@ -22,25 +27,42 @@ WINDOWS, GROUPS = 8, 3
 MACS = (100, 50, 3)
 
 
-def measured(time=(1.0,) * WINDOWS, layers=MACS, steps=320, noise=0.0, seeds=1, macs=MACS, **changes):
+def measured(
+    time=(1.0,) * WINDOWS,
+    layers=MACS,
+    steps=320,
+    noise=0.0,
+    seeds=1,
+    macs=MACS,
+    **changes,
+):
     """A sensitivity whose responses are known; the noise is the same number with either sign in every other seed."""
     n = len(time)
     spans = tuple((steps * i // n, steps * (i + 1) // n) for i in range(n))
     signs = [(-1) ** s * noise for s in range(seeds)]
     time, layers = np.array(time, dtype=float), np.array(layers, dtype=float)
     values = dict(
-        title="made up", quality="accuracy", base=4, steps=steps, windows=spans,
-        groups=tuple((f"layer{i}",) for i in range(len(layers))), macs=tuple(macs), seeds=tuple(range(seeds)),
-        reference=(0.8,) * seeds, in_windows=tuple(tuple(time + e) for e in signs),
+        title="made up",
+        quality="accuracy",
+        base=4,
+        steps=steps,
+        windows=spans,
+        groups=tuple((f"layer{i}",) for i in range(len(layers))),
+        macs=tuple(macs),
+        seeds=tuple(range(seeds)),
+        reference=(0.8,) * seeds,
+        in_windows=tuple(tuple(time + e) for e in signs),
         in_groups=tuple(tuple(layers + e) for e in signs),
-    )  # fmt: skip
+    )
     return Sensitivity(**{**values, **changes})
 
 
 problems = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
         st.lists(st.floats(0.01, 100), min_size=n, max_size=n).map(np.array),
-        st.lists(st.integers(1, 50), min_size=n, max_size=n).map(lambda m: np.array(m, dtype=float)),
+        st.lists(st.integers(1, 50), min_size=n, max_size=n).map(
+            lambda m: np.array(m, dtype=float)
+        ),
         st.lists(st.integers(20, 60), min_size=n, max_size=n).map(np.array),
         st.floats(0.0, 1.0),
     )
@@ -62,20 +84,33 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
         reject()
     assert (counts.sum(1) == steps).all()
     assert (counts >= 0).all()
-    up, down = np.argwhere(counts[:, :-1]), np.argwhere(counts[:, 1:])  # a step leaves q there, and q + 1 here
+    up, down = (
+        np.argwhere(counts[:, :-1]),
+        np.argwhere(counts[:, 1:]),
+    )  # a step leaves q there, and q + 1 here
     sums = []
-    for of_layers, of_bits in ((macs / (macs * steps).sum(), prices), (weights, noises)):
+    for of_layers, of_bits in (
+        (macs / (macs * steps).sum(), prices),
+        (weights, noises),
+    ):
         gain = np.outer(of_layers, np.diff(of_bits))
         whole = float(of_layers @ counts @ of_bits)
         sums.append((whole, whole + gain[tuple(up.T)][:, None] - gain[tuple(down.T)]))
     (spent, costs), (noise, exchanged) = sums
     assert budget * (1 - TOLERANCE) - 1e-12 <= spent <= budget + 1e-12
-    same_step = (up[:, None] == down + np.array([0, 1])).all(-1) & (counts[tuple(up.T)] == 1)[:, None]
+    same_step = (up[:, None] == down + np.array([0, 1])).all(-1) & (
+        counts[tuple(up.T)] == 1
+    )[:, None]
     met = (budget * (1 - TOLERANCE) <= costs) & (costs <= budget) & ~same_step
     assert (exchanged[met] >= noise * (1 - 1e-9)).all()
 
 
-@given(st.integers(2, 8), st.integers(16, 3000), st.sampled_from(["time", "layers", "both"]), st.integers(1, 8))
+@given(
+    st.integers(2, 8),
+    st.integers(16, 3000),
+    st.sampled_from(["time", "layers", "both"]),
+    st.integers(1, 8),
+)
 @settings(max_examples=40)
 def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, q_grad):
     level = cost.relative_cost([bits], 8, q_grad)
@@ -90,7 +125,11 @@ def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, 
 def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
     s = measured(in_roles=(tuple(lost),))
     found = allocate(s, budget, 2, 8, "roles")
-    assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(q_max=8) <= budget + 1e-12
+    assert (
+        budget * (1 - TOLERANCE) - 1e-12
+        <= found.relative_cost(q_max=8)
+        <= budget + 1e-12
+    )
     every = np.array(list(itertools.product(range(2, 9), repeat=3)))
     w, a, g = every.T
     affordable = (a * w + g * w + g * a) / 192 <= found.relative_cost(q_max=8) + 1e-12
@@ -104,16 +143,26 @@ def test_roles_that_matter_more_have_more_bits():
     assert isinstance(fixed, RoleSchedules)
     mean = Levels(*(x.mean() for x in fixed.levels()))
     assert mean.weight_gradient == mean.error > mean.weight > mean.activation
-    everywhere = allocate(s, 0.3, 2, 8, "all")  # layers and windows are alike: as over roles
+    everywhere = allocate(
+        s, 0.3, 2, 8, "all"
+    )  # layers and windows are alike: as over roles
     assert everywhere.relative_cost(q_max=8) == pytest.approx(0.3, rel=TOLERANCE)
     for _, schedule, _ in everywhere.parts:
-        assert [x.mean() for x in schedule.levels()] == pytest.approx(list(mean), abs=0.1)
-    later = allocate(measured(time=[1] * 7 + [16.0], in_roles=s.in_roles), 0.3, 2, 8, "all").parts[0][1]
+        assert [x.mean() for x in schedule.levels()] == pytest.approx(
+            list(mean), abs=0.1
+        )
+    later = allocate(
+        measured(time=[1] * 7 + [16.0], in_roles=s.in_roles), 0.3, 2, 8, "all"
+    ).parts[0][1]
     assert all(bits[280:].mean() > bits[:280].mean() for bits in later.levels())
 
 
 def test_bits_go_where_they_matter():
-    s = measured(time=[1] * 7 + [16.0], layers=[m * r for m, r in zip(MACS, (1, 1, 16), strict=True)], steps=3_200)
+    s = measured(
+        time=[1] * 7 + [16.0],
+        layers=[m * r for m, r in zip(MACS, (1, 1, 16), strict=True)],
+        steps=3_200,
+    )
     over_time = allocate(s, 80 / 192, 2, 8, "time").bits()
     early, late = over_time[:2_800].mean(), over_time[2_800:].mean()
     assert 1.0 < late - early <= 2.0  # log4(16) = 2, less as higher bits cost more
@@ -126,19 +175,29 @@ def test_bits_go_where_they_matter():
 
 
 def test_two_precisions_are_interleaved_evenly():
-    bits = static_of_cost(92.5 / 192, 8, 200).bits()  # half way between 4 (80) and 5 (105)
+    bits = static_of_cost(
+        92.5 / 192, 8, 200
+    ).bits()  # half way between 4 (80) and 5 (105)
     assert sorted(np.bincount(bits)[4:].tolist()) == [100, 100]
     assert np.abs(np.convolve(bits - 4.5, np.ones(10), "valid")).max() <= 1
     schedule = static_of_cost(0.45, 8, 64)
-    assert 0.45 <= schedule.relative_cost(8, 8) <= 0.45 + 25 / 192 / 64  # never less than the budget
-    assert static_of_cost(80 / 192, 8, 64).to_dict() == {"kind": "static", "q_max": 4, "total_steps": 64}
+    assert (
+        0.45 <= schedule.relative_cost(8, 8) <= 0.45 + 25 / 192 / 64
+    )  # never less than the budget
+    assert static_of_cost(80 / 192, 8, 64).to_dict() == {
+        "kind": "static",
+        "q_max": 4,
+        "total_steps": 64,
+    }
 
 
 def test_noise_in_the_measurement_is_not_followed():
     """What the spread of the responses owes to noise alone leaves static precision."""
     time = np.array([1.0, 4.0, 0.5, 2.0, 1.0, 0.5, 2.0, 1.0])
     exact, noisy = measured(time=time, seeds=2), measured(time=time, seeds=2, noise=2.0)
-    assert np.ptp(exact.weights("time")) == pytest.approx(np.ptp(exact.estimates("time")[0]))
+    assert np.ptp(exact.weights("time")) == pytest.approx(
+        np.ptp(exact.estimates("time")[0])
+    )
     assert np.ptp(noisy.weights("time")) == pytest.approx(0, abs=1e-9)
     between = measured(time=time, seeds=2, noise=0.5)  # a standard error of 0.5 in each
     spread = np.var(time) - 0.5**2
@@ -159,7 +218,9 @@ def test_negative_and_diverged_responses_are_bounded_and_shown():
     shown = str(s).splitlines()
     assert shown[2].startswith("steps 0 to 39")
     assert shown[2].endswith("floor")
-    assert any(line.startswith("layer0") and line.endswith("diverged") for line in shown)
+    assert any(
+        line.startswith("layer0") and line.endswith("diverged") for line in shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +238,11 @@ def test_the_title_of_the_figure_is_what_was_found(layers, finding):
 
 
 def test_it_comes_back_from_json():
-    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN),))
+    s = measured(
+        time=[1.0] * 7 + [NAN],
+        estimated=((1.0, 2.0, 3.0),) * WINDOWS,
+        in_roles=((1.0, 2.0, NAN),),
+    )
     text = json.dumps(s.to_dict(), allow_nan=False)
     again = Sensitivity.from_dict(json.loads(text))
     assert np.isnan(again.in_windows[0][-1])
@@ -191,22 +256,37 @@ def test_it_comes_back_from_json():
 
 def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     s = measured(time=(1, 2, 5), layers=(100, 20), macs=(100, 10), steps=12)
-    bits = np.array([[3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7], [8, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]])
+    bits = np.array(
+        [[3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7], [8, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]]
+    )
     over_time = np.repeat([1, 2, 5], 4) / (8 / 3)  # relative to their mean
     by_layer = np.array([100, 20]) / (12 * s.added)
-    lost = [sum(over_time[t] * by_layer[i] * 4.0 ** -int(q) for t, q in enumerate(row)) for i, row in enumerate(bits)]
+    lost = [
+        sum(over_time[t] * by_layer[i] * 4.0 ** -int(q) for t, q in enumerate(row))
+        for i, row in enumerate(bits)
+    ]
     parts = [TableSchedule(tuple((int(q), 1) for q in row)) for row in bits]
-    layered = LayeredSchedule(tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True)))
+    layered = LayeredSchedule(
+        tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True))
+    )
     assert s.promised(layered) == pytest.approx(sum(lost))
-    assert s.promised(parts[0]) == pytest.approx(lost[0] * 1.2)  # the same bits in both, of which one is a fifth
+    assert s.promised(parts[0]) == pytest.approx(
+        lost[0] * 1.2
+    )  # the same bits in both, of which one is a fifth
     roles = RoleSchedules(weight=parts[0], activation=4, gradient=5)
     with_roles = measured(steps=12, time=(1, 2, 5), in_roles=((1.0, 2.0, 3.0),))
-    by_role = np.array([(4.0 ** -bits[0]).sum(), 12 * 4.0**-4, 12 * 4.0**-5]) / (12 * s.added)
+    by_role = np.array([(4.0 ** -bits[0]).sum(), 12 * 4.0**-4, 12 * 4.0**-5]) / (
+        12 * s.added
+    )
     assert with_roles.promised(roles) == pytest.approx(by_role @ [1, 2, 3])
     apart = RoleSchedules(weight=parts[0], activation=4, error=5, weight_gradient=6)
     refused("both gradients were measured together", with_roles.promised, apart)
     of_roles = LayeredSchedule(((("*",), roles, 1),))
-    refused("what layers and roles lose together is not known", with_roles.promised, of_roles)
+    refused(
+        "what layers and roles lose together is not known",
+        with_roles.promised,
+        of_roles,
+    )
 
 
 def test_agreement_with_the_estimate():
@@ -227,14 +307,40 @@ DIVERGED = "diverged with one bit less than 4 in every place.*measure at a highe
     ("change", "responses", "said"),
     [
         (dict(budget=0.05), {}, "budgets lie between 0.1875 and 1"),
-        (dict(budget=0.9, q_min=8, q_max=8), {}, "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
+        (
+            dict(budget=0.9, q_min=8, q_max=8),
+            {},
+            "budget 0.9 cannot be met: q_min and q_max are both 8, and static",
+        ),
         (dict(q_min=9), {}, "1 <= q_min <= q_max"),
-        (dict(over="roles", q_grad=6), {}, "gradients have bits of their own; leave q_grad out, got 6"),
+        (
+            dict(over="roles", q_grad=6),
+            {},
+            "gradients have bits of their own; leave q_grad out, got 6",
+        ),
         (dict(total_steps=4), {}, "4 steps are too few for 8 windows"),
-        (dict(total_steps=9, budget=0.451), {}, "9 steps are too few to cost 0.451 to 0.1 %"),
-        (dict(over="all"), {}, r"a role was not measured; ask for it: sensitivity\(\.\.\., roles=True\)"),
-        (dict(budget=0.9, q_min=3, q_max=5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__), {}, "more bits must cost more"),
-        ({}, dict(time=[-1.0] * WINDOWS), "one bit less than 4 costs no accuracy over time"),
+        (
+            dict(total_steps=9, budget=0.451),
+            {},
+            "9 steps are too few to cost 0.451 to 0.1 %",
+        ),
+        (
+            dict(over="all"),
+            {},
+            r"a role was not measured; ask for it: sensitivity\(\.\.\., roles=True\)",
+        ),
+        (
+            dict(
+                budget=0.9, q_min=3, q_max=5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__
+            ),
+            {},
+            "more bits must cost more",
+        ),
+        (
+            {},
+            dict(time=[-1.0] * WINDOWS),
+            "one bit less than 4 costs no accuracy over time",
+        ),
         ({}, dict(time=[NAN, INF] * 4), DIVERGED),
         (dict(over="layers"), dict(layers=[NAN] * 3), DIVERGED),
     ],
@@ -245,9 +351,26 @@ def test_bad_values_are_refused(change, responses, said):
 
 
 def test_what_is_no_sensitivity_no_place_and_no_length_are_refused():
-    refused(r"cpt.search.sensitivity returned, or Sensitivity.from_dict\(...\)", allocate, {}, 0.5, 2, 8)
-    refused("unknown over 'both'; choose from time, layers, roles$", measured().response, "both")
-    refused("total_steps must be .* at least 1, got 0", static_of_cost, budget=0.5, q_max=8, total_steps=0)
+    refused(
+        r"cpt.search.sensitivity returned, or Sensitivity.from_dict\(...\)",
+        allocate,
+        {},
+        0.5,
+        2,
+        8,
+    )
+    refused(
+        "unknown over 'both'; choose from time, layers, roles$",
+        measured().response,
+        "both",
+    )
+    refused(
+        "total_steps must be .* at least 1, got 0",
+        static_of_cost,
+        budget=0.5,
+        q_max=8,
+        total_steps=0,
+    )
 
 
 @pytest.mark.parametrize("over", ["time", "layers", "both", "roles", "all"])
@@ -266,10 +389,23 @@ def test_a_budget_in_any_cost_is_met_in_it(over, spent, q_min, q_max, steps):
     budget = lowest + 0.4 * (1 - lowest)
     s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0),))
     if over in ("roles", "all") and callable(spent.get("cost")):
-        refused("roles .* are priced by the name of a cost", allocate, s, budget, q_min, q_max, over, **spent)
+        refused(
+            "roles .* are priced by the name of a cost",
+            allocate,
+            s,
+            budget,
+            q_min,
+            q_max,
+            over,
+            **spent,
+        )
         return
     schedule = allocate(s, budget, q_min, q_max, over, total_steps=steps, **spent)
     assert schedule.total_steps == (steps or 320)
-    assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
+    assert (
+        budget * (1 - TOLERANCE)
+        <= schedule.relative_cost(q_max, q_max, **spent)
+        <= budget + 1e-12
+    )
     even = static_of_cost(budget, q_max, 320, q_min, **spent)
     assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)

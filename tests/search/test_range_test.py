@@ -19,24 +19,35 @@ from cpt_lab.training.recipe_trials import recipe_range_test
 from tests.search.test_trials import problem
 from tests.search.test_trials import range_test as run
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_extras.search.range_test.RangeTestWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_extras.search.range_test.RangeTestWarning"
+)
 
 
 # --- the rule, on losses by hand ------------------------------------------------------------------
 
 
-def judged(*levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0):
+def judged(
+    *levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0
+):
     """Judge seeds whose loss starts at ``start`` and is then ``level`` (a number per precision)."""
     traces = []
     for s in range(seeds):
         shift = noise * (s - (seeds - 1) / 2)
-        traces.append([[start, *[level + (shift if i == 0 else 0)] * 7] for i, level in enumerate(levels)])
+        traces.append(
+            [
+                [start, *[level + (shift if i == 0 else 0)] * 7]
+                for i, level in enumerate(levels)
+            ]
+        )
     return judge(traces, bits, mode, threshold, 8, "by hand")
 
 
 def test_shares_by_hand():
     found = judged(2.0, 1.4, 1.0)
-    assert found.shares == ((pytest.approx(0.5), pytest.approx(0.8), pytest.approx(1.0)),)
+    assert found.shares == (
+        (pytest.approx(0.5), pytest.approx(0.8), pytest.approx(1.0)),
+    )
     assert found.q_min == 3  # 0.8 is enough
     assert found.mean(2) == pytest.approx(0.5)
     assert judged(2.0, 1.42, 1.0).q_min == 8
@@ -65,7 +76,10 @@ def test_a_doubtful_answer_is_called_so():
 def test_no_answer_when_nothing_trains_or_q_max_diverges():
     flat = judged(3.0, 3.0, 3.0)
     assert flat.q_min is None
-    assert "training at 8 bits does not reduce the loss in 8 steps (from 3 to 3)" in flat.reason
+    assert (
+        "training at 8 bits does not reduce the loss in 8 steps (from 3 to 3)"
+        in flat.reason
+    )
     assert judged(2.0, 2.0, 3.5).q_min is None
     diverged = judged(2.0, 1.0, math.nan)
     assert diverged.q_min is None
@@ -83,7 +97,10 @@ def test_a_precision_that_diverges_does_not_pass():
 
 
 def test_noise_is_no_progress():
-    for swing, q_min in ((0.2, None), (0.05, 2)):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
+    for swing, q_min in (
+        (0.2, None),
+        (0.05, 2),
+    ):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
         trace = [3.0, *[2.9 + swing, 2.9 - swing] * 4][:8]
         assert judge([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min == q_min
 
@@ -91,13 +108,25 @@ def test_noise_is_no_progress():
 def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
     found = judged(2.98, 2.4, 2.3, mode="continuing", threshold=0.05)
     assert found.q_min == 3
-    assert found.shares[0] == (pytest.approx(0.02 / 3), pytest.approx(0.58 / 3), pytest.approx(0.1 / 3))
+    assert found.shares[0] == (
+        pytest.approx(0.02 / 3),
+        pytest.approx(0.58 / 3),
+        pytest.approx(0.1 / 3),
+    )
     none = judged(2.99, 2.98, 2.97, mode="continuing", threshold=0.05)
     assert none.q_min is None
     assert "at no precision the loss falls" in none.reason
     assert judged(math.nan, 2.0, 1.0, mode="continuing", threshold=0.05).q_min is None
-    assert judged(-10.1, -11.0, -11.0, start=-10.0, mode="continuing", threshold=0.05).q_min == 3
-    assert "the loss starts at 0" in judged(-1.0, -2.0, -3.0, start=0.0, mode="continuing", threshold=0.05).reason
+    assert (
+        judged(
+            -10.1, -11.0, -11.0, start=-10.0, mode="continuing", threshold=0.05
+        ).q_min
+        == 3
+    )
+    assert (
+        "the loss starts at 0"
+        in judged(-1.0, -2.0, -3.0, start=0.0, mode="continuing", threshold=0.05).reason
+    )
 
 
 # --- a training loop of one's own -----------------------------------------------------------------
@@ -113,9 +142,14 @@ def test_every_precision_sees_the_same_batches_from_the_same_weights():
         return train_step(step)
 
     run(model, watched, optimizer)
-    assert seen == [*list(range(8)) * 3, *list(range(8, 16)) * 3]  # seed 1 takes the next batches
+    assert seen == [
+        *list(range(8)) * 3,
+        *list(range(8, 16)) * 3,
+    ]  # seed 1 takes the next batches
     assert all(torch.equal(w, first[0]) for w in first)
-    same = run(model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,))  # 8 and 9 bits: the same dropout masks
+    same = run(
+        model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,)
+    )  # 8 and 9 bits: the same dropout masks
     assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
 
 
@@ -129,8 +163,13 @@ def test_the_precision_is_really_set_and_the_threshold_is_that_of_the_mode():
         bits.append((layer.bits, layer.q_grad))
         return 1.0 / (1 + step)
 
-    for mode, threshold, numbers in (("reset", 0.8, [*range(8)] * 3), ("continuing", 0.05, [*range(24)])):
-        assert run(model, spy, optimizer, seeds=(0,), mode=mode).threshold == threshold  # that nobody chose
+    for mode, threshold, numbers in (
+        ("reset", 0.8, [*range(8)] * 3),
+        ("continuing", 0.05, [*range(24)]),
+    ):
+        assert (
+            run(model, spy, optimizer, seeds=(0,), mode=mode).threshold == threshold
+        )  # that nobody chose
         assert (steps, bits) == (numbers, [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8)
         steps.clear(), bits.clear()
 
@@ -152,7 +191,9 @@ def test_a_run_to_nan_ends_there_and_is_told():
 def test_a_warning_is_given_and_kept():
     model, train_step, optimizer, _ = problem()  # of 16 batches
     with pytest.warns(RangeTestWarning, match="one seed"):
-        found = run(model, train_step, optimizer, bits=(4, 2, 4, 8), seeds=(0, 0))  # no second repetition
+        found = run(
+            model, train_step, optimizer, bits=(4, 2, 4, 8), seeds=(0, 0)
+        )  # no second repetition
     assert found.bits == (2, 4, 8)
     assert "one seed" in found.warning
     assert "warning: one seed" in str(found)
@@ -179,7 +220,9 @@ def test_a_recipe_against_losses_computed_here():
         task = ImageTask(spec, torch.device("cpu"))
         model = convert.quantize_(task.model(), quant_config(r, 4))
         optimizer, _ = task.optimizer(model)
-        PrecisionScheduler(model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8)
+        PrecisionScheduler(
+            model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8
+        )
         losses[q] = []
         for _, batch in zip(range(12), task.batches(0), strict=False):
             model.train()
@@ -208,7 +251,9 @@ def test_the_figure_shows_every_seed_and_the_threshold():
     (ax,) = found.figure().axes
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert len(dots) == 3
-    assert [list(line.get_ydata()) for line in dots] == [list(row[:2]) for row in found.shares]
+    assert [list(line.get_ydata()) for line in dots] == [
+        list(row[:2]) for row in found.shares
+    ]
     assert any(list(line.get_ydata()) == [0.8, 0.8] for line in ax.lines)
     assert any(list(line.get_xdata()) == [3, 3] for line in ax.lines)
 
@@ -219,7 +264,10 @@ def test_the_figure_shows_every_seed_and_the_threshold():
         ({"threshold": 1}, "threshold must lie between 0 and 1, got 1"),
         ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
         ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
-        ({"q_max": 2, "bits": None}, "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2"),
+        (
+            {"q_max": 2, "bits": None},
+            "q_max must be at least 3, as 2 to q_max - 1 are tried; got 2",
+        ),
         ({"seeds": ()}, "seeds must name at least one"),
         ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
     ],

@@ -47,7 +47,9 @@ def test_every_training_has_one_bit_less_in_its_place(monkeypatch):
         [(3, 2)] * 8 + top,
     ]
     assert used[45:] == [base] * 8  # the estimate
-    assert seen[1:10] == list(range(18, 27))  # batches from seed * (steps + tail) on, the same for all
+    assert seen[1:10] == list(
+        range(18, 27)
+    )  # batches from seed * (steps + tail) on, the same for all
     assert found.windows == ((0, 4), (4, 8))
     assert found.groups == (("0",), ("4",))
 
@@ -62,10 +64,23 @@ def test_every_role_has_one_bit_less_once():
         return train_step(step)
 
     short = {**SHORT, "seeds": (0,)}
-    found = sensitivity(model, watched, optimizer, quality=lambda: next(answers), estimate=False, roles=True, **short)
+    found = sensitivity(
+        model,
+        watched,
+        optimizer,
+        quality=lambda: next(answers),
+        estimate=False,
+        roles=True,
+        **short,
+    )
     runs = [used[1 + i * 8 : 9 + i * 8] for i in range(9)]
     assert runs[0] == [{(3, 3, 8, 8)}] * 8
-    wanted = [(3, 3, 3, 3), (3, 2, 3, 3), (2, 3, 3, 3), (3, 3, 2, 2)]  # as ``Levels``: activation first
+    wanted = [
+        (3, 3, 3, 3),
+        (3, 2, 3, 3),
+        (2, 3, 3, 3),
+        (3, 3, 2, 2),
+    ]  # as ``Levels``: activation first
     assert runs[5:] == [[{levels}] * 8 for levels in wanted]
     assert found.in_roles == (pytest.approx((0.1, 0.2, 0.3)),)
 
@@ -73,17 +88,30 @@ def test_every_role_has_one_bit_less_once():
 def test_what_is_lost_is_the_difference_to_the_base():
     model, train_step, optimizer, _ = problem()
     answers = iter([0.9, 0.7, 0.8, 0.85, 1.0, 0.5, 0.5, 0.4, 0.5, 0.6])
-    found = sensitivity(model, train_step, optimizer, quality=lambda: next(answers), estimate=False, **SHORT)
+    found = sensitivity(
+        model,
+        train_step,
+        optimizer,
+        quality=lambda: next(answers),
+        estimate=False,
+        **SHORT,
+    )
     assert found.reference == (0.9, 0.5)
     assert found.in_windows == (pytest.approx((0.2, 0.1)), pytest.approx((0.0, 0.1)))
     assert found.in_groups == (pytest.approx((0.05, -0.1)), pytest.approx((0.0, -0.1)))
     assert found.quality == "quality"
     added = 4.0**-2 - 4.0**-3
-    assert found.response("time")[0] == pytest.approx(np.array([0.2, 0.1]) / (4 * added))
-    assert found.response("layers")[0] == pytest.approx(np.array([0.05, -0.1]) / (8 * added))
+    assert found.response("time")[0] == pytest.approx(
+        np.array([0.2, 0.1]) / (4 * added)
+    )
+    assert found.response("layers")[0] == pytest.approx(
+        np.array([0.05, -0.1]) / (8 * added)
+    )
     mean, low, high = found.estimates("time")
     assert mean == pytest.approx(np.array([0.1, 0.1]) / (4 * added))
-    assert high - mean == pytest.approx(np.array([12.706 * 0.1, 0]) / (4 * added), rel=1e-3, abs=1e-9)
+    assert high - mean == pytest.approx(
+        np.array([12.706 * 0.1, 0]) / (4 * added), rel=1e-3, abs=1e-9
+    )
     assert mean - low == pytest.approx(high - mean)
 
 
@@ -95,7 +123,9 @@ def test_more_of_a_loss_is_lost_quality():
     def harmed(step):
         nonlocal harm
         layers = layer_precisions(model)
-        harm *= step % 9 > 0  # a training is 8 steps and one at q_max bits, whose loss counts
+        harm *= (
+            step % 9 > 0
+        )  # a training is 8 steps and one at q_max bits, whose loss counts
         harm += (layers["0"].bits == 2) + 2 * (layers["4"].bits == 2)
         train_step(step)
         return 1 + harm
@@ -118,7 +148,9 @@ def test_every_training_is_in_the_mode_of_the_first():
 
     model[1].eval()  # statistics that stay
     before = [m.training for m in model.modules()]
-    sensitivity(model, watched, optimizer, quality=lambda: float(model.eval().training), **SHORT)
+    sensitivity(
+        model, watched, optimizer, quality=lambda: float(model.eval().training), **SHORT
+    )
     assert modes == {(True, False, True)}
     assert [m.training for m in model.modules()] == before
 
@@ -127,16 +159,40 @@ def test_every_training_is_in_the_mode_of_the_first():
 def test_what_is_no_number_is_refused_by_name(value):
     model, train_step, optimizer, _ = problem()
     measure = partial(sensitivity, model, optimizer=optimizer, **SHORT)
-    refused("train_step must return the loss, one number; got", measure, lambda step: (train_step(step), value)[1])
-    refused("what is larger when better, one number; got", measure, train_step, quality=lambda: value)
-    refused("diverges at 3 bits.* or quality= gave no finite number", measure, train_step, quality=lambda: INF)
+    refused(
+        "train_step must return the loss, one number; got",
+        measure,
+        lambda step: (train_step(step), value)[1],
+    )
+    refused(
+        "what is larger when better, one number; got",
+        measure,
+        train_step,
+        quality=lambda: value,
+    )
+    refused(
+        "diverges at 3 bits.* or quality= gave no finite number",
+        measure,
+        train_step,
+        quality=lambda: INF,
+    )
 
 
 def test_groups_are_cut_in_order_or_by_patterns():
     model, train_step, optimizer, _ = problem()
-    few = {"steps": 1, "windows": 1, "seeds": (0,), "estimate": False, "quality": lambda: 1.0}
+    few = {
+        "steps": 1,
+        "windows": 1,
+        "seeds": (0,),
+        "estimate": False,
+        "quality": lambda: 1.0,
+    }
     cut = partial(sensitivity, model, train_step, optimizer, **few)
-    for layers, groups in ((1, (("0", "4"),)), (("4", "*"), (("4",), ("0",))), ([("4", "0")], (("0", "4"),))):
+    for layers, groups in (
+        (1, (("0", "4"),)),
+        (("4", "*"), (("4",), ("0",))),
+        ([("4", "0")], (("0", "4"),)),
+    ):
         assert cut(layers=layers).groups == groups
     refused("layer '4' is in none of the groups; layers: 0, 4", cut, layers=("0",))
     refused(r"group \('0',\) has no layer that is left", cut, layers=("*", "0"))
@@ -146,7 +202,11 @@ def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_d
     r = recipe("smoke", "digits")
     few = dict(windows=1, layers=2, steps=10, seeds=(0,))
     again = [recipe_sensitivity(r, estimate=e, **few) for e in (True, False)]
-    assert (again[0].quality, again[0].steps, len(again[0].groups)) == ("accuracy", 10, 2)
+    assert (again[0].quality, again[0].steps, len(again[0].groups)) == (
+        "accuracy",
+        10,
+        2,
+    )
     assert again[0].in_windows == again[1].in_windows  # the same run is the same number
     assert 0 < again[0].reference[0] <= 1
     assert np.shape(again[0].estimated) == (1, 2)
@@ -165,11 +225,20 @@ def test_a_diverged_training_has_no_number_but_the_base_must_train():
         return train_step(step) * (float("nan") if layer.precision.bits == bad else 1)
 
     bad = 2
-    found = sensitivity(model, breaks, optimizer, estimate=False, **{**SHORT, "seeds": (0,)})
+    found = sensitivity(
+        model, breaks, optimizer, estimate=False, **{**SHORT, "seeds": (0,)}
+    )
     assert np.isnan(found.in_windows).all()
     assert np.isnan(found.in_groups[0]).tolist() == [True, False]
     bad = 3
-    refused("training diverges at 3 bits; take a higher base", sensitivity, model, breaks, optimizer, **SHORT)
+    refused(
+        "training diverges at 3 bits; take a higher base",
+        sensitivity,
+        model,
+        breaks,
+        optimizer,
+        **SHORT,
+    )
 
 
 def test_the_estimate_by_hand():
@@ -186,7 +255,9 @@ def test_the_estimate_by_hand():
     with gradients_recorded(model, optimizer, recorded):
         model(x).sum().backward()
     weights = (2.0**2 + 5.0**2) * 2.0**2  # gradients 2 and 5, range 1..3 of the row
-    inputs = 2 * (1.0**2 + 3.0**2) * 4.0**2  # gradients 1 and 3 in both rows, range 0..4
+    inputs = (
+        2 * (1.0**2 + 3.0**2) * 4.0**2
+    )  # gradients 1 and 3 in both rows, range 0..4
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
     model(x).sum().backward()  # outside nothing is recorded
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
@@ -194,8 +265,13 @@ def test_the_estimate_by_hand():
 
 def test_products_that_are_caught_have_a_weight_and_an_estimate():
     torch.manual_seed(0)
-    parts = {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "out": nn.Linear(8, 2)}
-    model = Does(lambda m, x: m.out(m.attention(x, x, x, need_weights=False)[0]), **parts)
+    parts = {
+        "attention": nn.MultiheadAttention(8, 2, batch_first=True),
+        "out": nn.Linear(8, 2),
+    }
+    model = Does(
+        lambda m, x: m.out(m.attention(x, x, x, need_weights=False)[0]), **parts
+    )
     x = torch.randn(3, 5, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -206,31 +282,48 @@ def test_products_that_are_caught_have_a_weight_and_an_estimate():
         optimizer.zero_grad()
         return loss
 
-    found = sensitivity(model, step, optimizer, base=4, windows=1, steps=4, seeds=(0,), estimate=True)
+    found = sensitivity(
+        model, step, optimizer, base=4, windows=1, steps=4, seeds=(0,), estimate=True
+    )
     assert found.groups == (("attention",), ("attention.out_proj",), ("out",))
     assert found.macs == (15 * 8 * 24 + 2 * 3 * 5 * 5 * 8, 15 * 8 * 8, 15 * 8 * 2)
     assert found.estimated[0][0] > 0
 
 
 def estimated(model, rates, x):
-    groups = [{"params": list(m.parameters()), "lr": rate} for m, rate in zip(model, rates, strict=True)]
+    groups = [
+        {"params": list(m.parameters()), "lr": rate}
+        for m, rate in zip(model, rates, strict=True)
+    ]
     recorded = defaultdict(float)
-    with precision(model, 8, 8), gradients_recorded(model, torch.optim.SGD(groups), recorded):
-        (model[1](model[0](x))[0] if len(model) == 2 else model(x)).square().sum().backward()
+    with (
+        precision(model, 8, 8),
+        gradients_recorded(model, torch.optim.SGD(groups), recorded),
+    ):
+        (
+            model[1](model[0](x))[0] if len(model) == 2 else model(x)
+        ).square().sum().backward()
     return recorded
 
 
 def test_every_layer_is_weighed_with_the_rate_of_its_own_group():
     torch.manual_seed(0)
-    model = convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
+    model = convert.quantize_(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    )
     x = torch.randn(8, 4)
     even, last = estimated(model, (1, 1, 1), x), estimated(model, (1, 1, 5), x)
-    assert [last[n] / even[n] for n in "012"] == pytest.approx([1, 1, 5], rel=0.05)  # the rounding noise differs
+    assert [last[n] / even[n] for n in "012"] == pytest.approx(
+        [1, 1, 5], rel=0.05
+    )  # the rounding noise differs
 
 
 def test_the_input_of_an_lstm_has_a_range_at_every_step():
     torch.manual_seed(0)
-    model, x = convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))), torch.randn(5, 6, 4)
+    model, x = (
+        convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))),
+        torch.randn(5, 6, 4),
+    )
     inputs, gradients = [], []
 
     def seen(module, given):
@@ -239,15 +332,27 @@ def test_the_input_of_an_lstm_has_a_range_at_every_step():
 
     model[1].register_forward_pre_hook(seen)
     found = estimated(model, (1, 1), x)["1"]
-    pairs = [(inputs[0], gradients[0], (1, 2)), *((w.detach(), w.grad, (1,)) for w in model[1].all_weights[0][:2])]
-    expected = sum((g * (x.amax(dims, True) - x.amin(dims, True))).square().sum() for x, g, dims in pairs) / 12
+    pairs = [
+        (inputs[0], gradients[0], (1, 2)),
+        *((w.detach(), w.grad, (1,)) for w in model[1].all_weights[0][:2]),
+    ]
+    expected = (
+        sum(
+            (g * (x.amax(dims, True) - x.amin(dims, True))).square().sum()
+            for x, g, dims in pairs
+        )
+        / 12
+    )
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(base=9), "base, up to q_max, must be a whole number of at least 2 and at most 8, got 9"),
+        (
+            dict(base=9),
+            "base, up to q_max, must be a whole number of at least 2 and at most 8, got 9",
+        ),
         (dict(windows=9), "windows, at most one a step, must be .* at most 8, got 9"),
         (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
         (dict(seeds=(1, 0, 1)), "seeds must differ"),
@@ -263,9 +368,23 @@ def test_bad_values_are_refused_before_anything_is_trained(change, said):
 
 
 def test_recipes_that_cannot_be_measured_are_refused():
-    refused("waits for evaluations", recipe_sensitivity, recipe("paper", "ptb", task="language_model"), **SHORT)
-    refused("quality", recipe_sensitivity, recipe("smoke", "digits"), quality=lambda: 1.0, **SHORT, error=TypeError)
-    metric = partial(recipe_sensitivity, recipe("smoke", "digits"), metric="perplexity", **SHORT)
+    refused(
+        "waits for evaluations",
+        recipe_sensitivity,
+        recipe("paper", "ptb", task="language_model"),
+        **SHORT,
+    )
+    refused(
+        "quality",
+        recipe_sensitivity,
+        recipe("smoke", "digits"),
+        quality=lambda: 1.0,
+        **SHORT,
+        error=TypeError,
+    )
+    metric = partial(
+        recipe_sensitivity, recipe("smoke", "digits"), metric="perplexity", **SHORT
+    )
     refused("unknown metric 'perplexity'; choose from accuracy, loss", metric)
     for measure in (recipe_sensitivity, recipe_range_test):
         refused("recipe must be Recipe, got 'digits'", measure, "digits")

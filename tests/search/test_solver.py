@@ -7,32 +7,63 @@ from helpers import INF, NAN, price, quietly, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.schedule import (
+    CyclicSchedule,
+    ShortCycleWarning,
+    StaticSchedule,
+)
 from cpt_extras.search.solved_schedules import AdjustedSchedule
 from cpt_extras.search.solver import solve_schedule
 
 
-@pytest.mark.parametrize(("budget", "delay"), [(1, 0), (np.float64(1), 0.2), (0.9995, 0.2)])
+@pytest.mark.parametrize(
+    ("budget", "delay"), [(1, 0), (np.float64(1), 0.2), (0.9995, 0.2)]
+)
 def test_a_budget_of_one_is_static(budget, delay):
     assert solve_schedule(budget, 3, 8, 6_400, delay=delay) == StaticSchedule(8, 6_400)
 
 
 @pytest.mark.parametrize("budget", [0, -0.5, 1.002, INF, 0.2962])
 def test_budgets_that_cannot_be_met_name_those_that_can(budget):
-    refused(r"met between 3 and 8 bits; budgets lie between 0\.2969 and 1$", solve_schedule, budget, 3, 8, 6_400)
+    refused(
+        r"met between 3 and 8 bits; budgets lie between 0\.2969 and 1$",
+        solve_schedule,
+        budget,
+        3,
+        8,
+        6_400,
+    )
 
 
 def test_a_delay_raises_the_lowest_budget():
     lowest = 0.1 + 0.9 * 57 / 192
     message = r"budget 0\.36 cannot be met between 3 and 8 bits with 640 of 6400 steps held at 8 bits; budgets lie"
-    refused(f"{message} between {lowest:.4f} and 1", solve_schedule, 0.36, 3, 8, 6_400, delay=0.1)
-    assert quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1).bits().tolist() == [8] * 640 + [3] * 5_760
+    refused(
+        f"{message} between {lowest:.4f} and 1",
+        solve_schedule,
+        0.36,
+        3,
+        8,
+        6_400,
+        delay=0.1,
+    )
+    assert (
+        quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1).bits().tolist()
+        == [8] * 640 + [3] * 5_760
+    )
 
 
 def test_one_precision_has_one_budget():
     assert solve_schedule(1, 8, 8, 100) == StaticSchedule(8, 100)
     for budget in (0.9, 1.5):
-        refused(f"{budget} cannot be met: q_min and q_max are both 8, and static", solve_schedule, budget, 8, 8, 100)
+        refused(
+            f"{budget} cannot be met: q_min and q_max are both 8, and static",
+            solve_schedule,
+            budget,
+            8,
+            8,
+            100,
+        )
 
 
 @pytest.mark.parametrize(("budget", "q_grad"), [(0.5, 3), (0.65, 8), (0.8, 12)])
@@ -40,17 +71,37 @@ def test_budgets_count_gradients_of_other_bits(budget, q_grad):
     budget *= (36 + 12 * q_grad) / (36 + 72)  # of what 6 bits cost with these gradients
     schedule = solve_schedule(budget, 2, 6, 6_400, q_grad=q_grad)
     assert isinstance(schedule, CyclicSchedule)
-    spent = np.mean([q * q + 2 * q * q_grad for q in schedule.bits().tolist()]) / (36 + 72)
+    spent = np.mean([q * q + 2 * q * q_grad for q in schedule.bits().tolist()]) / (
+        36 + 72
+    )
     assert spent == pytest.approx(budget, rel=1e-3)
 
 
 def test_settings_reach_the_solved_schedule():
     schedule = solve_schedule(0.63, 3, 8, 64_000, 6, "cosine")
-    assert (schedule.q_min, schedule.q_max, schedule.total_steps, schedule.n_cycles) == (3, 8, 64_000, 6)
-    assert (schedule.triangular, schedule.mirror, schedule.profile.base) == (False, "horizontal", "cosine")
-    delayed = solve_schedule(0.63, 3, 8, 64_000, 6, "linear", triangular=True, delay=0.1)
-    assert (delayed.hold, delayed.schedule.total_steps, delayed.schedule.n_cycles) == (6_400, 57_600, 6)
-    assert (delayed.schedule.triangular, delayed.schedule.mirror) == (True, "horizontal")
+    assert (
+        schedule.q_min,
+        schedule.q_max,
+        schedule.total_steps,
+        schedule.n_cycles,
+    ) == (3, 8, 64_000, 6)
+    assert (schedule.triangular, schedule.mirror, schedule.profile.base) == (
+        False,
+        "horizontal",
+        "cosine",
+    )
+    delayed = solve_schedule(
+        0.63, 3, 8, 64_000, 6, "linear", triangular=True, delay=0.1
+    )
+    assert (delayed.hold, delayed.schedule.total_steps, delayed.schedule.n_cycles) == (
+        6_400,
+        57_600,
+        6,
+    )
+    assert (delayed.schedule.triangular, delayed.schedule.mirror) == (
+        True,
+        "horizontal",
+    )
     assert delayed.bits()[6_400] == 8  # the first cycle falls
 
 
@@ -81,7 +132,10 @@ def test_budgets_that_no_bits_of_few_steps_meet():
 
 
 def test_solved_schedules_warn_of_short_cycles():
-    with pytest.warns(ShortCycleWarning, match=r"8 cycles in 6400 steps end at \d bits, not at q_max = 8"):
+    with pytest.warns(
+        ShortCycleWarning,
+        match=r"8 cycles in 6400 steps end at \d bits, not at q_max = 8",
+    ):
         solve_schedule(0.305, 3, 8, 6_400)
     assert solve_schedule(0.65, 3, 8, 6_400)(6_399) == 8
 
@@ -89,14 +143,21 @@ def test_solved_schedules_warn_of_short_cycles():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "warped"}, "unknown family 'warped'; choose from linear, cosine, exponential, rex$"),
+        (
+            {"family": "warped"},
+            "unknown family 'warped'; choose from linear, cosine, exponential, rex$",
+        ),
         ({"q_min": 9}, "q_min=9, q_max=8"),
         ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
     ],
 )
 @pytest.mark.parametrize("budget", [0.7, 1])
 def test_what_cannot_be_solved(budget, changes, message):
-    refused(message, solve_schedule, **{"budget": budget, "q_min": 3, "q_max": 8, "total_steps": 6_400} | changes)
+    refused(
+        message,
+        solve_schedule,
+        **{"budget": budget, "q_min": 3, "q_max": 8, "total_steps": 6_400} | changes,
+    )
 
 
 # --- budgets in other units -----------------------------------------------------------------------
@@ -109,21 +170,28 @@ def spent(schedule, cost):
 
 
 @pytest.mark.parametrize(
-    ("budget", "delay", "q_grad"), [(0.45, 0, 6), (0.6, 0.1, None), (0.6, 0.1, 6), (0.9995, 0, None), (1, 0.1, 6)]
+    ("budget", "delay", "q_grad"),
+    [(0.45, 0, 6), (0.6, 0.1, None), (0.6, 0.1, 6), (0.9995, 0, None), (1, 0.1, 6)],
 )
 def test_bitops_as_a_cost_of_ones_own_give_the_same_schedule(budget, delay, q_grad):
     def bitops(q):
         return 1e-9 * (q * q + 2 * q * (q_grad or 8))
 
-    top = bitops(8) / (1e-9 * 192)  # a function knows nothing of gradients: its baseline has the same
-    known = quietly(solve_schedule, budget * top, 3, 8, 6_400, delay=delay, q_grad=q_grad)
+    top = bitops(8) / (
+        1e-9 * 192
+    )  # a function knows nothing of gradients: its baseline has the same
+    known = quietly(
+        solve_schedule, budget * top, 3, 8, 6_400, delay=delay, q_grad=q_grad
+    )
     found = quietly(solve_schedule, budget, 3, 8, 6_400, delay=delay, cost=bitops)
     assert found.bits().tolist() == known.bits().tolist()
 
 
 @settings(max_examples=15)
 @given(
-    steps=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda s: sum(s) > 0.05),
+    steps=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(
+        lambda s: sum(s) > 0.05
+    ),
     share=st.floats(0.01, 0.99),
     family=st.sampled_from(["linear", "cosine", "rex", "exponential"]),
     delay=st.sampled_from([0, 0.2]),
@@ -133,8 +201,21 @@ def test_budgets_are_met_in_any_cost_that_rises_with_bits(steps, share, family, 
     hold = 0.2 if delay else 0.0
     lowest = hold + (1 - hold) * of[3] / of[8]
     budget = lowest + share * (1 - lowest)
-    schedule = quietly(solve_schedule, budget, 3, 8, 6_400, family=family, delay=delay, cost=of.__getitem__)
-    assert (schedule.q_min if budget < 0.999 else 3, schedule.q_max, schedule.total_steps) == (3, 8, 6_400)
+    schedule = quietly(
+        solve_schedule,
+        budget,
+        3,
+        8,
+        6_400,
+        family=family,
+        delay=delay,
+        cost=of.__getitem__,
+    )
+    assert (
+        schedule.q_min if budget < 0.999 else 3,
+        schedule.q_max,
+        schedule.total_steps,
+    ) == (3, 8, 6_400)
     assert spent(schedule, of.__getitem__) == pytest.approx(budget, rel=1e-3)
 
 
@@ -148,12 +229,21 @@ def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
 @pytest.mark.parametrize(
     ("cost", "message"),
     [
-        ({3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}, r"between 3 and 8 bits; budgets lie between 0\.9700 and 1"),
-        (dict.fromkeys(range(3, 9), 2.0), r"0\.7 cannot be met: training at 3 bits costs 1\.0000 of that at 8"),
+        (
+            {3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0},
+            r"between 3 and 8 bits; budgets lie between 0\.9700 and 1",
+        ),
+        (
+            dict.fromkeys(range(3, 9), 2.0),
+            r"0\.7 cannot be met: training at 3 bits costs 1\.0000 of that at 8",
+        ),
         ({q: q for q in range(3, 8)}, "cost gives None at 8 bits"),
     ]
     + [
-        ({q: value if q == 6 else q for q in range(3, 9)}, f"a step must cost a positive number; cost gives {shown}")
+        (
+            {q: value if q == 6 else q for q in range(3, 9)},
+            f"a step must cost a positive number; cost gives {shown}",
+        )
         for value, shown in zip(
             (NAN, 0, "6", np.array(False), np.ones(1)),
             ("nan at 6 bits", "0", "'6'", "False", "array"),
@@ -167,7 +257,10 @@ def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
 
 @pytest.mark.parametrize("kind", [np.array, np.float32, torch.tensor])
 def test_a_cost_may_be_a_number_of_numpy_or_torch(kind):
-    plain, odd = (solve_schedule(0.75, 4, 16, 1_600, cost=lambda q, k=k: k(40 if q > 8 else 20)) for k in (int, kind))
+    plain, odd = (
+        solve_schedule(0.75, 4, 16, 1_600, cost=lambda q, k=k: k(40 if q > 8 else 20))
+        for k in (int, kind)
+    )
     assert odd == plain
 
 

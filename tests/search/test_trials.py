@@ -11,13 +11,21 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions, quantize_
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_extras.search.range_test.RangeTestWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_extras.search.range_test.RangeTestWarning"
+)
 
 
 def problem(lr=0.2, seed=0, dropout=0.0):
     """A model, a train_step and an optimizer, as a user would have them, and the numbers of the batches it has seen."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 2))
+    model = nn.Sequential(
+        nn.Linear(8, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(32, 2),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     inputs = torch.randn(16, 32, 8, generator=torch.Generator().manual_seed(1))
     seen = []
@@ -35,15 +43,21 @@ def problem(lr=0.2, seed=0, dropout=0.0):
 
 
 def range_test(*given, **options):
-    return cpt.search.precision_range_test(*given, **{"bits": (2, 4), "dwell": 8, "seeds": (0, 1), **options})
+    return cpt.search.precision_range_test(
+        *given, **{"bits": (2, 4), "dwell": 8, "seeds": (0, 1), **options}
+    )
 
 
 def sensitivity(*given, **options):
-    return cpt.search.sensitivity(*given, **{"base": 3, "windows": 2, "steps": 8, "seeds": (0, 1), **options})
+    return cpt.search.sensitivity(
+        *given, **{"base": 3, "windows": 2, "steps": 8, "seeds": (0, 1), **options}
+    )
 
 
 def tried(*given, **options):
-    return cpt.search.try_precision(*given, lambda: 1.0, **{"steps": 8, "cycles": 1, "seeds": 1, **options})
+    return cpt.search.try_precision(
+        *given, lambda: 1.0, **{"steps": 8, "cycles": 1, "seeds": 1, **options}
+    )
 
 
 every = pytest.mark.parametrize("repeat", [range_test, sensitivity, tried])
@@ -59,7 +73,10 @@ def test_model_optimizer_and_random_numbers_are_left_as_they_were(repeat):
     layers, random = [type(m) for m in model], torch.get_rng_state()
     repeat(model, train_step, optimizer)
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
-    assert all(torch.equal(s["momentum_buffer"], m) for s, m in zip(optimizer.state.values(), momentum, strict=True))
+    assert all(
+        torch.equal(s["momentum_buffer"], m)
+        for s, m in zip(optimizer.state.values(), momentum, strict=True)
+    )
     assert [type(m) for m in model] == layers
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
@@ -82,13 +99,18 @@ class Counting(nn.Module):
 def test_trainings_start_alike_and_leave_what_no_state_dict_holds(repeat):
     model, _, _, _ = problem()
     model.append(Counting())
-    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)  # the rest has gradients that nobody puts away
+    optimizer = torch.optim.SGD(
+        model[4].parameters(), lr=0.1
+    )  # the rest has gradients that nobody puts away
     model[0].weight.grad = kept = torch.ones(32, 8)
     starts = []
 
     def step(number):
         if number == 0:  # of every training of the first seed
-            drawn = random.random(), np.random.default_rng(np.random.randint(100)).random()  # noqa: NPY002
+            drawn = (
+                random.random(),
+                np.random.default_rng(np.random.randint(100)).random(),  # noqa: NPY002
+            )
             starts.append((*drawn, float(model[-1].passes), model[0].weight.grad))
         loss = model(torch.ones(32, 8) * (number + 1)).square().mean()
         loss.backward()
@@ -111,7 +133,14 @@ def test_trainings_start_alike_and_leave_what_no_state_dict_holds(repeat):
 def test_a_model_that_is_refused_is_as_it_was(repeat):
     model, train_step, optimizer, _ = problem()
     holes = cpt.QuantConfig(ladder={2: "e2m1", 3: "e4m3"})
-    refused("the ladder has a hole at level", repeat, model, train_step, optimizer, config=holes)
+    refused(
+        "the ladder has a hole at level",
+        repeat,
+        model,
+        train_step,
+        optimizer,
+        config=holes,
+    )
     assert type(model[0]) is nn.Linear
 
 
@@ -172,15 +201,27 @@ def test_every_training_has_the_same_learning_rates_or_is_refused(repeat):
         return loss
 
     repeat(model, decays, optimizer, stateful=[scheduler])
-    assert rates.count(0.2) >= 5 * 6  # six trainings at the least, of eight steps or more
+    assert (
+        rates.count(0.2) >= 5 * 6
+    )  # six trainings at the least, of eight steps or more
     assert sorted(set(rates)) == pytest.approx([0.02, 0.2])
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
-    refused(r"another \[.*name the LR scheduler in stateful=", repeat, model, decays, optimizer)
+    refused(
+        r"another \[.*name the LR scheduler in stateful=",
+        repeat,
+        model,
+        decays,
+        optimizer,
+    )
     assert torch.equal(model[0].weight, weight)
     for given, message in (
-        ((model, None, optimizer), "needs train_step"), (("digits", train_step, optimizer), "must be a torch module"),
-    ):  # fmt: skip
+        ((model, None, optimizer), "needs train_step"),
+        (("digits", train_step, optimizer), "must be a torch module"),
+    ):
         refused(message, repeat, *given)
     for bad in (scheduler, [optimizer, 1]):
-        with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
+        with pytest.raises(
+            ValueError,
+            match="stateful must list objects with state_dict and load_state_dict",
+        ):
             repeat(model, train_step, optimizer, stateful=bad)

@@ -23,7 +23,9 @@ def rated(tmp_path_factory):
             return folder / study.file
 
         patch.setattr(tuned, "results_dir", lambda: folder)
-        patch.setattr(arms, "least_noisy", cache(arms.least_noisy))  # solved once: the schedules stay the same
+        patch.setattr(
+            arms, "least_noisy", cache(arms.least_noisy)
+        )  # solved once: the schedules stay the same
         tuned.held_out.cache_clear()
         yield write
     tuned.held_out.cache_clear()

@@ -15,7 +15,9 @@ def row_at(spec, quality, own=None, status="ok"):
 
     made = row_of(spec, value(quality), "perplexity" if text else "accuracy", status)
     at_own = value(quality if own is None else own)
-    made["metrics"] += [{**m, "precision": "current", "value": at_own} for m in made["metrics"]]
+    made["metrics"] += [
+        {**m, "precision": "current", "value": at_own} for m in made["metrics"]
+    ]
     return made
 
 
@@ -25,7 +27,11 @@ def rates(study, qualities):
     for spec in (spec for case in study.cases for spec in study.rates(case)):
         made = row_at(spec, *qualities(spec))
         for m in made["metrics"]:
-            loss = {"name": "loss", "value": math.log(m["value"])} if m["name"] == "perplexity" else {}
+            loss = (
+                {"name": "loss", "value": math.log(m["value"])}
+                if m["name"] == "perplexity"
+                else {}
+            )
             m |= {**loss, "split": "valid"}
         lines.append(json.dumps({**made, "schema": 1}) + "\n")
     return lines

@@ -14,7 +14,9 @@ def chosen(rated):
     """Settings: the recipe's rate and its own bits for every arm; 5/4 and "both late" are best on held-out data."""
 
     def qualities(spec):
-        good = 2 * spec.arm.startswith(("5/4", "both")) - 5 * (not spec.arm.endswith(" at 1"))
+        good = 2 * spec.arm.startswith(("5/4", "both")) - 5 * (
+            not spec.arm.endswith(" at 1")
+        )
         return good - 3, good
 
     rated(STUDY, qualities)
@@ -25,7 +27,10 @@ def rows(gains, cases=CASES):
     made, rng = [], np.random.default_rng(0)
     for case in cases:
         for spec in STUDY.runs(case):
-            q = gains.get(spec.arm.rpartition(" at ")[0], 0.0) + 0.05 * rng.standard_normal()
+            q = (
+                gains.get(spec.arm.rpartition(" at ")[0], 0.0)
+                + 0.05 * rng.standard_normal()
+            )
             made.append(row_at(spec, q - 3, q))
     return table(made)
 
@@ -39,10 +44,20 @@ def test_the_opponent_is_the_best_on_held_out_data():
 
 
 def test_a_switch_that_wins_loses_or_does_nothing():
-    a, b, c = outcome.answers(rows({LATE: 2.0, "both late": 4.0, "forward spread": 2.0}))
-    assert a.word.startswith("contradicted: the forward switch wins in 5 of 5 (characters, forward late minus 5/4; ")
-    assert b.word == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 5 of 5"
-    assert c.word == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 0 of 5"
+    a, b, c = outcome.answers(
+        rows({LATE: 2.0, "both late": 4.0, "forward spread": 2.0})
+    )
+    assert a.word.startswith(
+        "contradicted: the forward switch wins in 5 of 5 (characters, forward late minus 5/4; "
+    )
+    assert (
+        b.word
+        == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 5 of 5"
+    )
+    assert (
+        c.word
+        == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 0 of 5"
+    )
     assert [len(x.secondary) for x in (a, b, c)] == [10, 5, 0]
 
 
@@ -51,7 +66,10 @@ def test_missing_tasks_leave_it_open():
     assert {x.word for x in outcome.answers(some)} == {"open: 96 of 234 runs"}
     first, arm = outcome.sections(some)
     assert "Nothing is decided (open: 96 of 234 runs)" in first.notes[1]
-    assert first.figure.get_suptitle() == "A late forward switch wins 6 of 6 comparisons and loses 0"
+    assert (
+        first.figure.get_suptitle()
+        == "A late forward switch wins 6 of 6 comparisons and loses 0"
+    )
     assert len(arm.table) == 16
     *_, last = outcome.sections(rows({}))
     assert len(last.table) == 15
@@ -60,7 +78,9 @@ def test_missing_tasks_leave_it_open():
 def test_h10_switches_compare_forward_with_gradients():
     parts, _ = outcome.tasks(rows({LATE: 2.0, "gradients late": 1.0}))
     table = outcome.switches(parts).set_index("task")
-    assert table.loc["digits", "forward late minus gradients late [95 %]"].startswith("+1.0")
+    assert table.loc["digits", "forward late minus gradients late [95 %]"].startswith(
+        "+1.0"
+    )
     assert list(table["n"]) == ["6"] * 5
     assert all(level for level in table["8/8 reaches"])
 

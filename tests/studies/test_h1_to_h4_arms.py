@@ -13,7 +13,9 @@ def test_questions_come_after_the_lists_of_the_paper():
     assert list(grids.find_grids()) == [*grids.GRIDS, *grids.QUESTIONS]
     assert set(grids.find_grids("h4")) == {"h4/gradients", "h4/aggregation"}
     assert {s.seed for s in grids.grid_specs("h1/characters", seeds=[3])} == {3}
-    with pytest.raises(ValueError, match=r"no grid 'h9'; the nearest of \d+ are h7, h6, h5"):
+    with pytest.raises(
+        ValueError, match=r"no grid 'h9'; the nearest of \d+ are h7, h6, h5"
+    ):
         grids.find_grids("h9")
 
 

@@ -28,9 +28,17 @@ def rows(grid, quality, sd=0.1, lost=(), hubs=0.0):
     """
     out = []
     for spec in grids.grid_specs(grid):
-        made = row_at(spec, quality(spec) + sd * chance(spec), status="diverged" if spec.arm in lost else "ok")
+        made = row_at(
+            spec,
+            quality(spec) + sd * chance(spec),
+            status="diverged" if spec.arm in lost else "ok",
+        )
         made["metrics"] += [
-            {**at_own, "name": f"accuracy_degree{low}", "value": at_own["value"] + more / 100}
+            {
+                **at_own,
+                "name": f"accuracy_degree{low}",
+                "value": at_own["value"] + more / 100,
+            }
             for at_own in made["metrics"][1:]
             for low in getattr(spec.recipe, "degrees", ())
             for more in [hubs * (spec.recipe.aggregation == "quantized" and low == 30)]
@@ -48,9 +56,10 @@ def answer(name, *parts):
 def x_of(spec, column):
     schedule = arms.twelve()[int(spec.arm.split()[1]) - 1]
     return {
-        "noise": np.log2(schedule.noise_exposure()), "date": arms.noise_date(schedule),
+        "noise": np.log2(schedule.noise_exposure()),
+        "date": arms.noise_date(schedule),
         "share": schedule.share_at(2),
-    }[column]  # fmt: skip
+    }[column]
 
 
 # --- estimates ------------------------------------------------------------------------------------
@@ -62,18 +71,29 @@ def test_an_estimate_is_students_t():
     told = stats.ttest_1samp(values, 0)
     assert e.p() == pytest.approx(told.pvalue)
     assert e.interval() == pytest.approx(tuple(told.confidence_interval(0.95)))
-    assert e.p(0.3, "greater") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="greater").pvalue)
-    assert e.p(0.3, "less") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="less").pvalue)
+    assert e.p(0.3, "greater") == pytest.approx(
+        stats.ttest_1samp(values, 0.3, alternative="greater").pvalue
+    )
+    assert e.p(0.3, "less") == pytest.approx(
+        stats.ttest_1samp(values, 0.3, alternative="less").pvalue
+    )
     assert e.small
     assert not Estimate("a", "points", values, margin=0.6).small
     assert not Estimate("a", "points", -values, margin=0.6).small
     same = Estimate("a", "points", np.ones(3))
-    assert (same.p(), same.p(1.0), same.p(0, "greater"), same.p(0, "less")) == (0, 1, 0, 1)
+    assert (same.p(), same.p(1.0), same.p(0, "greater"), same.p(0, "less")) == (
+        0,
+        1,
+        0,
+        1,
+    )
 
 
 def test_holm_steps_down_and_leaves_room_for_what_may_come():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.04, math.nan, 0.01]) == pytest.approx([0.08, math.nan, 0.03], nan_ok=True)
+    assert holm([0.04, math.nan, 0.01]) == pytest.approx(
+        [0.08, math.nan, 0.03], nan_ok=True
+    )
     assert holm([0.9, 0.8]) == [1.0, 1.0]
 
 
@@ -81,7 +101,11 @@ def test_holm_steps_down_and_leaves_room_for_what_may_come():
 
 
 def h1(facebook, characters=None, **given):
-    return answer("H1", rows("h1/facebook", facebook, **given), rows("h1/characters", characters or facebook, **given))
+    return answer(
+        "H1",
+        rows("h1/facebook", facebook, **given),
+        rows("h1/characters", characters or facebook, **given),
+    )
 
 
 def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
@@ -93,17 +117,25 @@ def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
     found = h1(lambda s: 5 * x_of(s, "date") - 20 * x_of(s, "share"))
     assert found.word == "no effect worth naming"
     others = {e.what: e.mean for e in found.secondary}
-    assert others["Facebook, noise 0.1 of the training later"] == pytest.approx(0.5, abs=0.1)
+    assert others["Facebook, noise 0.1 of the training later"] == pytest.approx(
+        0.5, abs=0.1
+    )
     assert others["characters, 10 % more steps at 2 bits"] == pytest.approx(-2, abs=0.3)
 
 
 def test_h1_needs_both_tasks_and_one_sign():
     assert h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.0, sd=3).word == "open"
-    assert h1(lambda s: 0.5 * x_of(s, "noise")).word == "contradicted: noisier schedules are better"
+    assert (
+        h1(lambda s: 0.5 * x_of(s, "noise")).word
+        == "contradicted: noisier schedules are better"
+    )
     mixed = h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.5 * x_of(s, "noise"))
     assert mixed.word == "mixed: two signs"
     small = h1(lambda s: -0.05 * x_of(s, "noise"), sd=0.01)
-    assert small.word == "confirmed: at one cost, noisier schedules are worse; no effect worth naming"
+    assert (
+        small.word
+        == "confirmed: at one cost, noisier schedules are worse; no effect worth naming"
+    )
 
 
 def test_h1_over_schedules_is_an_ordinary_regression():
@@ -122,12 +154,18 @@ def test_h2_static_is_not_beaten_or_is():
     assert alike.word == (
         "confirmed: no schedule beats static by the margin; static is better in 0 of 6; alike within the margin in 6"
     )
-    loses = answer("H2", *(rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic")) for grid in H2))
-    assert loses.word.endswith("static is better in 6 of 6; alike within the margin in 0")
+    loses = answer(
+        "H2", *(rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic")) for grid in H2)
+    )
+    assert loses.word.endswith(
+        "static is better in 6 of 6; alike within the margin in 0"
+    )
     assert loses.word.startswith("confirmed")
 
     def wins(spec):
-        return 3.0 * (spec.arm == "cyclic at the cost of static 5" and spec.recipe.model == "sage")
+        return 3.0 * (
+            spec.arm == "cyclic at the cost of static 5" and spec.recipe.model == "sage"
+        )
 
     found = answer("H2", *(rows(grid, wins) for grid in H2))
     told = "contradicted: a schedule wins in 1 of 6 (Facebook GraphSAGE, schedule minus static 5);"
@@ -138,13 +176,23 @@ def test_h2_static_is_not_beaten_or_is():
 
 
 def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
-    made = [rows(grid, lambda s: 3.0 * s.arm.startswith("cyclic"), sd=0.03) for grid in H2]
-    for row in (row for part in made for row in part if row["spec"]["arm"].startswith("static")):
+    made = [
+        rows(grid, lambda s: 3.0 * s.arm.startswith("cyclic"), sd=0.03) for grid in H2
+    ]
+    for row in (
+        row for part in made for row in part if row["spec"]["arm"].startswith("static")
+    ):
         at_top, at_own = row["metrics"][:2]  # better at its own bits: by 5 points or %
-        at_own["value"] += 0.05 if at_top["name"] == "accuracy" else -0.05 * at_top["value"]
+        at_own["value"] += (
+            0.05 if at_top["name"] == "accuracy" else -0.05 * at_top["value"]
+        )
     said = answer("H2", *made).word
-    assert said.startswith("confirmed: no schedule beats static by the margin; static is better in 6 of 6;")
-    assert said.endswith("; depends on the rule: contradicted where both are judged at 8 bits")
+    assert said.startswith(
+        "confirmed: no schedule beats static by the margin; static is better in 6 of 6;"
+    )
+    assert said.endswith(
+        "; depends on the rule: contradicted where both are judged at 8 bits"
+    )
     alike = answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2))
     assert "depends" not in alike.word
     assert [rule for rule, _ in alike.by_rule] == ["8 bits", "their own bits"]
@@ -155,10 +203,14 @@ def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
     for row in made:
         if row["spec"]["arm"] == "static 3":
             row["metrics"][1]["value"] += 0.01  # a point more at 3 bits
-    found = answer("H2", made, rows("h2/characters", lambda s: 0.0), rows("h2/sage", lambda s: 0.0))
+    found = answer(
+        "H2", made, rows("h2/characters", lambda s: 0.0), rows("h2/sage", lambda s: 0.0)
+    )
     means = {e.what: e.mean for e in (*found.primary, *found.secondary)}
     assert means["Facebook GCN, schedule minus static 3"] == pytest.approx(-1, abs=0.1)
-    assert means["Facebook GCN, schedule minus static 3 at 8 bits"] == pytest.approx(0, abs=0.1)
+    assert means["Facebook GCN, schedule minus static 3 at 8 bits"] == pytest.approx(
+        0, abs=0.1
+    )
     assert means["Facebook GCN, schedule minus static 5"] == pytest.approx(0, abs=0.1)
 
 
@@ -166,19 +218,37 @@ def deficit_loss(spec, date=0.0, during=0.0, after=0.0):
     if not spec.schedule.windows:
         return 0.0
     sums = arms.learning_rate_sums(spec)
-    return -(date * spec.schedule.windows[0][0] / 48 + during * sums[0] + after * sums[1])
+    return -(
+        date * spec.schedule.windows[0][0] / 48 + during * sums[0] + after * sums[1]
+    )
 
 
 def test_h3_tells_the_date_from_the_learning_rate():
-    assert answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=-1))).word == "earlier is worse"
-    assert answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=1))).word == "later is worse"
-    found = answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, during=0.05, after=-0.02)))
+    assert (
+        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=-1))).word
+        == "earlier is worse"
+    )
+    assert (
+        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=1))).word
+        == "later is worse"
+    )
+    found = answer(
+        "H3", rows("h3/facebook", lambda s: deficit_loss(s, during=0.05, after=-0.02))
+    )
     assert found.word == "no effect worth naming"
     others = {e.what: e.mean for e in found.secondary}
-    assert others["loss, a learning rate of 10 steps more in the deficit"] == pytest.approx(0.5, abs=0.1)
-    assert others["loss, a learning rate of 10 steps more after it"] == pytest.approx(-0.2, abs=0.1)
-    assert others["the same, cosine learning rate alone"] < -0.2  # without correction the rate passes for the date
-    assert others["the same, constant learning rate alone"] == pytest.approx(0, abs=0.15)
+    assert others[
+        "loss, a learning rate of 10 steps more in the deficit"
+    ] == pytest.approx(0.5, abs=0.1)
+    assert others["loss, a learning rate of 10 steps more after it"] == pytest.approx(
+        -0.2, abs=0.1
+    )
+    assert (
+        others["the same, cosine learning rate alone"] < -0.2
+    )  # without correction the rate passes for the date
+    assert others["the same, constant learning rate alone"] == pytest.approx(
+        0, abs=0.15
+    )
     assert answer("H3", rows("h3/facebook", lambda s: 0.0, sd=1)).word == "open"
 
 
@@ -194,15 +264,24 @@ def test_h4a_says_which_of_the_two_hurts_more():
     assert others["6 minus 8 bits forward"] == pytest.approx(-0.1, abs=0.1)
     found = answer("H4a", rows("h4/gradients", lambda s: quality(s, -0.6, -0.1)))
     assert found.word == "weights and activations hurt more"
-    assert answer("H4a", rows("h4/gradients", lambda s: quality(s, -1, -1), sd=0.01)).word == "alike"
+    assert (
+        answer("H4a", rows("h4/gradients", lambda s: quality(s, -1, -1), sd=0.01)).word
+        == "alike"
+    )
 
 
 def test_h4b_compares_hubs_with_leaves():
-    assert answer("H4b", rows("h4/aggregation", lambda s: 0.0)).word == "no difference worth naming"
+    assert (
+        answer("H4b", rows("h4/aggregation", lambda s: 0.0)).word
+        == "no difference worth naming"
+    )
     found = answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=-2.0))
     assert found.word == "hubs are hurt more"
     assert found.primary[0].mean == pytest.approx(2)
-    assert answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=2.0)).word == "hubs are hurt less"
+    assert (
+        answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=2.0)).word
+        == "hubs are hurt less"
+    )
 
 
 # --- runs that are lost, missing, or another question's -------------------------------------------
@@ -214,19 +293,32 @@ def test_runs_that_diverged_count_as_chance():
     assert found.lost == 13
     assert found.word == "weights and activations hurt more"
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
-    found = answer("H2", *(rows(grid, lambda s: 0.0, lost=("static 5",)) for grid in H2))
-    by_unit = {"points": 50 - 100 / 4, "%": 100 * math.log(102 / 10)}  # four classes, 102 characters
+    found = answer(
+        "H2", *(rows(grid, lambda s: 0.0, lost=("static 5",)) for grid in H2)
+    )
+    by_unit = {
+        "points": 50 - 100 / 4,
+        "%": 100 * math.log(102 / 10),
+    }  # four classes, 102 characters
     assert {e.what: e.mean for e in found.primary if "static 5" in e.what} == {
-        e.what: pytest.approx(by_unit[e.unit], abs=0.2) for e in found.primary if "static 5" in e.what
+        e.what: pytest.approx(by_unit[e.unit], abs=0.2)
+        for e in found.primary
+        if "static 5" in e.what
     }
 
 
 def test_a_run_without_its_value_leaves_the_test_without_an_answer():
-    made = table([r for task in H2 for r in rows(task, lambda s: -float("cyclic" in s.arm))])
+    made = table(
+        [r for task in H2 for r in rows(task, lambda s: -float("cyclic" in s.arm))]
+    )
     for grid in ("", *H2):
         lacks = made["key"] == (grids.grid_specs(grid)[0].key if grid else "")
         values = ["accuracy", "accuracy_current", "perplexity", "perplexity_current"]
-        (h2,) = (a for a in outcome.answers(made.assign(**made[values].mask(lacks))) if a.question == "H2")
+        (h2,) = (
+            a
+            for a in outcome.answers(made.assign(**made[values].mask(lacks)))
+            if a.question == "H2"
+        )
         assert ("confirmed" in h2.word, math.isnan(h2.p)) == (not grid, bool(grid))
 
 
@@ -234,7 +326,10 @@ def test_nothing_is_said_before_all_runs_are_there():
     made = rows("h3/facebook", lambda s: deficit_loss(s, date=-1))
     assert answer("H3", made[1:]).word == "open: 299 of 300 runs"
     assert math.isnan(answer("H3", made[1:]).p)
-    assert {a.word for a in outcome.answers(table([]))} >= {"open: 0 of 52 runs", "open: 0 of 200 runs"}
+    assert {a.word for a in outcome.answers(table([]))} >= {
+        "open: 0 of 52 runs",
+        "open: 0 of 200 runs",
+    }
 
 
 def test_their_runs_are_pooled_with_no_other():
@@ -252,8 +347,9 @@ def test_the_page_and_the_figure_show_what_is_answered():
     assert shown.loc["H1", "outcome"] == "open: 0 of 288 runs"
     (shown,) = first.figure.axes
     assert [text.get_text() for text in shown.texts] == [
-        "H3 loss, latest minus earliest, at equal learning rate, n = 10", "-0.95 [-1.01, -0.89] points",
-    ]  # fmt: skip
+        "H3 loss, latest minus earliest, at equal learning rate, n = 10",
+        "-0.95 [-1.01, -0.89] points",
+    ]
     assert len(other.table) == 5
     assert decays.table["learning rate"].tolist() == ["step", "cosine", "constant"]
     assert len(between.table) == 3

@@ -13,12 +13,23 @@ from cpt_lab.studies.h5.arms import CASES, allocated, stored
 def made_up(steps, base=4):
     spans = tuple((steps * i // 8, steps * (i + 1) // 8) for i in range(8))
     return Sensitivity(
-        "made up", "accuracy", base, steps, spans, (("body.0", "body.2"), ("body.4",)), (300, 20), (50, 51),
-        (0.8, 0.8), ((0.01,) * 7 + (0.05,),) * 2, ((0.02, 0.02),) * 2,
-    )  # fmt: skip
+        "made up",
+        "accuracy",
+        base,
+        steps,
+        spans,
+        (("body.0", "body.2"), ("body.4",)),
+        (300, 20),
+        (50, 51),
+        (0.8, 0.8),
+        ((0.01,) * 7 + (0.05,),) * 2,
+        ((0.02, 0.02),) * 2,
+    )
 
 
-def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, monkeypatch):
+def test_what_the_command_measures_is_what_the_schedules_are_made_of(
+    tmp_path, monkeypatch
+):
     """On the case's own recipe, at its bits, on seeds from 50 on that no test has; a second case joins the first."""
     calls = []
 
@@ -34,7 +45,10 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, m
         monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
         sensitivities.main()
     assert calls[0] == (CASES["facebook"].recipe, 3, list(range(50, 58)))
-    assert list(json.loads((tmp_path / arms.FILE).read_text())["cases"]) == ["digits", "facebook"]
+    assert list(json.loads((tmp_path / arms.FILE).read_text())["cases"]) == [
+        "digits",
+        "facebook",
+    ]
     assert stored("digits") == made_up(600)
     assert stored("facebook") == made_up(64, 3)
     stored.cache_clear()

@@ -10,7 +10,15 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome
 from cpt_lab.studies.h5.arms import CASES, allocated
-from cpt_lab.studies.h5.outcome import ARMS, allocation_figure, cases, secondary, sections, summary, verdict
+from cpt_lab.studies.h5.outcome import (
+    ARMS,
+    allocation_figure,
+    cases,
+    secondary,
+    sections,
+    summary,
+    verdict,
+)
 from tests.studies.made import row_at
 from tests.studies.test_h5_arms import made_up
 
@@ -39,9 +47,13 @@ def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
         for i, spec in enumerate(allocated(case)):
             arm = spec.arm.split(" at ")[0]
             gain = 5.0 if arm == "static 8" else gains.get((case, arm), 0.0)
-            gain += 3 * math.sin(spec.seed) + spread * noise[i]  # what a seed has in all arms, and noise
+            gain += (
+                3 * math.sin(spec.seed) + spread * noise[i]
+            )  # what a seed has in all arms, and noise
             status = "diverged" if (case, arm, spec.seed) in lost else "ok"
-            found.append(row_at(spec, gain, gain + (own if arm == "static" else 0.0), status))
+            found.append(
+                row_at(spec, gain, gain + (own if arm == "static" else 0.0), status)
+            )
     return table(found)
 
 
@@ -50,7 +62,11 @@ def line(found, case, arm):
 
 
 def test_known_gains_are_found_with_their_sign_and_nothing_else():
-    gains = {("facebook", "over both"): 0.5, ("digits", "over time"): -2.0, ("characters", "over both"): 3}
+    gains = {
+        ("facebook", "over both"): 0.5,
+        ("digits", "over time"): -2.0,
+        ("characters", "over both"): 3,
+    }
     found = effects(rows(gains))
     assert len(found) == 16
     won = line(found, "facebook", "over both")
@@ -63,7 +79,9 @@ def test_known_gains_are_found_with_their_sign_and_nothing_else():
     assert (found["word"] == "open").sum() == 13
     assert line(found, "digits", "over time").full == pytest.approx(5, abs=0.1)
     assert verdict(found).startswith("bits here, not there: over both, facebook: +0.5")
-    assert ". Worse than static: over time, digits: -" in verdict(found)  # a loss of another arm is no secret
+    assert ". Worse than static: over time, digits: -" in verdict(
+        found
+    )  # a loss of another arm is no secret
 
 
 def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
@@ -94,32 +112,51 @@ def test_runs_that_diverged_count_as_chance():
     lost = {("digits", "over both", s) for s in range(100, 110)}
     found = effects(rows(lost=lost))
     assert line(found, "digits", "over both").lost == 10
-    assert line(found, "digits", "over both")["mean"] == pytest.approx(-40, abs=2)  # from 50 % to 10 %
+    assert line(found, "digits", "over both")["mean"] == pytest.approx(
+        -40, abs=2
+    )  # from 50 % to 10 %
     assert line(found, "digits", "over both").word == "loses"
     against = effects(rows(lost={("characters", "static", s) for s in range(100, 110)}))
-    assert line(against, "characters", "over time")["mean"] == pytest.approx(100 * math.log(102 / 10), abs=2)
+    assert line(against, "characters", "over time")["mean"] == pytest.approx(
+        100 * math.log(102 / 10), abs=2
+    )
 
 
 def test_missing_runs_leave_a_case_open_and_the_family_as_it_is():
     found = effects(rows({("facebook", "over both"): 0.5}, cases=["facebook"]))
     assert set(found["word"][found["case"] == "digits"]) == {"open: 0 of 60 runs"}
     assert line(found, "facebook", "over both").word == "wins"
-    assert line(found, "facebook", "over both").adjusted == pytest.approx(16 * line(found, "facebook", "over both").p)
-    assert verdict(found) == "open: runs of digits, characters, cifar10-jpeg are missing"
+    assert line(found, "facebook", "over both").adjusted == pytest.approx(
+        16 * line(found, "facebook", "over both").p
+    )
+    assert (
+        verdict(found) == "open: runs of digits, characters, cifar10-jpeg are missing"
+    )
     assert effects(table([]))["n"].sum() == 0
 
 
 def test_other_effects_are_told_too():
-    made = rows({("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0)
+    made = rows(
+        {("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0
+    )
     told = secondary(outcome.cases(made))
     told = told[told["task"] == "facebook"].set_index("effect")["mean [95 %]"]
     assert told["over both, minus static at 8 bits"].startswith("+0.5")
     assert told["over both, minus static at its own bits"].startswith("+2.5")
     assert told["over both, minus over time"].startswith("+0.3")
-    assert told["over both, share of the way from static to static 8"] in ("9 %", "10 %", "11 %")
+    assert told["over both, share of the way from static to static 8"] in (
+        "9 %",
+        "10 %",
+        "11 %",
+    )
     # rows of one product of one layer: the highest bits of each step are counted
-    assert float(told["over both, BitOps of the whole model beside static's (paper)"]) > 1
-    assert told["low then high, BitOps of the whole model beside static's (paper)"] == "1.003"
+    assert (
+        float(told["over both, BitOps of the whole model beside static's (paper)"]) > 1
+    )
+    assert (
+        told["low then high, BitOps of the whole model beside static's (paper)"]
+        == "1.003"
+    )
 
 
 def test_page_table_and_figures():
@@ -148,4 +185,7 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     found = effects(table([]))
     assert set(found["word"]) == {"open: where bits matter has not been measured"}
     assert len(summary(found)) == len(CASES) * len(ARMS)
-    assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
+    assert (
+        outcome.answers(table([]))[0].word
+        == f"open: runs of {', '.join(CASES)} are missing"
+    )

@@ -17,8 +17,18 @@ def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
     rng = np.random.default_rng(0)
     for case, c in CASES.items():
         for spec in on_ladders(case):
-            own = 0.0 if spec.arm.startswith("static") else late if spec.arm == LATE else gain
-            quality = slope * spec.relative_cost + own * c.margin + noise * rng.standard_normal()
+            own = (
+                0.0
+                if spec.arm.startswith("static")
+                else late
+                if spec.arm == LATE
+                else gain
+            )
+            quality = (
+                slope * spec.relative_cost
+                + own * c.margin
+                + noise * rng.standard_normal()
+            )
             status = "failed" if (case, spec.arm, spec.seed) in lost else "ok"
             found.append(row_at(spec, quality, status=status))
     return table(found)

@@ -39,10 +39,18 @@ def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
         gain = (by_case or {}).get(case, pair)
         for spec in STUDY.runs(case):
             arm = spec.arm.rpartition(" at ")[0]
-            own = gain * arm.endswith("/5") + cycle * arm.startswith("cycle") + 3 * (arm == "8/8")
+            own = (
+                gain * arm.endswith("/5")
+                + cycle * arm.startswith("cycle")
+                + 3 * (arm == "8/8")
+            )
             q = c.margin * (own + noise * rng.standard_normal())
             top = q if arm == "8/8" else q - WORSE
-            made.append(row_at(spec, top, q, "failed" if (case, arm, spec.seed) in lost else "ok"))
+            made.append(
+                row_at(
+                    spec, top, q, "failed" if (case, arm, spec.seed) in lost else "ok"
+                )
+            )
     return table(made)
 
 
@@ -55,11 +63,18 @@ def test_settings_are_the_best_on_held_out_data():
 
 
 def test_a_task_without_its_rates_has_no_runs(chosen, tmp_path, monkeypatch):
-    _, *others = chosen.read_text().splitlines(keepends=True)  # the first is of the first task
+    _, *others = chosen.read_text().splitlines(
+        keepends=True
+    )  # the first is of the first task
     (tmp_path / STUDY.file).write_text("".join(others))
     monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)
     tuned.held_out.cache_clear()
-    refused(r"lacks 1 of the 90 runs .* run h7-rates/characters", STUDY.runs, "characters", error=NotMeasuredError)
+    refused(
+        r"lacks 1 of the 90 runs .* run h7-rates/characters",
+        STUDY.runs,
+        "characters",
+        error=NotMeasuredError,
+    )
     assert len(STUDY.runs("digits")) == 10 * 6
     assert {a.word for a in outcome.answers(table([]))} == {"open: 0 of 360 runs"}
 
@@ -69,27 +84,38 @@ def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too():
     for found in (a, b, c):
         assert found.word == "confirmed: gradients may pay; the pair gains in 6 of 6"
         assert len(found.primary) == 6
-        assert all(x.mean / x.margin == pytest.approx(2, abs=0.1) for x in found.primary)
+        assert all(
+            x.mean / x.margin == pytest.approx(2, abs=0.1) for x in found.primary
+        )
     for found in (d, e):
-        assert found.word == "confirmed: no cycle beats static by the margin; static is better in 6 of 6"
+        assert (
+            found.word
+            == "confirmed: no cycle beats static by the margin; static is better in 6 of 6"
+        )
 
 
 def test_four_tasks_must_gain_and_none_may_lose_its_margin():
     *names, last = CASES
 
     def word(gaining, **others):
-        return outcome.answers(rows(by_case={**dict.fromkeys(names[:gaining], 2.0), **others}))[0].word
+        return outcome.answers(
+            rows(by_case={**dict.fromkeys(names[:gaining], 2.0), **others})
+        )[0].word
 
     assert word(3) == "open; the pair gains in 3 of 6"
     assert word(4) == "confirmed: gradients may pay; the pair gains in 4 of 6"
     told = "contradicted: gradients should keep their bits (Penn Treebank, small, 4/5 minus 3/8)"
     assert word(5, **{last: -1.5}) == f"{told}; the pair gains in 5 of 6"
-    assert word(5, **{last: -0.5}).startswith("confirmed: gradients may pay; contradicted: ")
+    assert word(5, **{last: -0.5}).startswith(
+        "confirmed: gradients may pay; contradicted: "
+    )
 
 
 def test_a_cycle_that_wins_contradicts():
     *_, d, e = outcome.answers(rows(cycle=2.0))
-    assert d.word.startswith("contradicted: a cycle wins in 6 of 6 (characters, cycle at 4/5 minus 4/5; ")
+    assert d.word.startswith(
+        "contradicted: a cycle wins in 6 of 6 (characters, cycle at 4/5 minus 4/5; "
+    )
     assert "confirmed" not in d.word + e.word
 
 
@@ -117,7 +143,10 @@ def test_h7_outcome_by_both_rules_is_always_said():
     """Also where both rules have the registered outcome."""
     a, *_ = outcome.answers(rows(pair=2.0))
     assert [rule for rule, _ in a.by_rule] == ["8 bits", "their own bits"]
-    assert all(said.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; p ") for _, said in a.by_rule)
+    assert all(
+        said.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; p ")
+        for _, said in a.by_rule
+    )
     assert "depends on the rule" not in a.word
     assert a.judged().startswith("Judged at 8 bits: confirmed: gradients may pay;")
 
@@ -127,13 +156,22 @@ def test_h7_gains_by_evaluation_count_tasks_and_levels():
     table = outcome.gains_by_evaluation(parts)
     assert list(table.columns[1:]) == [
         f"4/5 minus 3/8 [95 %], {name}"
-        for name in ("each as chosen on held-out data", "both at 8 bits", "both at their own bits")
+        for name in (
+            "each as chosen on held-out data",
+            "both at 8 bits",
+            "both at their own bits",
+        )
     ]
     assert all(cell.startswith("6 of 6, p ") for cell in table.iloc[-1, 1:])
     assert len(table) == len(CASES) + 1
     gains = outcome.gains(parts).set_index("task")
-    assert gains.loc["digits", "8/8 reaches"] == "53.0 %"  # three margins above the half of all
-    assert gains.loc["CIFAR-10 copies", "training"] == "1.4 epochs of 10,000 images of 16 x 16"
+    assert (
+        gains.loc["digits", "8/8 reaches"] == "53.0 %"
+    )  # three margins above the half of all
+    assert (
+        gains.loc["CIFAR-10 copies", "training"]
+        == "1.4 epochs of 10,000 images of 16 x 16"
+    )
 
 
 def test_h7_rates_at_ends_are_counted():

@@ -9,7 +9,11 @@ from cpt_lab.studies.h10.arms import STUDY as H10
 
 def by_hand(parts):
     """Shares of 8/8 by a * b, max(a, b)^2 and the rate of a tensor core; ``parts`` are (weight, forward, gradient)."""
-    functions = (lambda a, b: a * b, lambda a, b: max(a, b) ** 2, lambda a, b: 0.5 if max(a, b) <= 4 else 1.0)
+    functions = (
+        lambda a, b: a * b,
+        lambda a, b: max(a, b) ** 2,
+        lambda a, b: 0.5 if max(a, b) <= 4 else 1.0,
+    )
     for price in functions:
         spent = sum(share * (price(f, f) + 2 * price(f, g)) for share, f, g in parts)
         yield spent / (3 * price(8, 8))
@@ -31,7 +35,9 @@ def test_prices_of_switches_are_those_by_hand(case):
     found = prices.prices(H10, case).set_index("arm")
     assert list(found.columns) == list(prices.PRICES)
     for arm in set(ARMS) & set(found.index):
-        assert found.loc[arm].tolist() == pytest.approx(list(by_hand(ARMS[arm])), abs=1e-3), arm
+        assert found.loc[arm].tolist() == pytest.approx(
+            list(by_hand(ARMS[arm])), abs=1e-3
+        ), arm
     assert {"4/6", "forward late", "8/8"} <= set(found.index)
 
 

@@ -29,7 +29,12 @@ def made(date, fresh=False, sd=0.1):
 
 @pytest.mark.parametrize(
     ("former", "date", "sd", "word"),
-    [(1, 1, 0.11, "repeats"), (1, -1, 0.11, "DIFFERS"), (1, 1, 30, "cannot be told"), (0, 0, 0.11, "no effect, again")],
+    [
+        (1, 1, 0.11, "repeats"),
+        (1, -1, 0.11, "DIFFERS"),
+        (1, 1, 30, "cannot be told"),
+        (0, 0, 0.11, "no effect, again"),
+    ],
 )
 def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
     monkeypatch.setattr(repeated, "committed", lambda: table(made(former)))
@@ -48,10 +53,15 @@ def test_fresh_seeds_are_nobodys():
 
 
 @pytest.mark.parametrize(("date", "code"), [(1, 0), (-1, 1)])
-def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(date, code, monkeypatch, command):
+def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(
+    date, code, monkeypatch, command
+):
     found, asked = made(date, fresh=True), []
     monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, **_: asked.extend(specs) or found)
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.sweep.run_grid",
+        lambda specs, store, **_: asked.extend(specs) or found,
+    )
     status, said, _ = command("verify", "--verdict", GRID)
     assert (status, asked) == (code, repeated.fresh(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
@@ -62,17 +72,29 @@ def test_runs_that_failed_are_no_answer(monkeypatch, command):
     found = made(1, fresh=True)
     found[0]["status"] = "failed"
     monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, retry_failed: found)
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.sweep.run_grid", lambda specs, store, retry_failed: found
+    )
     status, _, said = command("verify", "--verdict", GRID)
-    assert (status, "1 of 300 runs failed, which is no answer; the same command tries them again" in said) == (2, True)
+    assert (
+        status,
+        "1 of 300 runs failed, which is no answer; the same command tries them again"
+        in said,
+    ) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"), [({}, True), ({"status": "failed"}, False), ({"data_checksum": "other"}, False)]
+    ("change", "kept"),
+    [({}, True), ({"status": "failed"}, False), ({"data_checksum": "other"}, False)],
 )
-def test_effects_of_complete_grids_on_the_same_data_are_kept(change, kept, monkeypatch, tmp_path):
+def test_effects_of_complete_grids_on_the_same_data_are_kept(
+    change, kept, monkeypatch, tmp_path
+):
     of_row = {"data_checksum": "same", "schema": 1, "seconds": 1.0, "device": "cpu"}
-    stored, again = ([row | of_row for row in made(1, fresh, sd)] for fresh, sd in ((False, 0.1), (True, 0.11)))
+    stored, again = (
+        [row | of_row for row in made(1, fresh, sd)]
+        for fresh, sd in ((False, 0.1), (True, 0.11))
+    )
     for row in again:
         row["provenance"] = {**row["provenance"], "machine": {"cpu": "one"}}
     again[-1] |= change
@@ -93,18 +115,27 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(change, kept, monke
     for row in again:
         row["provenance"]["dirty"] = True
     written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
-    with pytest.raises(ValueError, match="not those of a clean commit") if kept else nullcontext():
+    with (
+        pytest.raises(ValueError, match="not those of a clean commit")
+        if kept
+        else nullcontext()
+    ):
         fresh_seeds.main()
 
 
 def test_effects_on_other_data_are_no_answer(monkeypatch, command):
     stored, asked = committed("h5"), []
-    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, **_: asked.extend(specs) or [])
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.sweep.run_grid",
+        lambda specs, store, **_: asked.extend(specs) or [],
+    )
     monkeypatch.setattr(repeated, "repeated", lambda grid, rows: [])
     monkeypatch.setattr(repeated, "committed", lambda: stored)
     assert command("verify", "--verdict", "h5/digits")[0] == 0
     assert asked
-    monkeypatch.setattr(repeated, "committed", lambda: stored.assign(data_checksum="0123456789abcdef"))
+    monkeypatch.setattr(
+        repeated, "committed", lambda: stored.assign(data_checksum="0123456789abcdef")
+    )
     status, _, said = command("verify", "--verdict", "h5/digits")
     assert status != 0
     assert "'digits' has checksum" in said

@@ -19,10 +19,14 @@ ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
 
 
 def test_every_folder_is_a_study_and_its_grids_are_known():
-    folders = {p.parent.name for p in (ROOT / "cpt_lab" / "studies").glob("*/__init__.py")}
+    folders = {
+        p.parent.name for p in (ROOT / "cpt_lab" / "studies").glob("*/__init__.py")
+    }
     assert folders == set(grids.STUDIES)
     assert len(ASKED) == len(set(ASKED))
-    assert set(ASKED) == {name for name in grids.QUESTIONS if not name.startswith("execution/")}
+    assert set(ASKED) == {
+        name for name in grids.QUESTIONS if not name.startswith("execution/")
+    }
 
 
 @cache
@@ -30,22 +34,37 @@ def stored(name):
     return load(results_dir() / f"{name.replace('-', '_')}.jsonl", every_rate=True)
 
 
-@pytest.mark.parametrize("study", sorted({name.split("/")[0] for name in grids.QUESTIONS}))
+@pytest.mark.parametrize(
+    "study", sorted({name.split("/")[0] for name in grids.QUESTIONS})
+)
 def test_the_runs_of_a_question_are_those_that_are_stored(study):
     """Key by key: schedules, recipes and seeds stay what they were when the question was asked."""
-    asked = {name: grids.grid_specs(name) for name in grids.QUESTIONS if name.split("/")[0] == study}
-    assert sorted(s.key for specs in asked.values() for s in specs) == sorted(stored(study)["key"])
+    asked = {
+        name: grids.grid_specs(name)
+        for name in grids.QUESTIONS
+        if name.split("/")[0] == study
+    }
+    assert sorted(s.key for specs in asked.values() for s in specs) == sorted(
+        stored(study)["key"]
+    )
     for name, specs in asked.items():
         assert grids.find_grids(study)[name].artefact == study
         if name in ASKED and "-rates/" not in name:
-            told = re.findall(rf"run {name} +# (\d+) runs| {name} +(\d+) runs", DOCUMENT)
+            told = re.findall(
+                rf"run {name} +# (\d+) runs| {name} +(\d+) runs", DOCUMENT
+            )
             assert ["".join(count) for count in told] == [str(len(specs))]
 
 
 @pytest.mark.parametrize("study", [H7, H10], ids=lambda study: study.name)
 def test_rates_are_chosen_on_runs_of_their_own(study):
-    assert f"{len(stored(f'{study.name}-rates'))} runs that choose learning rates" in DOCUMENT
-    assert not set(stored(study.name)["seed"]) & set(stored(f"{study.name}-rates")["seed"])
+    assert (
+        f"{len(stored(f'{study.name}-rates'))} runs that choose learning rates"
+        in DOCUMENT
+    )
+    assert not set(stored(study.name)["seed"]) & set(
+        stored(f"{study.name}-rates")["seed"]
+    )
 
 
 def started(store):
@@ -53,25 +72,39 @@ def started(store):
     return pd.to_datetime(stored(store)["started"], utc=True, format="ISO8601")
 
 
-@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates", "h10", "h10_rates"])
+@pytest.mark.parametrize(
+    "store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates", "h10", "h10_rates"]
+)
 def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
     begun = started(store)
     if store in (H7.name, H10.name):
         of = [stored(name)["dataset"] for name in (store, f"{store}_rates")]
-        assert (begun.groupby(of[0]).min() > started(f"{store}_rates").groupby(of[1]).max()).all()
+        assert (
+            begun.groupby(of[0]).min() > started(f"{store}_rates").groupby(of[1]).max()
+        ).all()
     git = ["git", "-C", str(ROOT)]
-    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
-    if shallow.stdout.strip() != "false":  # the first commit there looks as if it had written everything
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True
+    )
+    if (
+        shallow.stdout.strip() != "false"
+    ):  # the first commit there looks as if it had written everything
         pytest.skip("no whole history here")
     places = ["PREREGISTRATION.md", "docs/preregistration.md"]
     heading = f"-S## {store.partition('_')[0].upper()} "
-    told = subprocess.run([*git, "log", "-m", heading, "--format=%ct", "--", *places], capture_output=True, text=True)
+    told = subprocess.run(
+        [*git, "log", "-m", heading, "--format=%ct", "--", *places],
+        capture_output=True,
+        text=True,
+    )
     assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
 
 
 def test_every_study_answers_before_anything_ran():
     found = preregistered.all_answers(table([]))
-    assert [a.question for a in found] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
+    assert [
+        a.question for a in found
+    ] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
     assert all(a.word.startswith("open: ") and not a.primary for a in found)
     assert {a.word for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
     for study in grids.studies("outcome"):

@@ -25,7 +25,13 @@ def named(name):
 
 
 def row(name, value=1, status="ok"):
-    return {"schema": 1, "key": named(name), "value": value, "status": status, "spec": {"name": name}}
+    return {
+        "schema": 1,
+        "key": named(name),
+        "value": value,
+        "status": status,
+        "spec": {"name": name},
+    }
 
 
 def names_in(store):
@@ -39,12 +45,17 @@ def names_in(store):
     ("others", "expected"),
     [
         ([line_of(row("other"))], ["first", "other", "mine"]),
-        ([line_of(row("other")), line_of(row("third"))], ["first", "other", "third", "mine"]),
+        (
+            [line_of(row("other")), line_of(row("third"))],
+            ["first", "other", "third", "mine"],
+        ),
         ([line_of(row("other", "x" * 20_000))], ["first", "other", "mine"]),
     ],
     ids=["a row", "two rows", "a long row"],
 )
-def test_append_row_keeps_rows_that_came_after_the_look(others, expected, tmp_path, monkeypatch):
+def test_append_row_keeps_rows_that_came_after_the_look(
+    others, expected, tmp_path, monkeypatch
+):
     store, look = tmp_path / "rows.jsonl", stores.look
     stores.append_row(store, row("first"))
 
@@ -102,7 +113,9 @@ def test_append_row_writes_again_what_another_cut_off(times, tmp_path, monkeypat
         start = write(path, end, *rest)
         if len(cut) < times:
             cut.append(True)
-            with open(path, "r+b") as other:  # which had seen the end before our row came
+            with open(
+                path, "r+b"
+            ) as other:  # which had seen the end before our row came
                 other.truncate(end)
                 other.seek(end)
                 other.write(line_of(row(f"other {len(cut)}")))
@@ -120,7 +133,11 @@ def test_append_row_writes_again_what_another_cut_off(times, tmp_path, monkeypat
         assert len(cut) == stores.MAX_TRIES
         return
     stores.append_row(store, row("mine"))
-    assert names_in(store) == ["first", *(f"other {i + 1}" for i in range(times)), "mine"]
+    assert names_in(store) == [
+        "first",
+        *(f"other {i + 1}" for i in range(times)),
+        "mine",
+    ]
 
 
 def test_append_row_that_fails_leaves_the_rows_of_others(tmp_path, monkeypatch):
@@ -135,7 +152,9 @@ def test_append_row_that_fails_leaves_the_rows_of_others(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(stores, "_write_all", half)
-    refused("Input/output error", stores.append_row, store, row("mine"), error=StoreError)
+    refused(
+        "Input/output error", stores.append_row, store, row("mine"), error=StoreError
+    )
     monkeypatch.undo()
     assert names_in(store) == ["first", "other"]
     stores.append_row(store, row("mine"))
@@ -167,20 +186,37 @@ def test_a_short_write_goes_on_and_is_no_full_disk(tmp_path):
     with open(tmp_path / "file", "a+b", buffering=0) as file:
         stores._write_all(Parts(file, 7), b"a row of some length\n")
         assert (tmp_path / "file").read_bytes() == b"a row of some length\n"
-        refused("took a part of a row, and then nothing", stores._write_all, Parts(file, 0), b"x", error=OSError)
+        refused(
+            "took a part of a row, and then nothing",
+            stores._write_all,
+            Parts(file, 0),
+            b"x",
+            error=OSError,
+        )
         for number in (errno.EIO, errno.EDQUOT, errno.EFBIG):
             said = os.strerror(number)
-            refused(said, stores._write_all, Parts(file, 7, number), b"a longer row\n", error=OSError)
+            refused(
+                said,
+                stores._write_all,
+                Parts(file, 7, number),
+                b"a longer row\n",
+                error=OSError,
+            )
 
 
 @pytest.mark.parametrize("number", sorted(files.UNSUPPORTED))
-def test_a_file_system_without_fsync_keeps_rows_and_is_warned_of_once(number, tmp_path, monkeypatch):
+def test_a_file_system_without_fsync_keeps_rows_and_is_warned_of_once(
+    number, tmp_path, monkeypatch
+):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(files, "_warned", False)
-    with pytest.warns(UserWarning, match=f"does not say when the disk has.*{os.strerror(number)}.*power cut") as said:
+    with pytest.warns(
+        UserWarning,
+        match=f"does not say when the disk has.*{os.strerror(number)}.*power cut",
+    ) as said:
         stores.append_row(tmp_path / "rows.jsonl", row("a"))
     assert len(said) == 1
     with warnings.catch_warnings(action="error"):
@@ -195,14 +231,22 @@ def test_a_disk_that_fails_to_sync_has_no_row(tmp_path, monkeypatch):
 
     stores.append_row(tmp_path / "rows.jsonl", row("a"))
     monkeypatch.setattr(os, "fsync", refuse)
-    refused("Input/output error", stores.append_row, tmp_path / "rows.jsonl", row("b"), error=StoreError)
+    refused(
+        "Input/output error",
+        stores.append_row,
+        tmp_path / "rows.jsonl",
+        row("b"),
+        error=StoreError,
+    )
     assert names_in(tmp_path / "rows.jsonl") == ["a"]
 
 
 # --- links ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["a link", "a link to a link", "a relative link", "a link to no file yet"])
+@pytest.mark.parametrize(
+    "kind", ["a link", "a link to a link", "a relative link", "a link to no file yet"]
+)
 def test_a_link_to_a_store_shares_locks_curves_and_checkpoints(kind, tmp_path):
     store, link = tmp_path / "there" / "rows.jsonl", tmp_path / "here" / "image.jsonl"
     store.parent.mkdir()
@@ -218,7 +262,10 @@ def test_a_link_to_a_store_shares_locks_curves_and_checkpoints(kind, tmp_path):
     for what in ("curves", "checkpoints", "locks", "logs"):
         assert stores.place(link, what, "0" * 16) == stores.place(store, what, "0" * 16)
     for first, second in ((store, link), (link, store)):
-        with stores.claim(first, named("b")) as mine, stores.claim(second, named("b")) as too:
+        with (
+            stores.claim(first, named("b")) as mine,
+            stores.claim(second, named("b")) as too,
+        ):
             assert (mine, too) == (True, False)
     stores.append_row(link, row("b"))
     assert stores.find_row(store, named("b")) == row("b")
@@ -232,7 +279,9 @@ def test_a_store_with_two_names_is_warned_of(tmp_path):
     with warnings.catch_warnings(action="error"):
         stores.check_writable(store)
     os.link(store, tmp_path / "other.jsonl")
-    with pytest.warns(UserWarning, match=r"rows\.jsonl has 2 names \(hard links\): .*use one name"):
+    with pytest.warns(
+        UserWarning, match=r"rows\.jsonl has 2 names \(hard links\): .*use one name"
+    ):
         stores.check_writable(store)
 
 
@@ -240,7 +289,9 @@ def test_a_store_with_two_names_is_warned_of(tmp_path):
 
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from(["append", "other", "torn", "replace", "shorten", "swap", "edit"]),
+        st.sampled_from(
+            ["append", "other", "torn", "replace", "shorten", "swap", "edit"]
+        ),
         st.sampled_from("abc"),
         st.integers(1, 3),
     ),
@@ -267,19 +318,31 @@ def change(store, kind, name, value):
     elif kind == "swap":
         store.write_bytes(b"".join(lines[1:] + lines[:1]))
     else:
-        store.write_bytes(b"".join([line_of(row(name, value)) if i == 0 else line for i, line in enumerate(lines)]))
+        store.write_bytes(
+            b"".join(
+                [
+                    line_of(row(name, value)) if i == 0 else line
+                    for i, line in enumerate(lines)
+                ]
+            )
+        )
 
 
 @given(CHANGES)
 @settings(max_examples=100, deadline=None)
 def test_find_row_agrees_with_load_rows_whatever_happens_to_the_file(changes):
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore", category=NotIntactWarning):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(action="ignore", category=NotIntactWarning),
+    ):
         store = Path(folder) / "rows.jsonl"
         for one in changes:
             change(store, *one)
             expected = {one["key"]: one for one in stores.load_rows(store)}
             for name in "abc":
-                assert stores.find_row(store, named(name)) == expected.get(named(name)), one
+                assert stores.find_row(store, named(name)) == expected.get(
+                    named(name)
+                ), one
 
 
 def test_a_row_edited_in_place_to_be_another_is_noticed_beyond_the_end(tmp_path):
@@ -291,7 +354,9 @@ def test_a_row_edited_in_place_to_be_another_is_noticed_beyond_the_end(tmp_path)
     assert stores.find_row(store, named("b")) == row("b")
     first, second, rest = store.read_bytes().split(b"\n", 2)
     with open(store, "r+b") as file:
-        file.write(second + b"\n" + first + b"\n" + rest + line_of(row("c")))  # so that the file has grown, too
+        file.write(
+            second + b"\n" + first + b"\n" + rest + line_of(row("c"))
+        )  # so that the file has grown, too
     assert stores.find_row(store, named("a")) == row("a")
     assert stores.find_row(store, named("b")) == row("b")
     assert stores.append_row(store, row("b", 2)) == row("b")
@@ -301,14 +366,20 @@ def test_a_file_that_was_written_anew_and_is_longer_is_read_anew(tmp_path):
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     assert stores.find_row(store, named("a")) == row("a")
-    store.write_bytes(b"".join(line_of(row(name, "x" * 50)) for name in ("b", "a", "c")))
+    store.write_bytes(
+        b"".join(line_of(row(name, "x" * 50)) for name in ("b", "a", "c"))
+    )
     for name in ("b", "c", "a"):
         assert stores.find_row(store, named(name)) == row(name, "x" * 50)
 
 
 def test_append_row_reads_only_what_is_new(tmp_path, monkeypatch):
     store, read, add = tmp_path / "rows.jsonl", [], row_index.StoreIndex._add
-    monkeypatch.setattr(row_index.StoreIndex, "_add", lambda index, line: read.append(line) or add(index, line))
+    monkeypatch.setattr(
+        row_index.StoreIndex,
+        "_add",
+        lambda index, line: read.append(line) or add(index, line),
+    )
     for i in range(50):
         stores.append_row(store, row(str(i)))
     assert len(read) == 49  # every row once, the last one not yet
@@ -318,15 +389,25 @@ def test_index_part_lets_another_process_read_only_what_is_new(tmp_path, monkeyp
     store, read, add = tmp_path / "rows.jsonl", [], row_index.StoreIndex._add
     for i in range(50):
         stores.append_row(store, row(str(i)))
-    part = pickle.loads(pickle.dumps(row_index.index_part(store, [named("3"), named("new")])))
+    part = pickle.loads(
+        pickle.dumps(row_index.index_part(store, [named("3"), named("new")]))
+    )
     assert len(pickle.dumps(part)) < 6000
-    monkeypatch.setattr(row_index, "_indexes", {})  # as in a process that has just begun
+    monkeypatch.setattr(
+        row_index, "_indexes", {}
+    )  # as in a process that has just begun
     row_index.remember(store, part)
-    monkeypatch.setattr(row_index.StoreIndex, "_add", lambda index, line: read.append(line) or add(index, line))
+    monkeypatch.setattr(
+        row_index.StoreIndex,
+        "_add",
+        lambda index, line: read.append(line) or add(index, line),
+    )
     assert stores.find_row(store, named("3")) == row("3")
     assert stores.append_row(store, row("new")) == row("new")
     assert read == []
-    assert stores.find_row(store, named("7")) == row("7"), "what it does not know of is looked for in the whole file"
+    assert stores.find_row(store, named("7")) == row("7"), (
+        "what it does not know of is looked for in the whole file"
+    )
     assert len(read) == 51
     assert row_index.index_part(tmp_path / "none.jsonl", ["a"]) is None
 
@@ -341,4 +422,6 @@ def test_many_appends_take_time_in_proportion_to_their_number(tmp_path, monkeypa
             stores.append_row(store, row(str(i), "x" * 2000))
         return time.process_time() - begun
 
-    assert seconds(1200) / seconds(300) < 8  # 4 in proportion; 14 when each reads the whole file
+    assert (
+        seconds(1200) / seconds(300) < 8
+    )  # 4 in proportion; 14 when each reads the whole file

@@ -25,19 +25,27 @@ psutil = pytest.importorskip("psutil")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets of the cluster, closed a moment later
+    pytest.mark.filterwarnings(
+        "ignore::ResourceWarning"
+    ),  # sockets of the cluster, closed a moment later
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
-QUIET = {"threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "silence_logs": 50}
+QUIET = {
+    "threads_per_worker": 1,
+    "dashboard_address": "127.0.0.1:0",
+    "silence_logs": 50,
+}
 
 
 @pytest.fixture
 def signals(monkeypatch):
     """Who hears Ctrl-C: one for every sweep that has begun."""
     found, enter = [], progress.Signals.__enter__
-    monkeypatch.setattr(progress.Signals, "__enter__", lambda self: found.append(self) or enter(self))
+    monkeypatch.setattr(
+        progress.Signals, "__enter__", lambda self: found.append(self) or enter(self)
+    )
     return found
 
 
@@ -45,49 +53,77 @@ def numbers(rows):
     return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
 
 
-def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(tmp_path, monkeypatch):
+def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(
+    tmp_path, monkeypatch
+):
     """All that listens is on loopback, and speaks HTTP: the status pages."""
     local, answers = distributed.LocalCluster, []
 
     def listening():
-        return {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        return {
+            c.laddr
+            for c in psutil.Process().net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        }
 
     def watched(**how):
         before = listening()
         found = local(**how)
         for host, port in listening() - before:
-            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=20) as answer:
+            with urllib.request.urlopen(
+                f"http://{host}:{port}/health", timeout=20
+            ) as answer:
                 answers.append((host, answer.read()))
         return found
 
     monkeypatch.setattr(distributed, "LocalCluster", watched)
     specs = specs_of("CR", "ER")
     here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
-    there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1, together=2)
+    there = run_grid(
+        specs, tmp_path / "b.jsonl", executor="dask", workers=1, together=2
+    )
     assert numbers(there) == numbers(here)
     assert [row["provenance"]["beside"] for row in there] == [1, 1]
     assert answers == [("127.0.0.1", b"ok")] * 2  # of the scheduler and of the worker
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(tmp_path, capsys):
+def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(
+    tmp_path, capsys
+):
     """As that of a batch system: nobody starts workers for a sweep that only waits for them."""
     specs = specs_of("CR", "ER")
     with distributed.LocalCluster(n_workers=0, processes=False, **QUIET) as cluster:
         cluster.adapt(minimum=0, maximum=2, interval="200ms")
-        rows = run_grid(specs, tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
+        rows = run_grid(
+            specs,
+            tmp_path / "rows.jsonl",
+            executor="dask",
+            scheduler=cluster.scheduler_address,
+        )
     assert [row["status"] for row in rows] == ["ok", "ok"]
     said = f"2 runs wait for workers of the Dask scheduler at {cluster.scheduler_address}: none yet\n"
     assert capsys.readouterr().err.count(said) == 1
 
 
 def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch, signals):
-    monkeypatch.setattr("cpt_lab.sweeps.dask_cluster.tqdm.write", lambda *_: signals[0]._handle(signal.SIGINT, None))
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.dask_cluster.tqdm.write",
+        lambda *_: signals[0]._handle(signal.SIGINT, None),
+    )
     with (
         distributed.LocalCluster(n_workers=0, processes=False, **QUIET) as cluster,
-        pytest.raises(KeyboardInterrupt, match="0 of 1 missing runs done; the same command goes on from here"),
+        pytest.raises(
+            KeyboardInterrupt,
+            match="0 of 1 missing runs done; the same command goes on from here",
+        ),
     ):
-        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
+        run_grid(
+            specs_of("CR"),
+            tmp_path / "rows.jsonl",
+            executor="dask",
+            scheduler=cluster.scheduler_address,
+        )
     assert list(tmp_path.glob("*.sweep")) == []
 
 
@@ -96,15 +132,23 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     specs, store, rows = specs_of("CR", steps=700), tmp_path / "rows.jsonl", []
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: self)
     with distributed.LocalCluster(n_workers=2, host="127.0.0.1", **QUIET) as cluster:
-        how = {"executor": "dask", "scheduler": cluster.scheduler_address, "checkpoint_seconds": 0.2}
-        thread = threading.Thread(target=lambda: rows.extend(run_grid(specs, store, **how)))
+        how = {
+            "executor": "dask",
+            "scheduler": cluster.scheduler_address,
+            "checkpoint_seconds": 0.2,
+        }
+        thread = threading.Thread(
+            target=lambda: rows.extend(run_grid(specs, store, **how))
+        )
         thread.start()
         checkpoint = stores.place(store, "checkpoints", specs[0].key)
         deadline = time.monotonic() + 200
         while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         run = holder(stores.place(store, "locks", specs[0].key))
-        worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
+        worker = (
+            psutil.Process(run).parent().parent()
+        )  # the run was forked by the server of its worker
         with distributed.Client(cluster) as client:
             assert worker.pid in client.run(os.getpid).values()
         os.kill(worker.pid, signal.SIGKILL)
@@ -117,21 +161,62 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
 
 def test_a_scheduler_that_goes_away_is_said_to_in_the_last_line(tmp_path):
     """Of processes as people start them: in a thread of this one Dask's own loop would be torn."""
-    settings = {"PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s"}  # else it hopes for 30 s
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
+    }  # else it hopes for 30 s
     here, surroundings = {"cwd": tmp_path, "text": True}, os.environ | settings
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": surroundings, **here}
+    quiet = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+        "env": surroundings,
+        **here,
+    }
     dask, file = [sys.executable, "-m", "dask"], tmp_path / "scheduler.json"
-    places = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"]
-    scheduler = subprocess.Popen([*dask, "scheduler", *places, "--scheduler-file", str(file)], **quiet)
+    places = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--dashboard-address",
+        "127.0.0.1:0",
+    ]
+    scheduler = subprocess.Popen(
+        [*dask, "scheduler", *places, "--scheduler-file", str(file)], **quiet
+    )
     while not file.exists() or not file.read_text():
         time.sleep(0.1)
     address = json.loads(file.read_text())["address"]
-    worker = subprocess.Popen([*dask, "worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny"], **quiet)
-    grid = ["run", "digits/mlp6", "--scale", "demo", "--executor", "dask", "--scheduler", address]
-    command, surroundings = [sys.executable, "-m", "cpt_lab", *grid], surroundings | {"CPT_RUNS_DIR": str(tmp_path)}
-    run = subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **here)
+    worker = subprocess.Popen(
+        [*dask, "worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny"],
+        **quiet,
+    )
+    grid = [
+        "run",
+        "digits/mlp6",
+        "--scale",
+        "demo",
+        "--executor",
+        "dask",
+        "--scheduler",
+        address,
+    ]
+    command, surroundings = (
+        [sys.executable, "-m", "cpt_lab", *grid],
+        surroundings | {"CPT_RUNS_DIR": str(tmp_path)},
+    )
+    run = subprocess.Popen(
+        command,
+        env=surroundings,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        **here,
+    )
     try:
-        while not any(map(holder, claims(tmp_path / "demo" / "image.jsonl"))) and run.poll() is None:
+        while (
+            not any(map(holder, claims(tmp_path / "demo" / "image.jsonl")))
+            and run.poll() is None
+        ):
             time.sleep(0.1)
         scheduler.kill()
         said = run.communicate(timeout=120)[1]
@@ -140,9 +225,12 @@ def test_a_scheduler_that_goes_away_is_said_to_in_the_last_line(tmp_path):
             process.kill()
             process.wait()
     gone = (
-        f"the Dask scheduler at {address} is gone; its runs write checkpoints, and the same command goes on from there"
+        f"the Dask scheduler at {address} is gone; its runs write checkpoints, "
+        "and the same command goes on from there"
     )
-    assert said.splitlines()[-1] == f"error: {gone}"  # above it Dask may have said something of its own
+    assert (
+        said.splitlines()[-1] == f"error: {gone}"
+    )  # above it Dask may have said something of its own
     assert run.returncode == 2
     assert list(tmp_path.glob("demo/*.sweep")) == []
 
@@ -151,16 +239,29 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
     how = {"executor": "dask", "workers": 1}
     (good,) = specs_of("CR")
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
-    refused("there is no folder", run_grid, [bad], tmp_path / "rows.jsonl", **how, error=FileNotFoundError)
+    refused(
+        "there is no folder",
+        run_grid,
+        [bad],
+        tmp_path / "rows.jsonl",
+        **how,
+        error=FileNotFoundError,
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda self, text, **how: None)  # as if the workers were on another machine
-        with pytest.raises(ValueError, match=r"does not see .*a file system that all workers share"):
+        patch.setattr(
+            Path, "write_text", lambda self, text, **how: None
+        )  # as if the workers were on another machine
+        with pytest.raises(
+            ValueError, match=r"does not see .*a file system that all workers share"
+        ):
             run_grid([good], tmp_path / "rows.jsonl", **how)
     assert stores.load_rows(tmp_path / "rows.jsonl") == []
 
 
 def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, signals):
-    specs = specs_of("CR", "ER", "LR", steps=20_000)  # too many to end before the signal
+    specs = specs_of(
+        "CR", "ER", "LR", steps=20_000
+    )  # too many to end before the signal
     store = tmp_path / "rows.jsonl"
 
     def press():
@@ -169,7 +270,10 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, signals):
         signals[0]._handle(signal.SIGINT, None)
 
     threading.Thread(target=press).start()
-    with pytest.raises(KeyboardInterrupt, match="0 of 3 missing runs done; the same command goes on from here"):
+    with pytest.raises(
+        KeyboardInterrupt,
+        match="0 of 3 missing runs done; the same command goes on from here",
+    ):
         run_grid(specs, store, executor="dask", workers=2)
     assert len(list((tmp_path / "rows.checkpoints").glob("*.pt"))) == 2
     assert [holder(claim) for claim in claims(store)] == [None, None]
@@ -180,4 +284,9 @@ def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.sweeps.dask_cluster.CONNECT_SECONDS", 1)
     for address in ("tcp://127.0.0.1:9", "nonsense://x"):
         with pytest.raises(ValueError, match=f"no Dask scheduler at '{address}'"):
-            run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler=address)
+            run_grid(
+                specs_of("CR"),
+                tmp_path / "rows.jsonl",
+                executor="dask",
+                scheduler=address,
+            )

@@ -14,7 +14,9 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import stores, sweep
 from cpt_lab.sweeps.sweep import run_grid
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 @pytest.fixture
@@ -23,10 +25,14 @@ def own_spec(data_folder, monkeypatch):
     monkeypatch.setattr(sweep, "_printed", set())
     write(data_folder / "mine", image_archives())
     base = recipe("smoke", "mine/", task="image")
-    return run_spec(replace(base, steps=16, batch=4, valid_images=0), "static 8", q_max=8, seed=0)
+    return run_spec(
+        replace(base, steps=16, batch=4, valid_images=0), "static 8", q_max=8, seed=0
+    )
 
 
-def test_sweep_prints_the_report_of_own_data_once_before_training(own_spec, tmp_path, capsys):
+def test_sweep_prints_the_report_of_own_data_once_before_training(
+    own_spec, tmp_path, capsys
+):
     rows = run_grid([own_spec], tmp_path / "a.jsonl", workers=0)
     assert rows[0]["status"] == "ok"
     text = capsys.readouterr().err
@@ -73,24 +79,42 @@ def test_report_is_written_once_and_an_unwritable_folder_is_named(tmp_path):
         stores.write_data_report(tmp_path / "b.jsonl", facts)
 
 
-def test_pages_show_facts_and_name_reports_that_are_missing(own_spec, tmp_path, monkeypatch):
+def test_pages_show_facts_and_name_reports_that_are_missing(
+    own_spec, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
-    facts = DataReport("mine/", [("read", "12 pictures"), ("left out", "3 files .heic: no reader (a.heic)")])
+    facts = DataReport(
+        "mine/",
+        [("read", "12 pictures"), ("left out", "3 files .heic: no reader (a.heic)")],
+    )
     store = tmp_path / "demo" / "image.jsonl"
     store.parent.mkdir()
-    row = stores.describe(own_spec) | {"status": "ok", "metrics": [], "data_report": facts.digest}
+    row = stores.describe(own_spec) | {
+        "status": "ok",
+        "metrics": [],
+        "data_report": facts.digest,
+    }
     stores.append_row(store, row)
-    assert data_reports.sections(*data_reports.stored_reports([store])) == []  # older than reports
+    assert (
+        data_reports.sections(*data_reports.stored_reports([store])) == []
+    )  # older than reports
     stores.write_data_report(store, facts)
     (section,) = data_reports.sections(*data_reports.stored_reports([store]))
-    assert section.table.fact.tolist() == ["12 pictures", "3 files .heic: no reader (a.heic)"]
+    assert section.table.fact.tolist() == [
+        "12 pictures",
+        "3 files .heic: no reader (a.heic)",
+    ]
     assert section.title == "What was read of mine/"
     assert facts.digest in section.notes[0]
     assert data_reports.NOTHING_CHANGED not in section.notes
-    assert data_reports.summary([facts])[0].startswith("1 fact below on what was left out")
+    assert data_reports.summary([facts])[0].startswith(
+        "1 fact below on what was left out"
+    )
     stores.place(store, "data", facts.digest).unlink()
     (section,) = data_reports.sections(*data_reports.stored_reports([store]))
-    assert section.notes == (f"mine/ (report {facts.digest}): {data_reports.NOT_STORED}",)
+    assert section.notes == (
+        f"mine/ (report {facts.digest}): {data_reports.NOT_STORED}",
+    )
 
 
 def test_page_says_that_nothing_was_left_out():
@@ -110,7 +134,9 @@ def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeyp
     def run(specs, where):
         return run_grid(specs, where, workers=0)
 
-    _, page = trying.try_recipe(own_spec.recipe, "smoke", run, at_once=1, minutes=0.001, seeds=1)
+    _, page = trying.try_recipe(
+        own_spec.recipe, "smoke", run, at_once=1, minutes=0.001, seeds=1
+    )
     assert f"{data_reports.TITLE} mine/" in page.read_text()
 
 

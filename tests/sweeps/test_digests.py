@@ -19,7 +19,9 @@ from cpt_lab.experiments.spec import key_of
 from cpt_lab.sweeps import lines, stores
 from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, integrity
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 SPECS = quietly(specs_of, "CR", "RR", "LR")
 
 
@@ -28,7 +30,11 @@ def rows():
 
 
 def written(store, *rows):
-    store.write_bytes(b"".join(line if isinstance(line, bytes) else lines.line_of(line) for line in rows))
+    store.write_bytes(
+        b"".join(
+            line if isinstance(line, bytes) else lines.line_of(line) for line in rows
+        )
+    )
     return store
 
 
@@ -53,9 +59,17 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
     "commit": (("provenance", "commit"), "1" * 40, None),
     "something new": (("remark",), "very good", None),
     "status": (("status",), "diverged", None),
-    "a status of its own": (("status",), "great", "status 'great' is none of ok, diverged, failed"),
+    "a status of its own": (
+        ("status",),
+        "great",
+        "status 'great' is none of ok, diverged, failed",
+    ),
     "status of another type": (("status",), ["ok"], r"status is \[\"ok\"\], no str"),
-    "learning rate": (("spec", "recipe", "lr"), 0.123, "key .* is not that of its spec, [0-9a-f]{16}"),
+    "learning rate": (
+        ("spec", "recipe", "lr"),
+        0.123,
+        "key .* is not that of its spec, [0-9a-f]{16}",
+    ),
     "seed": (("spec", "seed"), 7, "key .* is not that of its spec"),
     "true for one": (("spec", "seed"), False, "key .* is not that of its spec"),
     "foreign key": (("key",), SPECS[1].key, "key .* is not that of its spec"),
@@ -68,13 +82,21 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
 def forged(row, digest=None):
     """The line of a row with a digest that is right, whatever it holds, or with another."""
     text = lines.canonical(row)
-    return b'{"digest": "' + (digest or lines.digest(text)).encode() + b'", ' + text[1:] + b"\n"
+    return (
+        b'{"digest": "'
+        + (digest or lines.digest(text)).encode()
+        + b'", '
+        + text[1:]
+        + b"\n"
+    )
 
 
 def certify(store):
     """Write the digests of rows beside their store, as those have them that are older than digests in lines."""
     old = (json.loads(line) for line in store.read_bytes().splitlines())
-    lines.beside(store).write_text("".join(f"{lines.digest(lines.canonical(row))}\n" for row in old))
+    lines.beside(store).write_text(
+        "".join(f"{lines.digest(lines.canonical(row))}\n" for row in old)
+    )
 
 
 # what is seen by a digest, whatever was edited, and what also where the digest was written anew or left out
@@ -94,31 +116,55 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     put(edited, path, value)
     old = lines.digest(lines.canonical(first))
     line = {
-        "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}),
-        "written anew": forged(edited), "beside the store": plain(edited), "none": plain(edited),
-    }[how]  # fmt: skip
-    others = (plain(second), plain(third)) if how == "beside the store" else (second, third)
+        "in the line": forged(edited, old),
+        "in another's line": plain({"digest": old, **edited}),
+        "written anew": forged(edited),
+        "beside the store": plain(edited),
+        "none": plain(edited),
+    }[how]
+    others = (
+        (plain(second), plain(third)) if how == "beside the store" else (second, third)
+    )
     before = written(store, others[0], line, others[1]).read_bytes()
     beside = r"its digest is not in rows\.sha256"
-    said = beside if how == "beside the store" else "it was changed after it was written: its digest is that of another"
-    with pytest.warns(NotIntactWarning, match=rf"do not count: .*rows\.jsonl, line 2: {reason or said}"):
+    said = (
+        beside
+        if how == "beside the store"
+        else "it was changed after it was written: its digest is that of another"
+    )
+    with pytest.warns(
+        NotIntactWarning,
+        match=rf"do not count: .*rows\.jsonl, line 2: {reason or said}",
+    ):
         assert stores.load_rows(store) == [second, third]
     assert stores.find_row(store, SPECS[0].key) is None
     with pytest.warns(NotIntactWarning):
         assert runs.load(store).key.tolist() == [second["key"], third["key"]]
     assert str(integrity([store])).startswith("2 of 3 rows intact; does not count: ")
-    assert stores.append_row(store, first) == first  # the run is done again, and what was there stays there
+    assert (
+        stores.append_row(store, first) == first
+    )  # the run is done again, and what was there stays there
     assert store.read_bytes() == before + lines.line_of(first)
 
 
-@pytest.mark.parametrize("dump", [
-    lambda row: json.dumps(row), lambda row: json.dumps(row, indent=None, separators=(",", ":")),
-    lambda row: json.dumps(row, ensure_ascii=False), lambda row: json.dumps(dict(reversed(row.items()))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dump",
+    [
+        lambda row: json.dumps(row),
+        lambda row: json.dumps(row, indent=None, separators=(",", ":")),
+        lambda row: json.dumps(row, ensure_ascii=False),
+        lambda row: json.dumps(dict(reversed(row.items()))),
+    ],
+)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
     """Stores are put together by hand, sorted, sent through other tools."""
-    odd = {**rows()[0], "title": '\u00fc \u2028 \\ " }{', "seconds": 1e-07, "steps": 10**16}
+    odd = {
+        **rows()[0],
+        "title": '\u00fc \u2028 \\ " }{',
+        "seconds": 1e-07,
+        "steps": 10**16,
+    }
     line = json.loads(lines.line_of(odd))
     store = tmp_path / "rows.jsonl"
     store.write_bytes((dump(line) + end).encode())
@@ -131,20 +177,40 @@ def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
 
 
 TEXT = st.text(st.characters(), max_size=8)  # also halves of surrogate pairs
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([1e-5, 1e16, 2**64, -0.0])
+NUMBERS = (
+    st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([1e-5, 1e16, 2**64, -0.0])
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+    ),
 )
 
 
-@given(st.dictionaries(TEXT, ANYTHING, max_size=4), st.dictionaries(TEXT, ANYTHING, max_size=3), st.booleans())
-@example({}, {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}, False)  # a file's odd name
+@given(
+    st.dictionaries(TEXT, ANYTHING, max_size=4),
+    st.dictionaries(TEXT, ANYTHING, max_size=3),
+    st.booleans(),
+)
+@example(
+    {}, {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}, False
+)  # a file's odd name
 @settings(max_examples=50, deadline=None)
-def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
+def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(
+    spec, more, old
+):
     row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
     row.pop("digest", None)
-    assume(all(isinstance(row[name], kind) for name, kind in lines._TYPES.items() if name in row))
+    assume(
+        all(
+            isinstance(row[name], kind)
+            for name, kind in lines._TYPES.items()
+            if name in row
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "rows.jsonl"
         if old:
@@ -160,9 +226,17 @@ def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec
 def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path):
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
     failed = {**first, "status": "failed", "metrics": [], "error": "x"}
-    later = {**first, "provenance": {**first["provenance"], "started": "2026-02-01"}, "seconds": 2.0}
+    later = {
+        **first,
+        "provenance": {**first["provenance"], "started": "2026-02-01"},
+        "seconds": 2.0,
+    }
     written(store, failed, first, second, later, third)
-    assert stores.load_rows(store) == [later, second, third]  # the same numbers, and a failure before them
+    assert stores.load_rows(store) == [
+        later,
+        second,
+        third,
+    ]  # the same numbers, and a failure before them
     other = json.loads(json.dumps(later))
     other["metrics"][0]["value"] = 0.9
     written(store, first, second, other)
@@ -175,7 +249,10 @@ def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path)
 def test_rows_of_before_have_their_digests_beside_their_store(tmp_path):
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
     written(store, plain(first), second)
-    assert stores.load_rows(store) == [first, second]  # they count; but who reads the report is told
+    assert stores.load_rows(store) == [
+        first,
+        second,
+    ]  # they count; but who reads the report is told
     assert str(integrity([store])) == "1 of 2 rows intact, 1 have no digest"
     (tmp_path / "rows.sha256").write_text(f"{lines.digest(plain(first).strip())}\n")
     assert str(integrity([store])) == "2 of 2 rows intact"
@@ -208,5 +285,10 @@ def test_what_is_no_row_is_not_written(tmp_path):
         ({"key": "0" * 16}, "key 0+ is not that of its spec"),
         ({"status": "great"}, "status 'great'"),
     ):
-        refused(f"this is no row: {reason}", stores.append_row, tmp_path / "rows.jsonl", row | change)
+        refused(
+            f"this is no row: {reason}",
+            stores.append_row,
+            tmp_path / "rows.jsonl",
+            row | change,
+        )
     assert not (tmp_path / "rows.jsonl").exists()

@@ -16,7 +16,9 @@ from cpt_lab.sweeps import stores, verify
 from cpt_lab.sweeps.lines import integrity, load_rows, newest
 from cpt_lab.sweeps.sweep import run_grid
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 SPECS = quietly(specs_of, "CR", "RR", "LR")
 
 
@@ -50,10 +52,27 @@ def old_store(tmp_path):
         ({"numerics": True}, None),
         ({"provenance": {"versions": {"cpt-core": "0.1.0"}}}, 1),
         ({"provenance": {"versions": {"cpt-core": "0.2.0"}}}, 2),
-        ({"provenance": {"versions": {"cpt-core": "0.2.0"}, "machine": {}, "kernels": "cpp"}}, 2),
+        (
+            {
+                "provenance": {
+                    "versions": {"cpt-core": "0.2.0"},
+                    "machine": {},
+                    "kernels": "cpp",
+                }
+            },
+            2,
+        ),
         ({"provenance": {"versions": {"cpt-core": "0.2.0"}, "machine": {}}}, 1),
         ({"provenance": {"versions": {"cpt-core": "0.3.0"}}}, 2),
-        ({"provenance": {"versions": {"cpt-core": "not installed"}, "kernels": "triton"}}, 2),
+        (
+            {
+                "provenance": {
+                    "versions": {"cpt-core": "not installed"},
+                    "kernels": "triton",
+                }
+            },
+            2,
+        ),
         ({"provenance": {"versions": {"cpt-core": "0.9.0"}}}, None),
         ({"provenance": {"versions": {}}}, None),
         ({}, None),
@@ -64,7 +83,9 @@ def test_numerics_of_follow_from_field_or_release(row, version):
 
 
 def test_committed_rows_are_of_these_numerics():
-    counts = numerics.count_numerics(row for path in results_dir().glob("*.jsonl") for row in load_rows(path))
+    counts = numerics.count_numerics(
+        row for path in results_dir().glob("*.jsonl") for row in load_rows(path)
+    )
     assert set(counts) == {NUMERICS}
     assert counts[NUMERICS] > 7000
 
@@ -79,18 +100,31 @@ def test_newest_prefers_these_numerics_among_finished_rows():
 
 def test_rows_of_several_numerics_are_not_in_doubt(tmp_path):
     """Other numerics give other results; within a version two results of a run are in doubt."""
-    same = store_of(tmp_path, row_by(SPECS[0], "0.1.0", 0.1), row_by(SPECS[0], "0.3.0", 0.9))
+    same = store_of(
+        tmp_path, row_by(SPECS[0], "0.1.0", 0.1), row_by(SPECS[0], "0.3.0", 0.9)
+    )
     assert integrity([same]).doubts == ()
-    differs = store_of(tmp_path, row_by(SPECS[0], "0.2.0", 0.1), row_by(SPECS[0], "0.3.0", 0.9))
+    differs = store_of(
+        tmp_path, row_by(SPECS[0], "0.2.0", 0.1), row_by(SPECS[0], "0.3.0", 0.9)
+    )
     assert len(integrity([differs]).doubts) == 1
 
 
 def test_tables_warn_of_other_numerics_and_name_them(old_store):
     stores.append_row(old_store, row_by(SPECS[2]))
-    with pytest.warns(OtherNumericsWarning, match=f"{NUMERICS}: 2 of numerics 2, 1 of numerics 1.*image.jsonl"):
+    with pytest.warns(
+        OtherNumericsWarning,
+        match=f"{NUMERICS}: 2 of numerics 2, 1 of numerics 1.*image.jsonl",
+    ):
         frame = load(old_store)
-    assert dict(zip(frame["arm"], frame["numerics"], strict=True)) == {"CR": 1, "RR": 2, "LR": 2}
-    with pytest.warns(OtherNumericsWarning, match="1 of numerics 2, 1 of unknown numerics"):
+    assert dict(zip(frame["arm"], frame["numerics"], strict=True)) == {
+        "CR": 1,
+        "RR": 2,
+        "LR": 2,
+    }
+    with pytest.warns(
+        OtherNumericsWarning, match="1 of numerics 2, 1 of unknown numerics"
+    ):
         frame = table([row_by(SPECS[0]), row_by(SPECS[1], "7.0")])
     assert frame["numerics"].isna().tolist() == [False, True]
 
@@ -106,7 +140,9 @@ def test_run_grid_uses_old_rows_and_says_so(old_store):
     with pytest.warns(OtherNumericsWarning) as caught:
         rows = run_grid(SPECS, old_store, workers=0)
     (said,) = (str(one.message) for one in caught)
-    assert said.startswith(f"{old_store} answers for 2 of these runs with 1 of numerics 2, 1 of numerics 1")
+    assert said.startswith(
+        f"{old_store} answers for 2 of these runs with 1 of numerics 2, 1 of numerics 1"
+    )
     assert f"the 1 missing runs will have numerics {NUMERICS}" in said
     assert "rerun_old=True (`cpt run GRID --rerun-old`)" in said
     assert [numerics_of(row) for row in rows] == [1, 2, NUMERICS]
@@ -121,7 +157,9 @@ def test_run_grid_reruns_old_rows_and_keeps_them(old_store):
     after = old_store.read_text()
     assert after.startswith(before)
     assert len(after.splitlines()) == 3, "the row of 0.2.0 is of these numerics"
-    assert [row["key"] for row in load_rows(old_store)] == [spec.key for spec in SPECS[:2]]
+    assert [row["key"] for row in load_rows(old_store)] == [
+        spec.key for spec in SPECS[:2]
+    ]
     assert run_grid(SPECS[:2], old_store, workers=0, rerun_old=True) == rows
     assert old_store.read_text() == after
 
@@ -139,13 +177,19 @@ def test_append_row_keeps_a_finished_row_of_the_same_numerics(tmp_path):
 
 
 def test_verify_does_not_compare_other_numerics(tmp_path, monkeypatch, command):
-    old, recent = row_by(SPECS[0], "0.1.0", metrics=[], evaluations=[]), row_by(SPECS[1], "0.2.0")
+    old, recent = (
+        row_by(SPECS[0], "0.1.0", metrics=[], evaluations=[]),
+        row_by(SPECS[1], "0.2.0"),
+    )
     store = store_of(tmp_path, old, {**recent, "metrics": [], "evaluations": []})
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path / "none")
     monkeypatch.setattr(verify, "run_again", lambda row: row)
     status, said, _ = command("verify", store)
     assert status == 1
-    assert f"CR seed 0: not comparable: made with numerics 1, today's is {NUMERICS}" in said
+    assert (
+        f"CR seed 0: not comparable: made with numerics 1, today's is {NUMERICS}"
+        in said
+    )
     assert "RR seed 0: bit for bit" in said
     assert "1 bit for bit, 1 not comparable by" in said
     assert verify.compare(old, row_by(SPECS[0]), []).verdict == "not comparable"
@@ -167,4 +211,6 @@ def test_report_lists_numerics_of_every_store(old_store, tmp_path):
     (note,) = report._numerics_note(runs)
     assert note.startswith("1 run of 2 were made with other numerics than today's (2)")
     assert report._numerics_note(runs[runs["numerics"] == NUMERICS]) == []
-    assert report._sources(runs[runs["numerics"] == NUMERICS])["numerics"].tolist() == ["2"]
+    assert report._sources(runs[runs["numerics"] == NUMERICS])["numerics"].tolist() == [
+        "2"
+    ]

@@ -19,7 +19,9 @@ from cpt_lab.sweeps.progress import Signals
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.sweeps.worker import Job
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 SWEEP = """
 import sys
 from cpt_lab.experiments import designs
@@ -36,7 +38,9 @@ def python(*words, **how):
     """Run Python in a folder of its own, and return the finished process."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     pipes = {"capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run([sys.executable, *map(str, words)], env=environment, **pipes, **how)
+    return subprocess.run(
+        [sys.executable, *map(str, words)], env=environment, **pipes, **how
+    )
 
 
 @pytest.mark.slow
@@ -44,7 +48,11 @@ def test_run_grid_names_the_guard_that_a_script_lacks_and_runs_with_it(tmp_path)
     """The store holds what an earlier version said of such a script, too."""
     script, store = tmp_path / "my script.py", tmp_path / "rows.jsonl"
     (spec,) = specs_of("CR")
-    old = {**stores.describe(spec), "status": "failed", "error": f"{NEVER_BEGUN}\n{NEVER_BEGUN}"}
+    old = {
+        **stores.describe(spec),
+        "status": "failed",
+        "error": f"{NEVER_BEGUN}\n{NEVER_BEGUN}",
+    }
     stores.append_row(store, old)
     before = store.read_bytes()
     script.write_text(f"{SWEEP}\nmain()\n")
@@ -52,7 +60,10 @@ def test_run_grid_names_the_guard_that_a_script_lacks_and_runs_with_it(tmp_path)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "nothing of it was stored" in last
-    assert f'put what the script does under `if __name__ == "__main__":` in {script}' in last
+    assert (
+        f'put what the script does under `if __name__ == "__main__":` in {script}'
+        in last
+    )
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert store.read_bytes() == before
     assert not (tmp_path / "rows.logs").exists()
@@ -65,7 +76,9 @@ def test_run_grid_names_the_guard_that_a_script_lacks_and_runs_with_it(tmp_path)
 @pytest.mark.parametrize("top", ["raise KeyError('no argument')", "sys.exit(3)"])
 def test_run_grid_names_a_script_that_cannot_be_imported_again(top, tmp_path):
     script, store = tmp_path / "script.py", tmp_path / "rows.jsonl"
-    script.write_text(f'import sys\nif __name__ != "__main__":\n    {top}\n{SWEEP}\n{GUARDED}')
+    script.write_text(
+        f'import sys\nif __name__ != "__main__":\n    {top}\n{SWEEP}\n{GUARDED}'
+    )
     done = python(script, store)
     assert done.returncode == 1
     assert "before it had begun" in done.stderr
@@ -95,7 +108,13 @@ class Unreadable:
 
 def test_supervise_stores_nothing_of_a_process_that_never_begins(tmp_path):
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl")
-    refused(r"ended with status 5 before it had begun", supervise, job, work=Unreadable(), error=StartError)
+    refused(
+        r"ended with status 5 before it had begun",
+        supervise,
+        job,
+        work=Unreadable(),
+        error=StartError,
+    )
     assert not job.store.exists()
     assert issubclass(StartError, OSError), "commands end with one line"
 
@@ -106,7 +125,10 @@ def test_supervise_stores_nothing_of_a_process_that_never_begins(tmp_path):
         (NEVER_BEGUN, True),
         (f"{NEVER_BEGUN}\n", True),
         (f"{NEVER_BEGUN}\n{NEVER_BEGUN}\n", True),
-        (f"{NEVER_BEGUN}\n12:00 abc: CR seed 0, cpu\n", False),  # its log says that it had begun
+        (
+            f"{NEVER_BEGUN}\n12:00 abc: CR seed 0, cpu\n",
+            False,
+        ),  # its log says that it had begun
         ("the process of the run ended with status 7 and no result\n", False),
         ("the process of the run was ended by SIGKILL", False),
         ("", False),
@@ -114,7 +136,9 @@ def test_supervise_stores_nothing_of_a_process_that_never_begins(tmp_path):
 )
 def test_a_failed_row_of_a_run_that_never_began_is_run_again(error, again, tmp_path):
     (spec,), store = specs_of("CR"), tmp_path / "rows.jsonl"
-    stores.append_row(store, {**stores.describe(spec), "status": "failed", "error": error})
+    stores.append_row(
+        store, {**stores.describe(spec), "status": "failed", "error": error}
+    )
     (row,) = run_grid([spec], store, workers=0)
     assert row["status"] == ("ok" if again else "failed")
 
@@ -125,14 +149,18 @@ def test_a_failed_row_of_a_run_that_never_began_is_run_again(error, again, tmp_p
 @pytest.fixture(autouse=True)
 def default_signals():
     """Answer signals as a program does that was not started by nohup; processes inherit that."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in signals.PASSED_ON}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in signals.PASSED_ON
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", signals.PASSED_ON)
-def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_come(number, capsys):
+def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_come(
+    number, capsys
+):
     before = signal.getsignal(number)
     with Signals() as found:
         os.kill(os.getpid(), number)
@@ -141,13 +169,18 @@ def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_
         os.kill(os.getpid(), number)
         assert not found.kill.is_set()
     assert signal.getsignal(number) is before
-    assert capsys.readouterr().err.count("stopping: the runs write their checkpoints") == 1
+    assert (
+        capsys.readouterr().err.count("stopping: the runs write their checkpoints") == 1
+    )
 
 
 def test_a_signal_that_is_ignored_or_answered_by_somebody_stays_so():
     """As SIGHUP under nohup, and SIGUSR1 in a program of the user's."""
     heard = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    before = (
+        signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(1)),
+    )
     try:
         with Signals() as found:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -166,7 +199,18 @@ def test_say_survives_a_terminal_that_is_gone(tmp_path):
     assert done.returncode == 130
 
 
-WORDS = ["run", "digits/mlp6", "--scale", "demo", "--arms", "CR", "--seeds", "0", "--workers", "1"]
+WORDS = [
+    "run",
+    "digits/mlp6",
+    "--scale",
+    "demo",
+    "--arms",
+    "CR",
+    "--seeds",
+    "0",
+    "--workers",
+    "1",
+]
 
 
 def begun(folder):
@@ -174,7 +218,9 @@ def begun(folder):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        if found := [pid for pid in map(holder, claims(folder / "demo" / "image.jsonl")) if pid]:
+        if found := [
+            pid for pid in map(holder, claims(folder / "demo" / "image.jsonl")) if pid
+        ]:
             return found[0]
     raise TimeoutError
 
@@ -182,16 +228,28 @@ def begun(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups and /proc")
 @pytest.mark.parametrize("how", ["SIGUSR1 to all", "the terminal closes"])
-def test_cpt_run_stops_with_checkpoints_when_its_terminal_or_its_time_ends(how, tmp_path, monkeypatch):
+def test_cpt_run_stops_with_checkpoints_when_its_terminal_or_its_time_ends(
+    how, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     ours, theirs = pty.openpty()
     text = tmp_path / "said"
-    command = [sys.executable, "-c", "from cpt_lab.commands import main; main()", *WORDS]
+    command = [
+        sys.executable,
+        "-c",
+        "from cpt_lab.commands import main; main()",
+        *WORDS,
+    ]
     with text.open("w") as said:
         closes = how == "the terminal closes"
-        streams = {name: theirs if closes else said for name in ("stdin", "stdout", "stderr")}
+        streams = {
+            name: theirs if closes else said for name in ("stdin", "stdout", "stderr")
+        }
         sweep = subprocess.Popen(
-            command, start_new_session=True, preexec_fn=own_terminal if closes else None, **streams
+            command,
+            start_new_session=True,
+            preexec_fn=own_terminal if closes else None,
+            **streams,
         )
     os.close(theirs)
     run = begun(tmp_path)
@@ -203,10 +261,17 @@ def test_cpt_run_stops_with_checkpoints_when_its_terminal_or_its_time_ends(how, 
     assert sweep.wait(120) == 130
     assert not os.path.exists(f"/proc/{run}")
     assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 1
-    assert not [one for one in stores.load_rows(tmp_path / "demo" / "image.jsonl") if one["status"] == "failed"]
+    assert not [
+        one
+        for one in stores.load_rows(tmp_path / "demo" / "image.jsonl")
+        if one["status"] == "failed"
+    ]
     if not closes:
         os.close(ours)
-        assert "0 of 1 missing runs done; the same command goes on from here" in text.read_text()
+        assert (
+            "0 of 1 missing runs done; the same command goes on from here"
+            in text.read_text()
+        )
 
 
 def own_terminal():

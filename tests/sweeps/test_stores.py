@@ -36,14 +36,22 @@ def named(name):
 
 
 def row(name, value=1, status="ok"):
-    return {"schema": 1, "key": named(name), "value": value, "status": status, "spec": {"name": name}}
+    return {
+        "schema": 1,
+        "key": named(name),
+        "value": value,
+        "status": status,
+        "spec": {"name": name},
+    }
 
 
 def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
     store = tmp_path / "rows.jsonl"
     for r in (row("a", 1, "failed"), row("b"), row("a", 2, "failed"), row("a", 3)):
         assert stores.append_row(store, r) == r
-    assert stores.append_row(store, row("a", 4)) == row("a", 3)  # finished already: nothing is appended
+    assert stores.append_row(store, row("a", 4)) == row(
+        "a", 3
+    )  # finished already: nothing is appended
     assert stores.append_row(store, row("b", 5, "failed")) == row("b")
     assert stores.load_rows(store) == [row("a", 3), row("b")]
     assert len(store.read_text().splitlines()) == 4
@@ -54,7 +62,10 @@ def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
 
 
 def from_tree(started, dirty=False, status="ok", value=1):
-    return {**row("a", value, status), "provenance": {"started": started, "commit": "0" * 40, "dirty": dirty}}
+    return {
+        **row("a", value, status),
+        "provenance": {"started": started, "commit": "0" * 40, "dirty": dirty},
+    }
 
 
 # each counts before the next: finished, then clean, then late; a tree without a commit is not clean
@@ -82,25 +93,40 @@ def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_pa
 
 
 def test_rows_of_one_moment_are_told_apart_by_content_not_by_place():
-    one, other = ({**from_tree("2026-11-22T10:00:00+00:00", value=v), "store": s} for v, s in ((1, "z"), (2, "a")))
-    assert stores.newest([one, other]) == stores.newest([other, one]) == {named("a"): other}
+    one, other = (
+        {**from_tree("2026-11-22T10:00:00+00:00", value=v), "store": s}
+        for v, s in ((1, "z"), (2, "a"))
+    )
+    assert (
+        stores.newest([one, other])
+        == stores.newest([other, one])
+        == {named("a"): other}
+    )
 
 
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ({"commit": "1234567890", "dirty": True}, "tracked files differ from commit 1234567, and rows"),
+        (
+            {"commit": "1234567890", "dirty": True},
+            "tracked files differ from commit 1234567, and rows",
+        ),
         ({"commit": None, "dirty": None}, "there is no commit to name, and rows"),
         ({}, "there is no commit to name"),
     ],
 )
-def test_rows_that_no_commit_gives_again_are_not_kept(where, reason, tmp_path, monkeypatch):
+def test_rows_that_no_commit_gives_again_are_not_kept(
+    where, reason, tmp_path, monkeypatch
+):
     monkeypatch.setattr(stores, "results_dir", lambda: tmp_path / "results")
     (tmp_path / "results").mkdir()
     (tmp_path / "runs").mkdir()
     kept = {**row("a"), "provenance": where}
     for place in ("results/x.jsonl", "runs/../results/x.jsonl"):
-        with pytest.raises(StoreError, match=f"x.jsonl: {reason}.*; commit the changes, or take a store under"):
+        with pytest.raises(
+            StoreError,
+            match=f"x.jsonl: {reason}.*; commit the changes, or take a store under",
+        ):
             stores.append_row(tmp_path / place, kept)
     assert not list((tmp_path / "results").iterdir())
     assert stores.append_row(tmp_path / "x.jsonl", kept) == kept
@@ -113,7 +139,11 @@ LINE = line_of(row("b", "a \\ b"))
 
 @pytest.mark.parametrize("zeros", [0, 3])
 @pytest.mark.parametrize(
-    "torn", [*(LINE[:n] for n in (0, 1, 2, 5, 8, 9, 10, 11, 50, len(LINE) - 2)), b'{"schema": 1, "k']
+    "torn",
+    [
+        *(LINE[:n] for n in (0, 1, 2, 5, 8, 9, 10, 11, 50, len(LINE) - 2)),
+        b'{"schema": 1, "k',
+    ],
 )
 def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, zeros, tmp_path):
     """Zeros are what a power cut may leave of a file that was made longer."""
@@ -138,10 +168,25 @@ def test_a_whole_row_without_the_end_of_its_line_is_a_row(after, tmp_path):
     assert stores.load_rows(store) == [row("a"), row("b", "a \\ b"), row("c")]
 
 
-PIECES = st.sampled_from([
-    *(line_of(row(name)).rstrip() for name in "ab"), LINE[:30], LINE[30:], b"\r", b"\n", b"\r\n", b"\0", b" ",
-    b"{", b"{\"", b"{}", b"my notes", b"[1]", "\u00fc".encode(), b"\xff\xfe",
-])  # fmt: skip
+PIECES = st.sampled_from(
+    [
+        *(line_of(row(name)).rstrip() for name in "ab"),
+        LINE[:30],
+        LINE[30:],
+        b"\r",
+        b"\n",
+        b"\r\n",
+        b"\0",
+        b" ",
+        b"{",
+        b'{"',
+        b"{}",
+        b"my notes",
+        b"[1]",
+        "\u00fc".encode(),
+        b"\xff\xfe",
+    ]
+)
 
 
 @given(st.lists(PIECES, max_size=8), st.sampled_from(["a", "b", "c"]))
@@ -151,8 +196,15 @@ PIECES = st.sampled_from([
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
     """Whatever a file holds: either nothing is added, or all but the torn beginning of a row stays as it is."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore", category=NotIntactWarning):
-        store, before, mine = Path(folder) / "rows.jsonl", b"".join(pieces), row(name, 2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(action="ignore", category=NotIntactWarning),
+    ):
+        store, before, mine = (
+            Path(folder) / "rows.jsonl",
+            b"".join(pieces),
+            row(name, 2),
+        )
         store.write_bytes(before)
         try:
             held = stores.append_row(store, mine)
@@ -184,7 +236,10 @@ def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
         (b'{"schema": true, "key": "a"}\n', "line 1: schema True is not 1"),
         (b'{"schema": 1, "key": "a", "x": NaN}\n', "line 1 is no JSON"),
         (b"{}", "line 1: schema None is not 1"),
-        (b'{"a": 1}\r{"a": 2}\r', "which is no row and no beginning of one: a line of a store is one row, ended by a"),
+        (
+            b'{"a": 1}\r{"a": 2}\r',
+            "which is no row and no beginning of one: a line of a store is one row, ended by a",
+        ),
         ('{"a": "\u00fc'.encode(), "no row and no beginning of one"),
         (b"{my notes", "no row and no beginning of one"),
         (b'{"schema": 1, "k\n{"schema": 1}\n', "line 1 is no JSON"),
@@ -200,14 +255,26 @@ def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
 def results(number):
     """Return a finished row whose numbers come from a function of their names."""
     point = {"step": 4, "precision": "q_max", "bits": 8}
-    numbers = {name: number(name) for name in ("relative_cost", "noise_exposure", "seconds", "peak_memory")}
-    return row("a") | numbers | {
-        "steps": 4,
-        "metrics": [{"name": "loss", "split": s, **point, "value": number(f"metric {s}")} for s in ("valid", "test")],
-        "bitops": {name: number(name) for name in ("paper", "per_op")},
-        "loss": [number(f"loss {i}") for i in range(3)],
-        "evaluations": [{**point, "test": {"loss": number(f"evaluation {i}")}} for i in range(2)],
-    }  # fmt: skip
+    numbers = {
+        name: number(name)
+        for name in ("relative_cost", "noise_exposure", "seconds", "peak_memory")
+    }
+    return (
+        row("a")
+        | numbers
+        | {
+            "steps": 4,
+            "metrics": [
+                {"name": "loss", "split": s, **point, "value": number(f"metric {s}")}
+                for s in ("valid", "test")
+            ],
+            "bitops": {name: number(name) for name in ("paper", "per_op")},
+            "loss": [number(f"loss {i}") for i in range(3)],
+            "evaluations": [
+                {**point, "test": {"loss": number(f"evaluation {i}")}} for i in range(2)
+            ],
+        }
+    )
 
 
 NUMBERS: list[str] = []
@@ -216,8 +283,15 @@ results(NUMBERS.append)  # their names
 
 @pytest.mark.parametrize("status", stores.STATUSES)
 @settings(max_examples=20, deadline=None)
-@given(bad=st.dictionaries(st.sampled_from(NUMBERS), st.sampled_from([float(x) for x in ("nan", "inf", "-inf")])))
-def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_diverged(status, bad):
+@given(
+    bad=st.dictionaries(
+        st.sampled_from(NUMBERS),
+        st.sampled_from([float(x) for x in ("nan", "inf", "-inf")]),
+    )
+)
+def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_diverged(
+    status, bad
+):
     given_row = results(lambda name: bad.get(name, 0.5)) | {"status": status}
     plain = json.dumps(given_row)  # which writes what is no JSON
     with tempfile.TemporaryDirectory() as folder:
@@ -233,16 +307,27 @@ def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_dive
     assert {**stored, "status": status, "error": ""} == {**expected, "error": ""}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the size of files")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs a limit on the size of files"
+)
 def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
     """A limit on the size of files stands for the disk: the kernel writes a part of the row and then refuses."""
-    store, checkpoint = tmp_path / "rows.jsonl", stores.place(tmp_path / "rows.jsonl", "checkpoints", named("b"))
+    store, checkpoint = (
+        tmp_path / "rows.jsonl",
+        stores.place(tmp_path / "rows.jsonl", "checkpoints", named("b")),
+    )
     stores.append_row(store, row("a"))
     before, limits = store.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     for left in ("the run has no checkpoint", "the run's last checkpoint is kept"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
         try:
-            refused(f"cannot write .*; {left}", stores.append_row, store, row("b", "x" * 5000), error=StoreError)
+            refused(
+                f"cannot write .*; {left}",
+                stores.append_row,
+                store,
+                row("b", "x" * 5000),
+                error=StoreError,
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert store.read_bytes() == before
@@ -253,30 +338,59 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
 def test_a_store_whose_lock_is_held_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "LOCK_SECONDS", 0.1)
     with FileLock(tmp_path / "rows.jsonl.lock"):
-        with pytest.raises(StoreError, match=r"rows\.jsonl\.lock is held by another process"):
+        with pytest.raises(
+            StoreError, match=r"rows\.jsonl\.lock is held by another process"
+        ):
             stores.check_writable(tmp_path / "rows.jsonl")
-        refused("cannot write", stores.append_row, tmp_path / "rows.jsonl", row("a"), error=StoreError)
+        refused(
+            "cannot write",
+            stores.append_row,
+            tmp_path / "rows.jsonl",
+            row("a"),
+            error=StoreError,
+        )
 
 
-def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_written_is_noticed_before_the_work(
+    tmp_path, monkeypatch
+):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"rows\.jsonl: (Not a directory|File exists); nothing was started"):
+    with pytest.raises(
+        StoreError,
+        match=r"rows\.jsonl: (Not a directory|File exists); nothing was started",
+    ):
         stores.check_writable(tmp_path / "file" / "rows.jsonl")
-    refused("it is a folder, not a file of rows", stores.check_writable, tmp_path, error=StoreError)
+    refused(
+        "it is a folder, not a file of rows",
+        stores.check_writable,
+        tmp_path,
+        error=StoreError,
+    )
     for kind in ("curves", "checkpoints", "locks", "logs"):
         (tmp_path / f"taken {kind}.{kind}").touch()
-        with pytest.raises(StoreError, match=f"{kind} beside it is a file, not a folder of {kind}; nothing"):
+        with pytest.raises(
+            StoreError,
+            match=f"{kind} beside it is a file, not a folder of {kind}; nothing",
+        ):
             stores.check_writable(tmp_path / f"taken {kind}.jsonl")
     nowhere = Path("/proc/nowhere/rows.jsonl")  # read-only for everybody, root too
     refused("cannot write /proc/", stores.check_writable, nowhere, error=StoreError)
-    with pytest.raises(StoreError, match="cannot write /proc/nowhere"), stores.claim(nowhere, "a"):
+    with (
+        pytest.raises(StoreError, match="cannot write /proc/nowhere"),
+        stores.claim(nowhere, "a"),
+    ):
         pass
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
     with pytest.raises(StoreError, match=r"only [\d]+ MB free beside .*; a run needs"):
         stores.check_writable(tmp_path / "rows.jsonl")
 
 
-ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["ok", "failed"]), st.integers(0, 60)), max_size=8)
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"), st.sampled_from(["ok", "failed"]), st.integers(0, 60)
+    ),
+    max_size=8,
+)
 
 
 @given(ROWS, st.booleans())
@@ -285,12 +399,16 @@ def test_a_run_is_found_as_reading_everything_finds_it(rows, torn):
     rows = [row(name, "x" * n, status) for name, status, n in rows]
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "rows.jsonl"
-        store.write_text("".join(f"{json.dumps(r)}\n" for r in rows) + ('{"schema"' if torn else ""))
+        store.write_text(
+            "".join(f"{json.dumps(r)}\n" for r in rows) + ('{"schema"' if torn else "")
+        )
         for key in map(named, "abc"):
             assert stores.find_row(store, key) == stores.newest(rows).get(key)
 
 
-def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(tmp_path, monkeypatch):
+def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(
+    tmp_path, monkeypatch
+):
     store, lock = tmp_path / "rows.jsonl", stores._lock
 
     def first_the_other(path):
@@ -305,10 +423,17 @@ def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(tmp_path, 
 
 def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
     store, synced, fsync = tmp_path / "rows.jsonl", [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda n: synced.append((os.fstat(n).st_ino, store.stat().st_size)) or fsync(n))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda n: synced.append((os.fstat(n).st_ino, store.stat().st_size)) or fsync(n),
+    )
     stores.append_row(store, row("a"))
     size = store.stat().st_size
-    assert synced == [(store.stat().st_ino, size), (tmp_path.stat().st_ino, size)]  # the file, then its name
+    assert synced == [
+        (store.stat().st_ino, size),
+        (tmp_path.stat().st_ino, size),
+    ]  # the file, then its name
     stores.append_row(store, row("b"))
     assert synced[2:] == [(store.stat().st_ino, store.stat().st_size)]
 
@@ -319,12 +444,19 @@ def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
 def test_one_claims_a_run_at_a_time_and_the_file_that_stays_is_no_claim(tmp_path):
     store = tmp_path / "folder" / "rows.jsonl"
     for _ in range(2):
-        with stores.claim(store, "a") as mine, stores.claim(store, "a") as second, stores.claim(store, "b") as other:
+        with (
+            stores.claim(store, "a") as mine,
+            stores.claim(store, "a") as second,
+            stores.claim(store, "b") as other,
+        ):
             assert (mine, second, other) == (True, False, True)
             with stores.claim(store, "a") as third:
                 assert not third  # the second one's end gave nothing away
         files = stores.place(store, "locks", "a").parent
-        assert {p.name: p.stat().st_size for p in files.iterdir()} == {"a.lock": 0, "b.lock": 0}
+        assert {p.name: p.stat().st_size for p in files.iterdir()} == {
+            "a.lock": 0,
+            "b.lock": 0,
+        }
     with pytest.raises(KeyError), stores.claim(store, "a"):
         raise KeyError  # a run that fails gives it back too
     with stores.claim(store, "a") as mine:
@@ -343,7 +475,9 @@ def test_waiting_for_a_claim_ends_when_it_is_free_or_when_asked(tmp_path):
     thread.start()
     taken.wait()
     asked = []
-    with stores.claim(store, "a", 60, lambda: asked.append(True) or len(asked) == 3) as mine:
+    with stores.claim(
+        store, "a", 60, lambda: asked.append(True) or len(asked) == 3
+    ) as mine:
         assert (mine, len(asked)) == (False, 3)
     with stores.claim(store, "a", 0.1) as mine:
         assert not mine
@@ -364,7 +498,9 @@ def hold_and_sleep(store, ready):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children_live(tmp_path):
+def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children_live(
+    tmp_path,
+):
     store, ready = tmp_path / "rows.jsonl", PROCESSES.Queue()
     process = PROCESSES.Process(target=hold_and_sleep, args=(store, ready))
     process.start()
@@ -390,8 +526,20 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
         "bits": [3, 4, 8],
         "lr": [0.1, 0.1, 0.01],
         "evaluations": [
-            {"step": 2, "precision": "q_max", "bits": 8, "valid": {"accuracy": 0.4}, "test": {"accuracy": 0.3}},
-            {"step": 3, "precision": "q_max", "bits": 8, "valid": {"accuracy": None}, "test": {"accuracy": None}},
+            {
+                "step": 2,
+                "precision": "q_max",
+                "bits": 8,
+                "valid": {"accuracy": 0.4},
+                "test": {"accuracy": 0.3},
+            },
+            {
+                "step": 3,
+                "precision": "q_max",
+                "bits": 8,
+                "valid": {"accuracy": None},
+                "test": {"accuracy": None},
+            },
         ],
     }
     stores.write_curve(store, "abc", history)
@@ -399,13 +547,20 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
     assert curve.step.tolist() == [0, 1, 2]
     assert curve.bits.tolist() == [3, 4, 8]
     assert curve.loss.iloc[:2].tolist() == [0.5, 0.25]
-    assert curve.test_accuracy_at_q_max.dropna().to_dict() == {1: 0.3}  # after the second step
+    assert curve.test_accuracy_at_q_max.dropna().to_dict() == {
+        1: 0.3
+    }  # after the second step
     assert curve.valid_accuracy_at_q_max.dropna().to_dict() == {1: 0.4}
     assert [p.name for p in (tmp_path / "rows.curves").iterdir()] == ["abc.parquet"]
-    pd.testing.assert_frame_equal(curve, pd.read_parquet(tmp_path / "rows.curves" / "abc.parquet"))
+    pd.testing.assert_frame_equal(
+        curve, pd.read_parquet(tmp_path / "rows.curves" / "abc.parquet")
+    )
     refused("xyz", stores.load_curve, store, "xyz", error=FileNotFoundError)
     (tmp_path / "full.curves").write_text("a file where the folder goes")
-    with pytest.raises(StoreError, match=r"cannot write .*abc\.parquet: .*exists; the run has no checkpoint"):
+    with pytest.raises(
+        StoreError,
+        match=r"cannot write .*abc\.parquet: .*exists; the run has no checkpoint",
+    ):
         stores.write_curve(tmp_path / "full.jsonl", "abc", history)
 
 
@@ -418,22 +573,37 @@ def test_keys_never_change():
         ("paper", "imagenet", "resnet18", "LR"): "94b252cf7ef30638",
     }
     for (*where, arm), key in known.items():
-        assert designs.quality_cost(*where, schedules=[arm], static_bits=[], seeds=[0])[0].key == key
+        assert (
+            designs.quality_cost(*where, schedules=[arm], static_bits=[], seeds=[0])[
+                0
+            ].key
+            == key
+        )
 
 
-@pytest.mark.parametrize("path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem)
-def test_the_committed_rows_are_intact_with_their_keys_their_numbers_and_their_source(path):
+@pytest.mark.parametrize(
+    "path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem
+)
+def test_the_committed_rows_are_intact_with_their_keys_their_numbers_and_their_source(
+    path,
+):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows
-    assert Judge(path).known == {digest(canonical(row)) for row in rows if "digest" not in row}  # and none is gone
+    assert Judge(path).known == {
+        digest(canonical(row)) for row in rows if "digest" not in row
+    }  # and none is gone
     for row in rows:
         row.pop("digest", None)  # which is no part of what it certifies
-    assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
+    assert repr(stores.load_rows(path)) == repr(
+        list(stores.newest(rows).values())
+    )  # as the plain parser reads them
     for r in rows:
         assert RunSpec.from_dict(r["spec"]).key == key_of(r["spec"]) == r["key"]
         assert r["status"] in ("ok", "diverged")
         assert repr(stores.settled(r)) == repr(r)
-        numbers = [r.get(name, []) for name in ("metrics", "evaluations", "loss", "bitops")]
+        numbers = [
+            r.get(name, []) for name in ("metrics", "evaluations", "loss", "bitops")
+        ]
         assert r["status"] == "diverged" or "null" not in json.dumps(numbers), r["key"]
         where = r["provenance"]
         assert where["dirty"] is False, r["key"]
@@ -457,7 +627,9 @@ def test_many_writers(tmp_path):
         w.join()
     assert [w.exitcode for w in workers] == [0] * 6
     assert len(store.read_text().splitlines()) == 120
-    assert {r["key"] for r in stores.load_rows(store)} == {named(f"{w}-{i}") for w in range(6) for i in range(20)}
+    assert {r["key"] for r in stores.load_rows(store)} == {
+        named(f"{w}-{i}") for w in range(6) for i in range(20)
+    }
 
 
 def compete(store, log, stop):
@@ -473,11 +645,16 @@ def compete(store, log, stop):
 
 def test_nobody_comes_in_between(tmp_path):
     stop, log = PROCESSES.Event(), tmp_path / "log"
-    crowd = [PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop)) for _ in range(4)]
+    crowd = [
+        PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop))
+        for _ in range(4)
+    ]
     for process in crowd:
         process.start()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().splitlines()) < 100):
+    while time.monotonic() < deadline and (
+        not log.exists() or len(log.read_text().splitlines()) < 100
+    ):
         time.sleep(0.05)
     stop.set()
     for process in crowd:

@@ -34,7 +34,9 @@ from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.sweep import _slots, run_grid
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 
 
 @pytest.fixture
@@ -68,12 +70,16 @@ class TestStore:
     def test_what_is_there_is_not_run_again(self, quick, tmp_path, monkeypatch):
         store = tmp_path / "rows.jsonl"
         run_grid(specs_of("CR"), store, workers=0)
-        rows = run_grid(specs_of("CR", "LR", "CR"), store, workers=0)  # one of them twice
+        rows = run_grid(
+            specs_of("CR", "LR", "CR"), store, workers=0
+        )  # one of them twice
         assert quick == ["CR", "LR"]
         assert [r["spec"]["arm"] for r in rows] == ["CR", "LR", "CR"]
         assert len(store.read_text().splitlines()) == 2
         monkeypatch.setattr(sweep_module, "supervise", None)
-        assert len(run_grid(specs_of("CR"), store, workers=2)) == 1  # nothing to do starts nothing
+        assert (
+            len(run_grid(specs_of("CR"), store, workers=2)) == 1
+        )  # nothing to do starts nothing
 
     def test_failures_stay_and_are_retried_on_demand(self, quick, tmp_path):
         """Options are one value, and single ones change it."""
@@ -86,7 +92,9 @@ class TestStore:
         assert quick == ["RR", "CR", "RR"]
         assert len(store.read_text().splitlines()) == 3  # appended, not edited
 
-    def test_what_a_killed_process_left_half_written_goes_before_its_run(self, quick, tmp_path):
+    def test_what_a_killed_process_left_half_written_goes_before_its_run(
+        self, quick, tmp_path
+    ):
         store, (spec, other) = tmp_path / "rows.jsonl", specs_of("CR", "LR")
         left, kept = (
             [place.with_name(f"{place.name}.123.tmp") for place in files_of(store, s)]
@@ -97,19 +105,37 @@ class TestStore:
         assert [path.exists() for path in (*left, *kept)] == [False] * 2 + [True] * 2
 
     def test_checkpoints_go_with_the_row_but_stay_with_a_failure(self, quick, tmp_path):
-        store, (good, bad), other = tmp_path / "rows.jsonl", specs_of("CR", "RR"), "0123456789abcdef"
+        store, (good, bad), other = (
+            tmp_path / "rows.jsonl",
+            specs_of("CR", "RR"),
+            "0123456789abcdef",
+        )
         folder = tmp_path / "rows.checkpoints"
-        for retry in (False, True):  # a run that has just ended, and one that was killed between row and checkpoint
-            touch(*(folder / f"{key}{end}" for key in (good.key, bad.key, other) for end in (".pt", ".previous.pt")))
+        for retry in (
+            False,
+            True,
+        ):  # a run that has just ended, and one that was killed between row and checkpoint
+            touch(
+                *(
+                    folder / f"{key}{end}"
+                    for key in (good.key, bad.key, other)
+                    for end in (".pt", ".previous.pt")
+                )
+            )
             run_grid([good, bad], store, workers=0, retry_failed=retry)
-            assert {path.name.partition(".")[0] for path in folder.iterdir()} == {bad.key, other}
+            assert {path.name.partition(".")[0] for path in folder.iterdir()} == {
+                bad.key,
+                other,
+            }
         assert quick == ["CR", "RR", "RR"]
 
     def test_what_is_kept_comes_from_a_clean_tree(self, quick, tmp_path, monkeypatch):
         monkeypatch.setattr(stores, "results_dir", lambda: tmp_path)
         tree = {"commit": "1234567890", "dirty": True}
         monkeypatch.setattr(sweep_module, "commit", lambda: tree)
-        with pytest.raises(StoreError, match=r"rows\.jsonl: tracked files differ from commit 1234567"):
+        with pytest.raises(
+            StoreError, match=r"rows\.jsonl: tracked files differ from commit 1234567"
+        ):
             run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
         assert quick == []
         assert not (tmp_path / "rows.jsonl").exists()
@@ -125,8 +151,14 @@ class TestStore:
 def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path):
     """The update that breaks a run is followed by an evaluation, or by the next loss: both are the same divergence."""
     settings = ((1, 1e20), (5, 1e20), (5, 1e15), (5, 0.01))
-    specs = [specs_of("CR", evaluate_every=every, clip=None, lr=lr)[0] for every, lr in settings]
-    here, apart = (run_grid(specs, tmp_path / f"{n}.jsonl", workers=n, progress=False) for n in (0, 2))
+    specs = [
+        specs_of("CR", evaluate_every=every, clip=None, lr=lr)[0]
+        for every, lr in settings
+    ]
+    here, apart = (
+        run_grid(specs, tmp_path / f"{n}.jsonl", workers=n, progress=False)
+        for n in (0, 2)
+    )
     assert [row["status"] for row in here] == ["diverged", "diverged", "diverged", "ok"]
     assert all(row["error"].startswith("diverged at step ") for row in here[:3])
     assert "in the evaluation" in here[0]["error"]
@@ -143,15 +175,34 @@ def test_rows_are_complete(tmp_path):
     (row,) = run_grid(specs_of("CR", steps=20), store, workers=0)
     assert (row["status"], row["device"]) == ("ok", "cpu")
     assert set(row) == {
-        "schema", "key", "numerics", "spec", "relative_cost", "noise_exposure", "share_at_q_min", "provenance",
-        "metrics", "bitops", "steps", "seconds", "device", "title", "data_checksum", "data_report", "loss",
-        "peak_memory", "status", "evaluations",
-    }  # fmt: skip
+        "schema",
+        "key",
+        "numerics",
+        "spec",
+        "relative_cost",
+        "noise_exposure",
+        "share_at_q_min",
+        "provenance",
+        "metrics",
+        "bitops",
+        "steps",
+        "seconds",
+        "device",
+        "title",
+        "data_checksum",
+        "data_report",
+        "loss",
+        "peak_memory",
+        "status",
+        "evaluations",
+    }
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
     of_run = {"versions", "started", "python", "machine", "kernels", "products"}
     assert {"commit", "dirty", *of_run} == set(row["provenance"])
-    assert {"torch", "numpy", "scikit-learn", "cpt-core"} <= set(row["provenance"]["versions"])
+    assert {"torch", "numpy", "scikit-learn", "cpt-core"} <= set(
+        row["provenance"]["versions"]
+    )
     (line,) = map(json.loads, store.read_text().splitlines())
     assert len(line.pop("digest")) == 32
     assert line == row
@@ -163,14 +214,25 @@ OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
 
 
 @pytest.mark.slow
-def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave_only_results(tmp_path):
+def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave_only_results(
+    tmp_path,
+):
     specs = specs_of("CR", "ER", "LR", steps=20)
     stored, beside, curves = [], [], []
     for name, workers, together in (("a", 0, 1), ("b", 2, 1), ("c", 2, 2)):
-        rows = run_grid(specs, tmp_path / f"{name}.jsonl", workers=workers, together=together)
-        stored.append([{k: v for k, v in row.items() if k not in OF_THE_PROCESS} for row in rows])
+        rows = run_grid(
+            specs, tmp_path / f"{name}.jsonl", workers=workers, together=together
+        )
+        stored.append(
+            [{k: v for k, v in row.items() if k not in OF_THE_PROCESS} for row in rows]
+        )
         beside.append(sorted(row["provenance"].get("beside", 0) for row in rows))
-        curves.append([stores.load_curve(tmp_path / f"{name}.jsonl", spec.key).to_json() for spec in specs])
+        curves.append(
+            [
+                stores.load_curve(tmp_path / f"{name}.jsonl", spec.key).to_json()
+                for spec in specs
+            ]
+        )
     assert stored[0] == stored[1] == stored[2]
     assert curves[0] == curves[1] == curves[2]
     assert beside == [[0, 0, 0], [0, 0, 0], [0, 1, 1]]
@@ -178,37 +240,70 @@ def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave
     for kind, count in (("curves", 3), ("logs", 3), ("checkpoints", 0), ("locks", 3)):
         assert len(list((tmp_path / f"b.{kind}").glob("*"))) == count, kind
     assert [p.stat().st_size for p in claims(tmp_path / "b.jsonl")] == [0, 0, 0]
-    assert "ok after" in stores.place(tmp_path / "b.jsonl", "logs", specs[0].key).read_text()
+    assert (
+        "ok after"
+        in stores.place(tmp_path / "b.jsonl", "logs", specs[0].key).read_text()
+    )
     one, _, other = specs
-    first, third = (stores.place(tmp_path / "c.jsonl", "logs", spec.key).read_text() for spec in (one, other))
+    first, third = (
+        stores.place(tmp_path / "c.jsonl", "logs", spec.key).read_text()
+        for spec in (one, other)
+    )
     assert third == f"trains beside {one.key}, whose log is of both\n"
     assert one.key in first
     assert other.key in first
     assert {path.suffix for path in (tmp_path / "c.logs").iterdir()} == {".log"}
 
 
-def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_the_cores(tmp_path, monkeypatch):
+def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_the_cores(
+    tmp_path, monkeypatch
+):
     """The server that processes are forked from keeps the environment of its start."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cores = usable_cores()
-    assert told(tmp_path, gpu=1) == {"word": None, "visible": "1", "threads": 1, "cores": cores, "sharing": 1}
+    assert told(tmp_path, gpu=1) == {
+        "word": None,
+        "visible": "1",
+        "threads": 1,
+        "cores": cores,
+        "sharing": 1,
+    }
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")  # what a cluster gave to this job
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", "4,GPU-7"
+    )  # what a cluster gave to this job
     found = told(tmp_path, gpu=1, sharing=2, options=SweepOptions(threads=2))
-    assert found == {"word": "reached", "visible": "GPU-7", "threads": 2, "cores": max(1, cores // 2), "sharing": 2}
+    assert found == {
+        "word": "reached",
+        "visible": "GPU-7",
+        "threads": 2,
+        "cores": max(1, cores // 2),
+        "sharing": 2,
+    }
     tasks = {f"cpt_lab.tasks.{name}" for name in EXPERIMENTS}
     assert tasks < set(forkserver._forkserver._preload_modules)  # seconds a run
 
 
 def told(folder, **job):
     """What the process of a run says of itself."""
-    return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell)[0].row
+    return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell)[
+        0
+    ].row
 
 
 def tell(job, stop, on_start):
     threads, cores = torch.get_num_threads(), usable_cores()
-    words = {"word": os.environ.get("CPT_TEST_WORD"), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    return [Outcome(job.spec.key, "ran", {"threads": threads, "cores": cores, "sharing": job.sharing, **words})]
+    words = {
+        "word": os.environ.get("CPT_TEST_WORD"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+    return [
+        Outcome(
+            job.spec.key,
+            "ran",
+            {"threads": threads, "cores": cores, "sharing": job.sharing, **words},
+        )
+    ]
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -218,8 +313,14 @@ def fail_at_the_end(session):
     raise RuntimeError("the last evaluation failed")
 
 
-def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(tmp_path, monkeypatch, caplog):
-    (spec,), store, how = specs_of("CR", steps=20), tmp_path / "rows.jsonl", {"workers": 0, "checkpoint_seconds": 0.0}
+def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(
+    tmp_path, monkeypatch, caplog
+):
+    (spec,), store, how = (
+        specs_of("CR", steps=20),
+        tmp_path / "rows.jsonl",
+        {"workers": 0, "checkpoint_seconds": 0.0},
+    )
     (calm,) = run_grid([spec], tmp_path / "calm.jsonl", workers=0)
     with monkeypatch.context() as patch:
         patch.setattr("cpt_lab.training.train.bitops_of", fail_at_the_end)
@@ -227,13 +328,20 @@ def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(tmp_pa
     assert row["error"].startswith("Traceback")
     assert row["error"].endswith("RuntimeError: the last evaluation failed\n")
     folder = tmp_path / "rows.checkpoints"
-    assert {p.name for p in folder.iterdir()} == {f"{spec.key}.pt", f"{spec.key}.previous.pt"}
+    assert {p.name for p in folder.iterdir()} == {
+        f"{spec.key}.pt",
+        f"{spec.key}.previous.pt",
+    }
     (folder / f"{spec.key}.pt").write_bytes(b"half of it")
     caplog.set_level("INFO")
     (row,) = run_grid([spec], store, retry_failed=True, **how)
-    assert [row[name] for name in ("status", "metrics", "loss")] == [calm[n] for n in ("status", "metrics", "loss")]
+    assert [row[name] for name in ("status", "metrics", "loss")] == [
+        calm[n] for n in ("status", "metrics", "loss")
+    ]
     assert "goes on from step 19 of 20" in caplog.text
-    assert list(folder.iterdir()) == []  # the damaged one too, now that the row is there
+    assert (
+        list(folder.iterdir()) == []
+    )  # the damaged one too, now that the row is there
 
 
 def end_by(number, job, stop, on_start):
@@ -263,9 +371,15 @@ def append_and_die(job, stop, on_start):
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (partial(end_by, signal.SIGSEGV), ["ended by SIGSEGV", "Fatal Python error", "in end_by"]),
+        (
+            partial(end_by, signal.SIGSEGV),
+            ["ended by SIGSEGV", "Fatal Python error", "in end_by"],
+        ),
         (vanish, ["ended with status 7 and no result"]),
-        (partial(end_by, signal.SIGKILL), ["ended by SIGKILL (the system may have run out of memory)"]),
+        (
+            partial(end_by, signal.SIGKILL),
+            ["ended by SIGKILL (the system may have run out of memory)"],
+        ),
     ],
 )
 def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tmp_path):
@@ -291,7 +405,10 @@ def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_p
     (spec,) = specs_of("CR", steps=1000)
     store = tmp_path / "rows.jsonl"
     (row,) = run_grid([spec], store, workers=1, timeout=0.5)
-    assert (row["status"], row["error"].splitlines()[0]) == ("failed", "took longer than 0.5 s")
+    assert (row["status"], row["error"].splitlines()[0]) == (
+        "failed",
+        "took longer than 0.5 s",
+    )
     assert stores.place(store, "checkpoints", spec.key).exists()
     (row,) = run_grid([spec], store, workers=1, retry_failed=True)
     assert (row["status"], row["steps"]) == ("ok", 1000)
@@ -321,11 +438,22 @@ def first_process(monkeypatch):
     return does
 
 
-def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monkeypatch, first_process):
-    monkeypatch.setattr(stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True))  # fills up later
+def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(
+    tmp_path, monkeypatch, first_process
+):
+    monkeypatch.setattr(
+        stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True)
+    )  # fills up later
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
     specs = specs_of("CR", "ER", "LR", "LT", seeds=range(5), steps=20)
-    refused(r"only \d+ MB free", run_grid, specs[:3], tmp_path / "rows.jsonl", workers=0, error=StoreError)
+    refused(
+        r"only \d+ MB free",
+        run_grid,
+        specs[:3],
+        tmp_path / "rows.jsonl",
+        workers=0,
+        error=StoreError,
+    )
     tried = first_process(no_room)
     with pytest.raises(StoreError, match="no room, said the process of the run"):
         run_grid(specs, tmp_path / "rows.jsonl", workers=2)
@@ -347,9 +475,13 @@ def no_room(job, stop, on_start):
         (ended_by_somebody, ["CR"], [0, 0]),
     ],
 )
-def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(work, arms, beside, tmp_path, first_process):
+def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(
+    work, arms, beside, tmp_path, first_process
+):
     tried = first_process(work)
-    rows = run_grid(specs_of(*arms, steps=20), tmp_path / "rows.jsonl", workers=1, together=2)
+    rows = run_grid(
+        specs_of(*arms, steps=20), tmp_path / "rows.jsonl", workers=1, together=2
+    )
     assert [row["status"] for row in rows] == ["ok"] * len(arms)
     assert [len(job.beside) for job in tried] == beside
 
@@ -369,38 +501,68 @@ def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(work, a
     ],
 )
 def test_how_many_runs_share_a_process(changes, options, sizes, tmp_path):
-    specs = [replace(spec, **changes) for spec in specs_of("CR", "ER", "LR", "LT", seeds=(0, 1), steps=20)]
+    specs = [
+        replace(spec, **changes)
+        for spec in specs_of("CR", "ER", "LR", "LT", seeds=(0, 1), steps=20)
+    ]
     jobs = sweep_module._jobs(specs, tmp_path / "rows.jsonl", SweepOptions(**options))
     assert [1 + len(job.beside) for job in jobs] == sizes
-    assert sorted(one.spec.key for job in jobs for one in job.each()) == sorted(spec.key for spec in specs)
-    assert all(len({(one.spec.recipe, one.spec.seed) for one in job.each()}) == 1 for job in jobs)
+    assert sorted(one.spec.key for job in jobs for one in job.each()) == sorted(
+        spec.key for spec in specs
+    )
+    assert all(
+        len({(one.spec.recipe, one.spec.seed) for one in job.each()}) == 1
+        for job in jobs
+    )
 
 
 def test_side_by_side_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
-    refused(r"timeout=5.0 is of a run alone in its process; got together=2", SweepOptions, timeout=5.0, together=2)
+    refused(
+        r"timeout=5.0 is of a run alone in its process; got together=2",
+        SweepOptions,
+        timeout=5.0,
+        together=2,
+    )
     refused("together must be a whole number of at least 1", SweepOptions, together=0)
     monkeypatch.setattr(sweep_module, "choose_device", lambda device, spec: "cuda")
-    with pytest.raises(ValueError, match="together=2 is for the CPU; a GPU replays the steps of every run"):
-        sweep_module._jobs(specs_of("CR", "ER"), tmp_path / "rows.jsonl", SweepOptions(together=2))
+    with pytest.raises(
+        ValueError,
+        match="together=2 is for the CPU; a GPU replays the steps of every run",
+    ):
+        sweep_module._jobs(
+            specs_of("CR", "ER"), tmp_path / "rows.jsonl", SweepOptions(together=2)
+        )
 
 
 # --- who else is there ----------------------------------------------------------------------------
 
 
-def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a_bar(tmp_path, capsys):
+def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a_bar(
+    tmp_path, capsys
+):
     spec, other = specs_of("CR", "ER", steps=20)
     store = tmp_path / "rows.jsonl"
     with stores.claim(store, spec.key) as mine:
         assert mine
         assert run_all(Job(spec, store))[0].status == "busy"
         done = []
-        sweep = threading.Thread(target=lambda: done.extend(run_grid([spec, other], store, workers=1)))
+        sweep = threading.Thread(
+            target=lambda: done.extend(run_grid([spec, other], store, workers=1))
+        )
         sweep.start()
         deadline = time.monotonic() + 120
         while stores.find_row(store, other.key) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert stores.find_row(store, spec.key) is None
-        stores.append_row(store, {**stores.describe(spec), "status": "ok", "metrics": [], "by": "the other sweep"})
+        stores.append_row(
+            store,
+            {
+                **stores.describe(spec),
+                "status": "ok",
+                "metrics": [],
+                "by": "the other sweep",
+            },
+        )
     sweep.join()
     assert [row.get("by") for row in done] == ["the other sweep", None]
     assert len(store.read_text().splitlines()) == 2
@@ -413,19 +575,41 @@ def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups and /proc")
 def test_nothing_is_lost_whoever_is_killed():
     """A sample of `python -m bench.kill_sweep`, over runs of one seed; Ctrl-C alone is below."""
-    done = torture(len(KINDS) - 1, seed=random.randrange(10**6), seeds=(0,), steps=30, say=lambda text: None)
+    done = torture(
+        len(KINDS) - 1,
+        seed=random.randrange(10**6),
+        seeds=(0,),
+        steps=30,
+        say=lambda text: None,
+    )
     assert all(done[kind] == KINDS[:-1].count(kind) for kind in KINDS)
 
 
-WORDS = ["run", "digits/mlp6", "--scale", "demo", "--arms", "CR", "--seeds", "0", "1", "--workers", "1"]
+WORDS = [
+    "run",
+    "digits/mlp6",
+    "--scale",
+    "demo",
+    "--arms",
+    "CR",
+    "--seeds",
+    "0",
+    "1",
+    "--workers",
+    "1",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
-def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path, monkeypatch, command):
+def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(
+    tmp_path, monkeypatch, command
+):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     child = [sys.executable, "-c", "from cpt_lab.commands import main; main()", *WORDS]
-    sweep = subprocess.Popen(child, text=True, stderr=subprocess.PIPE, start_new_session=True)
+    sweep = subprocess.Popen(
+        child, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
     store = tmp_path / "demo" / "image.jsonl"
     deadline = time.monotonic() + 120
     pids = []
@@ -438,7 +622,9 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path, monkey
     assert "stopping: the runs write their checkpoints" in said
     assert "0 of 2 missing runs done; the same command goes on from here" in said
     assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 1
-    assert [holder(claim) for claim in claims(store)] == [None]  # and no other was begun
+    assert [holder(claim) for claim in claims(store)] == [
+        None
+    ]  # and no other was begun
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     status, out, said = command(*WORDS)
     assert (status, said) == (0, "")  # quiet: nobody is looking
@@ -452,7 +638,13 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
         assert signals.stop.is_set()
         assert not signals.kill.is_set()
         signals.asked -= 1
-        refused("stopped at once", signals._handle, signal.SIGINT, None, error=KeyboardInterrupt)
+        refused(
+            "stopped at once",
+            signals._handle,
+            signal.SIGINT,
+            None,
+            error=KeyboardInterrupt,
+        )
         assert signals.kill.is_set()
     assert capsys.readouterr().err.count("stopping") == 1
 
@@ -463,7 +655,13 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
 def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     good = specs_of("CR", steps=20)[0]
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
-    refused("there is no file or folder", run_grid, [good, bad], tmp_path / "rows.jsonl", error=FileNotFoundError)
+    refused(
+        "there is no file or folder",
+        run_grid,
+        [good, bad],
+        tmp_path / "rows.jsonl",
+        error=FileNotFoundError,
+    )
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -471,9 +669,19 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
 def own_specs(data_folder):
     """Runs on images of one's own, of two seeds; ``own_images`` makes them."""
     own_images(data_folder, seed=0)
-    changes = {"size": 8, "train_images": None, "valid_images": 0, "test_images": None, "batch": 8, "crop": 0}
+    changes = {
+        "size": 8,
+        "train_images": None,
+        "valid_images": 0,
+        "test_images": None,
+        "batch": 8,
+        "crop": 0,
+    }
     (spec,) = specs_of("CR", **changes)
-    return [replace(spec, recipe=replace(spec.recipe, dataset="mine/"), seed=seed) for seed in (0, 1)]
+    return [
+        replace(spec, recipe=replace(spec.recipe, dataset="mine/"), seed=seed)
+        for seed in (0, 1)
+    ]
 
 
 def own_images(folder, seed):
@@ -496,15 +704,28 @@ def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_pat
     assert len(run_grid([first, second], store, workers=0)) == 2
     shutil.rmtree(tmp_path / "mine")
     common._last.clear()
-    assert run_grid([first], store, workers=0) == [row]  # rows can be read where the data are not
+    assert run_grid([first], store, workers=0) == [
+        row
+    ]  # rows can be read where the data are not
 
 
 @pytest.mark.slow
-def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_path, monkeypatch):
+def test_the_workers_of_a_cluster_look_at_the_data_too(
+    quick, own_specs, tmp_path, monkeypatch
+):
     pytest.importorskip("distributed")
-    monkeypatch.setattr(sweep_module, "_check_data", lambda *_: None)  # as where the data are on the workers alone
+    monkeypatch.setattr(
+        sweep_module, "_check_data", lambda *_: None
+    )  # as where the data are on the workers alone
     store, (first, second) = tmp_path / "rows.jsonl", own_specs
-    stores.append_row(store, {**stores.describe(first), "status": "ok", "data_checksum": "that of other data"})
+    stores.append_row(
+        store,
+        {
+            **stores.describe(first),
+            "status": "ok",
+            "data_checksum": "that of other data",
+        },
+    )
     refused(CHANGED, run_grid, [second], store, executor="dask", workers=1)
     assert quick == []
 
@@ -514,30 +735,57 @@ def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_pat
     [
         ({"executor": "cloud"}, "unknown executor 'cloud'; choose from local, dask"),
         ({"device": "tpu"}, "unknown device 'tpu'; choose from auto, cpu, cuda"),
-        ({"workers": -1}, "workers must be a whole number of at least 0 and at most 1024, got -1"),
+        (
+            {"workers": -1},
+            "workers must be a whole number of at least 0 and at most 1024, got -1",
+        ),
         ({"workers": 1.5}, r"workers must be an integer or None, got 1\.5"),
-        ({"threads": 0}, "threads must be a whole number of at least 1 and at most 1024, got 0"),
-        ({"threads": 10**6}, "threads must be a whole number of at least 1 and at most 1024, got 1000000"),
-        ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1 and at most 1024, got 0"),
-        ({"options": SweepOptions(workers=0), "timeout": 5}, "timeout=5 needs runs in processes of their own"),
+        (
+            {"threads": 0},
+            "threads must be a whole number of at least 1 and at most 1024, got 0",
+        ),
+        (
+            {"threads": 10**6},
+            "threads must be a whole number of at least 1 and at most 1024, got 1000000",
+        ),
+        (
+            {"per_gpu": 0},
+            "per_gpu must be a whole number of at least 1 and at most 1024, got 0",
+        ),
+        (
+            {"options": SweepOptions(workers=0), "timeout": 5},
+            "timeout=5 needs runs in processes of their own",
+        ),
         ({"workers": 0, "executor": "dask"}, "executor 'dask' needs at least 1"),
         ({"timeout": 0}, "timeout must be more than 0 seconds; got 0"),
         ({"timeout": float("nan")}, "timeout must be more than 0 seconds; got nan"),
         ({"checkpoint_seconds": None}, "checkpoint_seconds must be a number, got None"),
         ({"checkpoint_seconds": -1}, "checkpoint_seconds must be 0 or more; got -1"),
-        ({"scheduler": "tcp://x:1"}, "scheduler='tcp://x:1' is for executor 'dask', not 'local'"),
-        ({"scheduler": "tcp://x:1", "executor": "dask", "workers": 2}, "the cluster at tcp://x:1 has its own"),
+        (
+            {"scheduler": "tcp://x:1"},
+            "scheduler='tcp://x:1' is for executor 'dask', not 'local'",
+        ),
+        (
+            {"scheduler": "tcp://x:1", "executor": "dask", "workers": 2},
+            "the cluster at tcp://x:1 has its own",
+        ),
     ],
 )
 def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_path):
-    refused(message, run_grid, specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices)
+    refused(
+        message, run_grid, specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices
+    )
     assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
-    run_grid((spec for spec in specs_of("LR", "CR")), tmp_path / "rows.jsonl", workers=0)
+    run_grid(
+        (spec for spec in specs_of("LR", "CR")), tmp_path / "rows.jsonl", workers=0
+    )
     assert quick == ["LR", "CR"]
-    with pytest.raises(TypeError, match=r"specs must be a list of RunSpec.*got 'CR' in it"):
+    with pytest.raises(
+        TypeError, match=r"specs must be a list of RunSpec.*got 'CR' in it"
+    ):
         run_grid(["CR"], tmp_path / "other.jsonl", workers=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
         run_grid(specs_of("CR"), tmp_path / "other.jsonl", worker=2)
@@ -546,14 +794,20 @@ def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
 def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number_that_json_lacks():
     assert worker._spread(list(range(3))) == [0, 1, 2]
     assert worker._spread(list(range(50))) == list(range(1, 50, 3))
-    assert worker._curve([1.0, 2.0, float("nan"), float("inf"), 3.0, -float("inf")]) == [1.0, 2.0, 3.0]
-    assert worker._curve([float(i) for i in range(40)]) == [0.5 + 2 * i for i in range(20)]
+    assert worker._curve(
+        [1.0, 2.0, float("nan"), float("inf"), 3.0, -float("inf")]
+    ) == [1.0, 2.0, 3.0]
+    assert worker._curve([float(i) for i in range(40)]) == [
+        0.5 + 2 * i for i in range(20)
+    ]
 
 
 # --- what people see, and GPUs --------------------------------------------------------------------
 
 
-def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, monkeypatch):
+def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(
+    capsys, monkeypatch
+):
     now = [100.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 
@@ -571,16 +825,22 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, mo
         said = shown(live.ended, Outcome("a", "ran", {"status": "ok"}))
         assert "1/4 [00:10<00:30" in said
         assert "1 running, 0 failed, a remark]" in said
-        assert "1/4 [00:20<01:00" in shown(live.ended, Outcome("b", "busy"))  # another sweep has it: not done
+        assert "1/4 [00:20<01:00" in shown(
+            live.ended, Outcome("b", "busy")
+        )  # another sweep has it: not done
         said = shown(live.ended, Outcome("c", "ran", {"status": "failed"}))
         assert "2/4 [00:30<00:30" in said
         assert "0 running, 1 failed" in said
-        assert "2/4 [00:40<00:40" in shown(live.refresh)  # no run has ended, but the time goes on
+        assert "2/4 [00:40<00:40" in shown(
+            live.refresh
+        )  # no run has ended, but the time goes on
         live.at_once = 8
         assert "2 running, 1 failed" in shown(live.refresh)  # no more than there are
         assert live.summary() == "1 of 4 missing runs done, 1 failed"
         live.at_once = 0
-        assert "step" not in shown(live.stepped, 8)  # it waits for another sweep, and does none
+        assert "step" not in shown(
+            live.stepped, 8
+        )  # it waits for another sweep, and does none
         live.started("d")
         live.stepped(8)
         assert "1 running, 1 failed, step 2 of 8, a remark]" in shown(live.stepped, 8)
@@ -591,7 +851,11 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, mo
 
 def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(Live, "refresh", lambda self, ended=0: seen.append((self.done, self.steps, self.of_steps)))
+    monkeypatch.setattr(
+        Live,
+        "refresh",
+        lambda self, ended=0: seen.append((self.done, self.steps, self.of_steps)),
+    )
     run_grid(specs_of("CR", "RR", steps=8, n_cycles=1), tmp_path / "x.jsonl", workers=0)
     steps = [(done, step, 8) for done in range(2) for step in range(1, 9)]
     assert [shown for shown in seen if shown[1]] == steps
@@ -614,16 +878,30 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     assert slots(specs, "auto", workers=2) == [None, None]  # demo scale
     memory, peaks = [10 * 2**30] * 2, {"mlp6": 2 * 2**30, "mlp4": 3 * 2**30}
     hosts = dict.fromkeys(peaks, 2**30)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=memory[i]))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda i: SimpleNamespace(total_memory=memory[i]),
+    )
 
     def measured(spec, device):
-        return SimpleNamespace(peak_memory=peaks[spec.recipe.model], host_memory=hosts[spec.recipe.model])
+        return SimpleNamespace(
+            peak_memory=peaks[spec.recipe.model], host_memory=hosts[spec.recipe.model]
+        )
 
     monkeypatch.setattr(sweep_module, "kept", lambda *given: None)
     monkeypatch.setattr(sweep_module, "measure", measured)
-    assert slots(specs, workers=4) == [0, 1, 0, 1]  # nothing to measure when the number is given
-    assert slots(specs) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
-    larger = [replace(spec, recipe=replace(spec.recipe, model="mlp4")) for spec in specs]
+    assert slots(specs, workers=4) == [
+        0,
+        1,
+        0,
+        1,
+    ]  # nothing to measure when the number is given
+    assert (
+        slots(specs) == [0, 1] * 3
+    )  # 3 x (2 GB + its context) in nine tenths of 10 GB
+    larger = [
+        replace(spec, recipe=replace(spec.recipe, model="mlp4")) for spec in specs
+    ]
     assert slots([*specs, *larger]) == [0, 1] * 2  # whichever of them meet on a GPU
     memory[1] = 80 * 2**30
     assert slots(specs) == [0, 1] * 3  # the smaller of the two
@@ -636,8 +914,14 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
 def test_runs_at_the_same_time_share_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "supervise", partial(supervise, work=tell))
     jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs_of("CR", "RR")]
-    signals, live = SimpleNamespace(stop=threading.Event(), kill=threading.Event()), Live(2, False)
-    shares = [o.row["sharing"] for o in sweep_module._local(jobs, signals, live, slots=[None] * 3)]
+    signals, live = (
+        SimpleNamespace(stop=threading.Event(), kill=threading.Event()),
+        Live(2, False),
+    )
+    shares = [
+        o.row["sharing"]
+        for o in sweep_module._local(jobs, signals, live, slots=[None] * 3)
+    ]
     assert shares == [3, 3]
 
 
@@ -646,10 +930,18 @@ def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
     _context()
     with open(f"/proc/{forkserver._forkserver._forkserver_pid}/status") as file:
         status = file.read()
-    blocked, ignored = (int(status.split(name)[1].split()[0], 16) for name in ("SigBlk:", "SigIgn:"))
+    blocked, ignored = (
+        int(status.split(name)[1].split()[0], 16) for name in ("SigBlk:", "SigIgn:")
+    )
     assert (blocked | ignored) >> 1 & 1  # SIGINT is number 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_there_is_refused_at_every_scale(tmp_path):
-    refused("device 'cuda' was asked for", run_grid, specs_of("CR"), tmp_path / "rows.jsonl", device="cuda")
+    refused(
+        "device 'cuda' was asked for",
+        run_grid,
+        specs_of("CR"),
+        tmp_path / "rows.jsonl",
+        device="cuda",
+    )

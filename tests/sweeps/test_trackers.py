@@ -62,14 +62,22 @@ def test_sender_sends_rows_and_curves_once(runs, tracked):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError("no server\nat all"), RuntimeError(), AttributeError("log"), ValueError("x")]
+    "error",
+    [
+        OSError("no server\nat all"),
+        RuntimeError(),
+        AttributeError("log"),
+        ValueError("x"),
+    ],
 )
 def test_sender_says_once_that_a_client_fails(error, runs, tracked):
     tracked.fails.append(error)
     status, output = run()
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     (warning,) = [line for line in output.splitlines() if line.startswith("warning: ")]
-    assert warning.startswith(f"warning: memory did not take CR, seed 0: {reason}; all rows are kept")
+    assert warning.startswith(
+        f"warning: memory did not take CR, seed 0: {reason}; all rows are kept"
+    )
     assert status == 1
     assert "2 ok" in output
     tracked.fails.clear()
@@ -79,7 +87,11 @@ def test_sender_says_once_that_a_client_fails(error, runs, tracked):
 def test_failing_client_stops_no_later_run(runs, tracked, monkeypatch):
     """A question has grids of several tasks, each with its own store: all of them run."""
     rows, stores = load_rows(runs / "smoke" / "image.jsonl"), []
-    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: stores.append(store.name) or rows)
+    monkeypatch.setattr(
+        sweep,
+        "run_grid",
+        lambda specs, store, options: stores.append(store.name) or rows,
+    )
     tracked.fails.append(OSError("no server"))
     shown = CliRunner().invoke(app, ["run", "h4", "--log", "memory"])
     assert (shown.exit_code, stores) == (1, ["language_model.jsonl", "graph.jsonl"])
@@ -90,10 +102,16 @@ def test_failing_client_stops_no_later_run(runs, tracked, monkeypatch):
 def test_interrupted_sending_is_sent_again(runs, tracked):
     tracked.fails.append(KeyboardInterrupt())
     assert run()[0] != 0
-    assert [path.name.endswith(".part") for path in (runs / "smoke" / "image.memory").iterdir()] == [True]
+    assert [
+        path.name.endswith(".part")
+        for path in (runs / "smoke" / "image.memory").iterdir()
+    ] == [True]
     tracked.fails.clear()
     assert "rows sent: 2" in run()[1]
-    assert [path.name.endswith(".part") for path in (runs / "smoke" / "image.memory").iterdir()] == [False, False]
+    assert [
+        path.name.endswith(".part")
+        for path in (runs / "smoke" / "image.memory").iterdir()
+    ] == [False, False]
 
 
 def test_another_process_sends_a_row_alone(runs, tracked):
@@ -120,9 +138,17 @@ def test_tracker_that_is_not_there_is_told_before_anything_runs(tmp_path, monkey
         monkeypatch.setitem(sys.modules, tracker, None)
     (tmp_path / "broken_client.py").write_text("raise TypeError('an old protobuf')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(trackers.TRACKERS, "broken", ("broken_client", trackers.to_wandb))
-    expected = {name: f"get it with: pip install {name}" for name in ("mlflow", "wandb", "trackio")}
-    expected |= {"broken": "broken cannot be imported (an old protobuf)", "comet": "unknown log 'comet'; choose from"}
+    monkeypatch.setitem(
+        trackers.TRACKERS, "broken", ("broken_client", trackers.to_wandb)
+    )
+    expected = {
+        name: f"get it with: pip install {name}"
+        for name in ("mlflow", "wandb", "trackio")
+    }
+    expected |= {
+        "broken": "broken cannot be imported (an old protobuf)",
+        "comet": "unknown log 'comet'; choose from",
+    }
     for tracker, said in expected.items():
         shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", tracker])
         assert said in str(shown.exception)

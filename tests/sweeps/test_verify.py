@@ -18,7 +18,9 @@ from cpt_lab.sweeps import verify
 from cpt_lab.sweeps.stores import describe, load_rows
 from cpt_lab.sweeps.sweep import run_grid
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 ON_TEST = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max"}
 
 
@@ -27,7 +29,9 @@ def stored(tmp_path_factory):
     """A store with two runs from a clean tree and one that failed."""
     store = tmp_path_factory.mktemp("stored") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpt_lab.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False})
+        patch.setattr(
+            "cpt_lab.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False}
+        )
         rows = run_grid(specs_of("CR", "LR"), store, workers=0)
     assert [row["status"] for row in rows] == ["ok", "ok"]
     failed = {**describe(specs_of("RR")[0]), "status": "failed", "error": "boom"}
@@ -51,7 +55,9 @@ def none_committed(tmp_path, monkeypatch):
 def as_stored(stored, monkeypatch):
     """Instead of running, a run gives what the store had at first; what was run is counted."""
     ran, rows = [], {row["key"]: row for row in load_rows(stored)}
-    monkeypatch.setattr(verify, "run_again", lambda row: ran.append(row["key"]) or rows[row["key"]])
+    monkeypatch.setattr(
+        verify, "run_again", lambda row: ran.append(row["key"]) or rows[row["key"]]
+    )
     return ran
 
 
@@ -90,7 +96,11 @@ def more(x):
         ("loss 3 of 10 is ", ("loss", 2), last_bit),
         ("valid accuracy final at q_max is ", ("metrics", 0, "value"), last_bit),
         ("bitops per_op is ", ("bitops", "per_op"), last_bit),
-        ("test loss at q_max after step 10 is ", ("evaluations", -1, "test", "loss"), last_bit),
+        (
+            "test loss at q_max after step 10 is ",
+            ("evaluations", -1, "test", "loss"),
+            last_bit,
+        ),
         ("relative_cost is ", ("relative_cost",), last_bit),
         ("noise_exposure is ", ("noise_exposure",), last_bit),
         ("steps is 10, stored 11", ("steps",), more),
@@ -104,7 +114,11 @@ def test_the_last_bit_of_any_number_counts_on_the_same_machine(said, path, by, r
     assert (whole.verdict, whole.differs, whole.reproduced) == ("bit for bit", (), True)
     change(row, *path, by=by)
     finding = verify.compare(row, found, [])
-    assert (finding.verdict, finding.differs, finding.reproduced) == ("NOT REPRODUCED", (), False)
+    assert (finding.verdict, finding.differs, finding.reproduced) == (
+        "NOT REPRODUCED",
+        (),
+        False,
+    )
     assert len(finding.said) == 1
     assert finding.said[0].startswith(said)
 
@@ -113,22 +127,36 @@ def test_a_number_that_is_missing_or_new_counts_and_many_are_cut_short(row):
     found = copy.deepcopy(row)
     gone = row["metrics"].pop()
     finding = verify.compare(row, found, [])
-    assert finding.said[0] == f"{gone['split']} accuracy {gone['when']} at q_max is {gone['value']}, stored None"
+    assert (
+        finding.said[0]
+        == f"{gone['split']} accuracy {gone['when']} at q_max is {gone['value']}, stored None"
+    )
     row["loss"] = [1.0] * 10
     assert verify.compare(row, found, []).said[3:] == ("and 9 more numbers",)
 
 
 def test_a_run_that_fails_now_is_not_reproduced(row):
-    failed = {**row, "status": "failed", "error": "Traceback\n  somewhere\nValueError: no such thing\n"}
+    failed = {
+        **row,
+        "status": "failed",
+        "error": "Traceback\n  somewhere\nValueError: no such thing\n",
+    }
     finding = verify.compare(row, failed, [])
-    assert str(finding).endswith("CR seed 0: NOT REPRODUCED: the run failed: ValueError: no such thing")
+    assert str(finding).endswith(
+        "CR seed 0: NOT REPRODUCED: the run failed: ValueError: no such thing"
+    )
 
 
 # --- other machines -------------------------------------------------------------------------------
 DIFFERENT = {
-    "cpu": ("machine", "cpu"), "threads": ("machine", "threads"), "switches": ("machine", "switches"),
-    "torch": ("versions", "torch"), "python": ("python",), "kernels": ("kernels",), "products": ("products",),
-}  # fmt: skip
+    "cpu": ("machine", "cpu"),
+    "threads": ("machine", "threads"),
+    "switches": ("machine", "switches"),
+    "torch": ("versions", "torch"),
+    "python": ("python",),
+    "kernels": ("kernels",),
+    "products": ("products",),
+}
 
 
 @pytest.mark.parametrize(("name", "path"), DIFFERENT.items())
@@ -150,7 +178,11 @@ def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
 
     row["provenance"] = {**row["provenance"], "dirty": True, "commit": "2" * 40}
     assert differs() == ("code (the row's tree had changes, or no commit)",)
-    del row["provenance"]["machine"], row["provenance"]["dirty"], row["evaluations"]  # as early rows
+    del (
+        row["provenance"]["machine"],
+        row["provenance"]["dirty"],
+        row["evaluations"],
+    )  # as early rows
     assert [why.split()[0] for why in differs()] == ["machine", "code"]
     assert verify.compare(row, found, []).verdict == "within tolerance"
     row["device"] = "some GPU"
@@ -195,7 +227,9 @@ def test_what_is_asked_of_another_machine(path, factor, verdict, row):
     assert verify.compare(row, found, []).verdict == verdict
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(0.04, "within tolerance"), (0.06, "NOT REPRODUCED")])
+@pytest.mark.parametrize(
+    ("off", "verdict"), [(0.04, "within tolerance"), (0.06, "NOT REPRODUCED")]
+)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_final_metric_on_another_machine(off, verdict, sign, row):
     found = copy.deepcopy(row)
@@ -218,28 +252,47 @@ def test_a_run_may_diverge_a_little_later_on_another_machine(row):
 
 def test_seeds_tell_how_far_a_metric_may_be_off():
     def rows(arm, values, dataset="digits", metric="accuracy"):
-        specs = designs.quality_cost("demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values)))
-        return [row_of(spec, value, metric) for spec, value in zip(specs, values, strict=True)]
+        specs = designs.quality_cost(
+            "demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values))
+        )
+        return [
+            row_of(spec, value, metric)
+            for spec, value in zip(specs, values, strict=True)
+        ]
 
     calm, wild = [0.80, 0.81, 0.82, 0.83], [0.5, 0.7, 0.9]
     cr, lr, rr = rows("CR", calm), rows("LR", wild), rows("RR", calm)
     every = cr + lr + rr
     said = "5 standard deviations between seeds"
     assert verify.allowed(cr[0], every) == (pytest.approx(5 * stdev(calm)), said)
-    assert verify.allowed(lr[0], every) == (pytest.approx(5 * stdev(wild)), said)  # of its own arm
+    assert verify.allowed(lr[0], every) == (
+        pytest.approx(5 * stdev(wild)),
+        said,
+    )  # of its own arm
     lucky = rows("ER", [0.8, 0.8001])
-    assert verify.allowed(lucky[0], every + lucky)[0] == pytest.approx(5 * stdev(calm))  # the median of the arms
+    assert verify.allowed(lucky[0], every + lucky)[0] == pytest.approx(
+        5 * stdev(calm)
+    )  # the median of the arms
     assert verify.allowed(cr[0], rows("CR", [0.8] * 4))[0] == pytest.approx(0.005)
-    for few in ([], cr[:1], cr[:2] + rr[:2], rows("CR", calm, "cifar10")):  # one recipe, three degrees of freedom
+    for few in (
+        [],
+        cr[:1],
+        cr[:2] + rr[:2],
+        rows("CR", calm, "cifar10"),
+    ):  # one recipe, three degrees of freedom
         assert verify.allowed(cr[0], few) == (0.05, "without seeds to compare")
     (text,) = rows("CR", [80.0], "pydoc", "perplexity")
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(1.45, "within tolerance"), (1.47, "NOT REPRODUCED")])
+@pytest.mark.parametrize(
+    ("off", "verdict"), [(1.45, "within tolerance"), (1.47, "NOT REPRODUCED")]
+)
 def test_seeds_tell_how_far_a_first_loss_may_be_off(off, verdict, row):
     rows = [copy.deepcopy(row) for _ in range(4)]
-    for other, factor in zip(rows, (0.6, 0.6, 1.4, 1.4), strict=True):  # their standard deviation is .46
+    for other, factor in zip(
+        rows, (0.6, 0.6, 1.4, 1.4), strict=True
+    ):  # their standard deviation is .46
         other["loss"][0] *= factor
     found = copy.deepcopy(row)
     row["provenance"]["machine"]["cpu"] = "another"
@@ -250,39 +303,71 @@ def test_seeds_tell_how_far_a_first_loss_may_be_off(off, verdict, row):
 
 
 @pytest.mark.slow
-def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monkeypatch):
+def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(
+    tmp_path, monkeypatch
+):
     rows = load_rows(results_dir() / "image_digits.jsonl")
-    row = next(r for r in rows if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6")
+    row = next(
+        r
+        for r in rows
+        if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6"
+    )
     row["provenance"]["machine"]["cpu"] = "another one"  # else every bit would count
     right = rounding.round_to_grid
 
     def down(x, low, width, steps, key, clip):
-        return right(x if key is not None else x - width / steps / 2, low, width, steps, key, clip)
+        return right(
+            x if key is not None else x - width / steps / 2,
+            low,
+            width,
+            steps,
+            key,
+            clip,
+        )
 
     monkeypatch.setattr(rounding, "round_to_grid", down)
     with backend.reference():
-        (found,) = run_grid([RunSpec.from_dict(row["spec"])], tmp_path / "again.jsonl", workers=0, progress=False)
+        (found,) = run_grid(
+            [RunSpec.from_dict(row["spec"])],
+            tmp_path / "again.jsonl",
+            workers=0,
+            progress=False,
+        )
     finding = verify.compare(row, found, rows)
     assert finding.differs
     assert finding.verdict == "NOT REPRODUCED"
     assert verify.final(found) < verify.final(row) - verify.allowed(row, rows)[0]
 
 
-def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(tmp_path, monkeypatch):
-    specs = designs.quality_cost("demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4))
-    rows = [kept_row(spec, value) for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)]
+def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(
+    tmp_path, monkeypatch
+):
+    specs = designs.quality_cost(
+        "demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4)
+    )
+    rows = [
+        kept_row(spec, value)
+        for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)
+    ]
     written(tmp_path / "all.jsonl", *rows)
     (tmp_path / "elsewhere").mkdir()
     one = written(tmp_path / "elsewhere" / "one.jsonl", rows[0])
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(verify, "run_again", lambda row: row)
-    monkeypatch.setattr(verify, "compare", lambda row, found, known: verify.allowed(row, known))
-    assert verify.allowed(rows[0], verify.sample(one).rows)[1] == "without seeds to compare"
+    monkeypatch.setattr(
+        verify, "compare", lambda row, found, known: verify.allowed(row, known)
+    )
+    assert (
+        verify.allowed(rows[0], verify.sample(one).rows)[1]
+        == "without seeds to compare"
+    )
     assert list(verify.verify(verify.sample(one))) == [verify.allowed(rows[0], rows)]
     assert verify.allowed(rows[0], rows)[1] == "5 standard deviations between seeds"
 
 
-def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
+def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(
+    row, monkeypatch
+):
     asked, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
     monkeypatch.setattr(verify.gemm_backend, "is_there", lambda: True)
     for name in names:
@@ -291,8 +376,11 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monk
     def grid(specs, store, *, workers, progress, **options):
         asked.append((*map(os.environ.get, names), *options.values()))
         assert ([spec.key for spec in specs], workers, progress, list(options)) == (
-            [row["key"]], 1, False, ["threads", "device"]
-        )  # fmt: skip
+            [row["key"]],
+            1,
+            False,
+            ["threads", "device"],
+        )
         return [row]
 
     monkeypatch.setattr(verify, "run_grid", grid)
@@ -303,10 +391,14 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monk
     row["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
     verify.run_again(row)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
-    verify.run_again(row | {"device": "some GPU", "provenance": {"kernels": "reference"}})
+    verify.run_again(
+        row | {"device": "some GPU", "provenance": {"kernels": "reference"}}
+    )
     assert asked == [  # rows that name no library are older than the choice
-        ("reference", "torch", None, 3, "cpu"), (None, "onednn", "1", 3, "cpu"), ("cpp", "torch", None, 1, "cuda"),
-    ]  # fmt: skip
+        ("reference", "torch", None, 3, "cpu"),
+        (None, "onednn", "1", 3, "cpu"),
+        ("cpp", "torch", None, 1, "cuda"),
+    ]
     assert not {"CPT_PRODUCTS", "CPT_DETERMINISTIC"} & set(os.environ)
 
 
@@ -327,12 +419,19 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
     assert seeds(seed=1) == seeds(seed=1)
     assert len({tuple(seeds(seed=s)) for s in range(6)}) == 6
     refused("rows must be a whole number of at least 1, got 0", verify.sample, store, 0)
-    refused("there is no file", verify.sample, tmp_path / "none.jsonl", error=FileNotFoundError)
+    refused(
+        "there is no file",
+        verify.sample,
+        tmp_path / "none.jsonl",
+        error=FileNotFoundError,
+    )
     written(store, rows[11])
     refused("has no finished row", verify.sample, store)
 
 
-def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, tmp_path):
+def test_one_row_that_is_not_reproduced_is_status_1(
+    command, as_stored, stored, tmp_path
+):
     assert command("verify", stored, "--rows", 1)[0] == 0
     rows = load_rows(stored)
     change(rows[1], "loss", 0)
@@ -344,7 +443,9 @@ def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, 
     assert len(as_stored) == 5
 
 
-def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, stored, data_folder):
+def test_data_that_is_missing_is_said_before_anything_runs(
+    command, as_stored, stored, data_folder
+):
     spec = smoke_spec("digits")
     spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
     far = written(data_folder / "far.jsonl", kept_row(spec, 0.5))
@@ -362,7 +463,10 @@ def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, s
 def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     store = written(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
-    assert verify.sample(store).missing == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"
+    assert (
+        verify.sample(store).missing
+        == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"
+    )
 
 
 def test_the_page_states_the_tolerances_that_are_used():

@@ -45,13 +45,23 @@ def test_shapes_and_anchors(name, stride):
     images = torch.zeros(2, 3, 8 * stride, 12 * stride)
     out = model(images)
     places = 8 * 12 + 4 * 6 + 2 * 3 + 1 * 2 + 1 * 1
-    assert [tuple(f.shape[-2:]) for f in out.features] == [(8, 12), (4, 6), (2, 3), (1, 2), (1, 1)]
+    assert [tuple(f.shape[-2:]) for f in out.features] == [
+        (8, 12),
+        (4, 6),
+        (2, 3),
+        (1, 2),
+        (1, 1),
+    ]
     assert out.logits.shape == (2, 9 * places, 7)
     assert out.offsets.shape == (2, 9 * places, 4)
     anchors = anchors_of(model, images, out)
     assert [a.shape for a in anchors] == [(9 * places, 4)] * 2
     sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
-    np.testing.assert_allclose(sorted(sides.tolist()), sorted(4 * stride * x for x in (1, 1.26, 1.59) * 3), rtol=0.06)
+    np.testing.assert_allclose(
+        sorted(sides.tolist()),
+        sorted(4 * stride * x for x in (1, 1.26, 1.59) * 3),
+        rtol=0.06,
+    )
 
 
 def test_an_untrained_detector_expects_one_percent_everywhere():
@@ -63,20 +73,30 @@ def test_an_untrained_detector_expects_one_percent_everywhere():
 def test_initialisation_of_convolutions():
     torch.manual_seed(0)
     model = retinanet("retinanet", 20)
-    for name in ("backbone.body.layer3.0.conv1", "backbone.fpn.inner_blocks.1.0", "head.classification_head.conv.2.0"):
+    for name in (
+        "backbone.body.layer3.0.conv1",
+        "backbone.fpn.inner_blocks.1.0",
+        "head.classification_head.conv.2.0",
+    ):
         conv = model.get_submodule(name)
         k, _ = conv.kernel_size
-        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / (k * k * conv.out_channels)), rel=0.03)
+        assert conv.weight.std().item() == pytest.approx(
+            math.sqrt(2 / (k * k * conv.out_channels)), rel=0.03
+        )
         assert conv.bias is None or not conv.bias.any()
 
 
 def test_frozen_statistics_stay_while_scale_and_shift_are_trained():
     layer = FrozenStatisticsBatchNorm2d(2)
-    layer.load_state_dict({**nn.BatchNorm2d(2).state_dict(), "running_mean": torch.tensor([1.0, 2.0])})
+    layer.load_state_dict(
+        {**nn.BatchNorm2d(2).state_dict(), "running_mean": torch.tensor([1.0, 2.0])}
+    )
     model = nn.Sequential(layer).train()
     x = torch.randn(4, 2, 3, 3)
     y = model(x)
-    torch.testing.assert_close(y, (x - torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)) / math.sqrt(1 + 1e-5))
+    torch.testing.assert_close(
+        y, (x - torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)) / math.sqrt(1 + 1e-5)
+    )
     y.sum().backward()
     assert layer.running_mean.tolist() == [1.0, 2.0]
     assert layer.weight.grad is not None
@@ -113,7 +133,11 @@ def plain_losses(out, anchors, boxes, labels, classes):
                 focal -= 0.75 * p**2 * math.log(1 - p)
         if positive:
             positives += 1
-            b, aw, ah = boxes[best].tolist(), anchor[2] - anchor[0], anchor[3] - anchor[1]
+            b, aw, ah = (
+                boxes[best].tolist(),
+                anchor[2] - anchor[0],
+                anchor[3] - anchor[1],
+            )
             wanted = (
                 ((b[0] + b[2]) / 2 - (anchor[0] + anchor[2]) / 2) / aw / 0.1,
                 ((b[1] + b[3]) / 2 - (anchor[1] + anchor[3]) / 2) / ah / 0.1,
@@ -128,12 +152,19 @@ def plain_losses(out, anchors, boxes, labels, classes):
 
 @pytest.mark.parametrize(
     ("boxes", "learned"),
-    [([[5.0, 5, 40, 37], [30, 30, 60, 58]], True), ([], False), ([[5.0, 5, 9, 9]], False)],  # too small for any anchor
+    [
+        ([[5.0, 5, 40, 37], [30, 30, 60, 58]], True),
+        ([], False),
+        ([[5.0, 5, 9, 9]], False),
+    ],  # too small for any anchor
 )
 def test_loss_equals_the_one_written_out(boxes, learned):
     torch.manual_seed(0)
     model = retinanet("retinanet_small", 3)
-    for layer in (model.head.classification_head.cls_logits, model.head.regression_head.bbox_reg):
+    for layer in (
+        model.head.classification_head.cls_logits,
+        model.head.regression_head.bbox_reg,
+    ):
         nn.init.normal_(layer.weight, std=0.02)
     images = torch.randn(1, 3, 64, 64)
     target = {
@@ -142,7 +173,13 @@ def test_loss_equals_the_one_written_out(boxes, learned):
     }
     out = model(images)
     found_focal, found_box = detection_losses(model, images, out, [target])
-    focal, box = plain_losses(out, anchors_of(model, images, out)[0], target["boxes"], target["labels"].tolist(), 3)
+    focal, box = plain_losses(
+        out,
+        anchors_of(model, images, out)[0],
+        target["boxes"],
+        target["labels"].tolist(),
+        3,
+    )
     assert found_focal.item() == pytest.approx(focal, rel=1e-4)
     assert found_box.item() == pytest.approx(box, rel=1e-4)
     assert (box > 0) == learned
@@ -164,14 +201,20 @@ def test_detections_are_the_boxes_that_were_learned():
     assert found["labels"].tolist() == [2]
     assert found["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
     (cut,) = detections(model, images, answer, [(30, 40)])  # the rest is padding
-    torch.testing.assert_close(cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3
+    )
 
 
 def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
     task = DetectionTask(spec(size=64, max_size=100), CPU)
     model = task.model().eval()
     odd = [
-        replace(picture([[10, 20, 30, 40]], [1]), picture=torch.zeros(3, 50, 130, dtype=torch.uint8), size=(50, 130))
+        replace(
+            picture([[10, 20, 30, 40]], [1]),
+            picture=torch.zeros(3, 50, 130, dtype=torch.uint8),
+            size=(50, 130),
+        )
     ]
     seen = []
 
@@ -192,7 +235,9 @@ def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
 
 def picture(boxes, labels, difficult=None):
     pixels = torch.zeros(3, 100, 100, dtype=torch.uint8)
-    return annotated_picture(pixels, (100, 100), boxes, labels, difficult or [False] * len(labels))
+    return annotated_picture(
+        pixels, (100, 100), boxes, labels, difficult or [False] * len(labels)
+    )
 
 
 def found(boxes, scores, labels):
@@ -212,34 +257,60 @@ SECOND_AFTER_A_MISS = (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11)
 @pytest.mark.parametrize(
     ("detections", "objects", "expected"),
     [
-        ([found([A, FAR, B], [0.9, 0.8, 0.7], [0, 0, 0])], [picture([A, B], [0, 0])], SECOND_AFTER_A_MISS),
+        (
+            [found([A, FAR, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+            [picture([A, B], [0, 0])],
+            SECOND_AFTER_A_MISS,
+        ),
         # one of three found: area 1/3; 0, 0.1, 0.2, 0.3 are reached
         ([found([A], [0.5], [0])], [picture([A, B, C], [0, 0, 0])], (1 / 3, 4 / 11)),
         # the same object twice: the second counts against
-        ([found([A, A, B], [0.9, 0.8, 0.7], [0, 0, 0])], [picture([A, B], [0, 0])], SECOND_AFTER_A_MISS),
+        (
+            [found([A, A, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+            [picture([A, B], [0, 0])],
+            SECOND_AFTER_A_MISS,
+        ),
         # the mean over classes that have objects: 1 and 0; class 2 has none
-        ([found([A, B], [0.9, 0.8], [0, 2])], [picture([A, B], [0, 1])], (1 / 2, 1 / 2)),
+        (
+            [found([A, B], [0.9, 0.8], [0, 2])],
+            [picture([A, B], [0, 1])],
+            (1 / 2, 1 / 2),
+        ),
         # over pictures: the second one's only detection is wrong and scores best
-        ([found([A], [0.5], [0]), found([FAR], [0.9], [0])], [picture([A], [0]), picture([], [])], (1 / 2, 1 / 2)),
+        (
+            [found([A], [0.5], [0]), found([FAR], [0.9], [0])],
+            [picture([A], [0]), picture([], [])],
+            (1 / 2, 1 / 2),
+        ),
         # what is found on a difficult object, and what is missed of it, does not count
-        ([found([B, A], [0.9, 0.5], [0, 0])], [picture([A, B, C], [0, 0, 0], [False, True, True])], (1.0, 1.0)),
+        (
+            [found([B, A], [0.9, 0.5], [0, 0])],
+            [picture([A, B, C], [0, 0, 0], [False, True, True])],
+            (1.0, 1.0),
+        ),
         ([found([], [], [])], [picture([A], [0])], (0.0, 0.0)),
     ],
 )
 def test_average_precision_by_hand(detections, objects, expected):
     result = mean_average_precision(list(zip(detections, objects, strict=True)))
-    assert (result["map50"], result["map50_11point"]) == pytest.approx(expected, abs=1e-6)
+    assert (result["map50"], result["map50_11point"]) == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("overlap", "metric", "expected"),
     [
-        (0.51, "map50", 1), (0.49, "map50", 0),  # VOC counts from a half on
-        (0.82, "map", 0.7), (1.0, "map", 1),  # COCO's mean: 0.82 is enough at 0.5, 0.55, ..., 0.8
+        (0.51, "map50", 1),
+        (0.49, "map50", 0),  # VOC counts from a half on
+        (0.82, "map", 0.7),
+        (1.0, "map", 1),  # COCO's mean: 0.82 is enough at 0.5, 0.55, ..., 0.8
     ],
-)  # fmt: skip
+)
 def test_how_much_overlap_counts(overlap, metric, expected):
-    result = mean_average_precision([(found([[0, 0, 10 * overlap, 10]], [0.9], [0]), picture([A], [0]))])
+    result = mean_average_precision(
+        [(found([[0, 0, 10 * overlap, 10]], [0.9], [0]), picture([A], [0]))]
+    )
     assert result[metric] == pytest.approx(expected)
 
 
@@ -247,19 +318,30 @@ def test_average_precision_against_a_plain_one():
     """All-point and 11-point, of one object and one detection a picture, against the definition in numpy."""
     rng, n = np.random.default_rng(0), 40
     hits, scores = rng.random(n) < 0.7, (1 + rng.permutation(n)) / n
-    pairs = [(found([A if h else FAR], [s], [0]), picture([A], [0])) for h, s in zip(hits, scores, strict=True)]
+    pairs = [
+        (found([A if h else FAR], [s], [0]), picture([A], [0]))
+        for h, s in zip(hits, scores, strict=True)
+    ]
     right = hits[scores.argsort()[::-1]]
     recall, exact = right.cumsum() / n, right.cumsum() / np.arange(1, n + 1)
     envelope = np.maximum.accumulate(exact[::-1])[::-1]
     area = (np.diff(recall, prepend=0) * envelope).sum()
-    eleven = np.mean([envelope[recall >= r - 1e-12].max(initial=0) for r in np.arange(11) / 10])
+    eleven = np.mean(
+        [envelope[recall >= r - 1e-12].max(initial=0) for r in np.arange(11) / 10]
+    )
     result = mean_average_precision(pairs)
     assert 0.3 < area < 0.9
-    assert (result["map50"], result["map50_11point"]) == pytest.approx((area, eleven), abs=1e-6)
+    assert (result["map50"], result["map50_11point"]) == pytest.approx(
+        (area, eleven), abs=1e-6
+    )
 
 
 def test_nothing_to_be_found_is_an_error():
-    refused("no object to be found on 1 pictures", mean_average_precision, [(found([A], [0.9], [0]), picture([], []))])
+    refused(
+        "no object to be found on 1 pictures",
+        mean_average_precision,
+        [(found([A], [0.9], [0]), picture([], []))],
+    )
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -272,15 +354,26 @@ def test_training_learns_two_scenes_and_all_metrics_are_stored():
     losses = []
     run = train(DetectionTask, s, on_step=lambda step, model, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2
-    assert "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64" in run.title
+    assert (
+        "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64" in run.title
+    )
     run.model.eval()
     with cpt.precision(run.model, bits=8):
         on_training = mean_average_precision(task.detect(run.model, task.data.train)[0])
     assert on_training["map50"] > 0.3
-    names, splits, policies = ("map50", "map50_11point", "map", "loss"), ("valid", "test"), ("q_max", "current")
-    assert {(m["name"], m["split"], m["when"], m["precision"]) for m in run.metrics} == {
+    names, splits, policies = (
+        ("map50", "map50_11point", "map", "loss"),
+        ("valid", "test"),
+        ("q_max", "current"),
+    )
+    assert {
+        (m["name"], m["split"], m["when"], m["precision"]) for m in run.metrics
+    } == {
         ("map50", "test", "best_valid", "q_max"),
-        *((name, split, "final", policy) for name, split, policy in itertools.product(names, splits, policies)),
+        *(
+            (name, split, "final", policy)
+            for name, split, policy in itertools.product(names, splits, policies)
+        ),
     }
 
 
@@ -293,7 +386,10 @@ def test_pretrained_weights_are_asked_for_and_used(data_folder):
 
     s = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
     s = replace(s, recipe=replace(s.recipe, model="retinanet"))
-    with pytest.raises(DataNotFoundError, match=r"python -m cpt_lab download resnet18, or train from scratch with pre"):
+    with pytest.raises(
+        DataNotFoundError,
+        match=r"python -m cpt_lab download resnet18, or train from scratch with pre",
+    ):
         DetectionTask(s, CPU)
     torch.manual_seed(5)
     stored = torchvision.models.resnet18().state_dict()
@@ -306,15 +402,21 @@ def test_pretrained_weights_are_asked_for_and_used(data_folder):
     assert body.bn1.running_mean[0] == 7
     assert isinstance(body.bn1, FrozenStatisticsBatchNorm2d)
     assert "ImageNet-pretrained backbone" in task.title
-    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, data_folder / WEIGHTS)
+    torch.save(
+        {k: v for k, v in stored.items() if k != "conv1.weight"}, data_folder / WEIGHTS
+    )
     refused(r"holds no weights of this backbone.*conv1\.weight", task.model)
     scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
     assert isinstance(scratch.model().backbone.body.bn1, nn.BatchNorm2d)
-    assert not isinstance(scratch.model().backbone.body.bn1, FrozenStatisticsBatchNorm2d)
+    assert not isinstance(
+        scratch.model().backbone.body.bn1, FrozenStatisticsBatchNorm2d
+    )
     assert "from scratch" in scratch.title
 
 
-def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(data_folder, capsys):
+def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(
+    data_folder, capsys
+):
     assert pretrained_or_scratch("demo") == {}
     assert capsys.readouterr().out == ""
     changes = pretrained_or_scratch("paper")
@@ -346,20 +448,33 @@ def test_upsampling_is_priced_by_the_paper_only():
 def test_operations_of_the_reference(reference_macs):
     with torch.device("meta"):
         model = retinanet("retinanet", 20)
-    one = plan.count_bitops(model, (torch.empty(1, 3, 224, 224, device="meta"),), convention="paper")
+    one = plan.count_bitops(
+        model, (torch.empty(1, 3, 224, 224, device="meta"),), convention="paper"
+    )
     assert one.forward_macs == int(reference_macs["voc_retinanet_r18"]["forward_count"])
 
 
 def test_costs_are_those_of_the_real_input_size(monkeypatch):
     assert DetectionTask(spec(), CPU).cost_batches == 1
-    monkeypatch.setattr(detection, "scenes", lambda part, count, size: tuple(
-        replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clip(max=32))
-        for i, a in enumerate(scenes(part, count, 64))
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        detection,
+        "scenes",
+        lambda part, count, size: tuple(
+            replace(
+                a,
+                picture=a.picture[:, : 32 * (1 + i % 2)],
+                size=(32 * (1 + i % 2), 64),
+                boxes=a.boxes.clip(max=32),
+            )
+            for i, a in enumerate(scenes(part, count, 64))
+        ),
+    )
     common._last.clear()
     assert DetectionTask(spec(), CPU).cost_batches == 8
     common._last.clear()
     r = recipe("paper", "voc2012")
-    paper = DetectionTask(run_spec(r, "CR", q_max=8, seed=0, scale="paper"), CPU, stand_in=True)
+    paper = DetectionTask(
+        run_spec(r, "CR", q_max=8, seed=0, scale="paper"), CPU, stand_in=True
+    )
     (images,) = paper.inputs(next(paper.batches(0)))
     assert images.shape == (4, 3, 608, 832)

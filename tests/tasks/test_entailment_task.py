@@ -27,7 +27,13 @@ from cpt_lab.training.train import train
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
+TINY = {
+    "hidden": 16,
+    "layers": 1,
+    "train_pairs": 300,
+    "valid_pairs": 60,
+    "test_pairs": 60,
+}
 spec = partial(smoke_spec, "templates", steps=12, **TINY)
 
 
@@ -39,7 +45,9 @@ def test_training_learns():
     assert run.metric("accuracy") > 0.42
     assert run.metric("accuracy", "valid") > 0.42
     assert run.metric("loss") < 1.09  # log 3
-    assert run.title.startswith("small BERT from scratch, WordPiece of its own, on synthetic sentence pairs")
+    assert run.title.startswith(
+        "small BERT from scratch, WordPiece of its own, on synthetic sentence pairs"
+    )
     assert task_of(run.spec) is EntailmentTask
 
 
@@ -49,22 +57,30 @@ def test_an_epoch_holds_every_pair_once():
     assert [len(batch[-1]) for batch in epoch] == [128, 128, 44]
     seen = {tuple(row[row > 0].tolist()) for batch in epoch for row in batch[0]}
     assert seen == {tuple(row[row > 0].tolist()) for row in task.data.train.tensors[0]}
-    assert not torch.equal(next(task.batches(3))[0], epoch[0][0])  # another order in the next epoch
+    assert not torch.equal(
+        next(task.batches(3))[0], epoch[0][0]
+    )  # another order in the next epoch
 
 
 def test_padding_changes_nothing_in_float32():
-    wide, narrow = (EntailmentTask(spec(padding=padding), CPU) for padding in ("max", "longest"))
+    wide, narrow = (
+        EntailmentTask(spec(padding=padding), CPU) for padding in ("max", "longest")
+    )
     assert (wide.cost_batches, narrow.cost_batches) == (1, 8)
     model = wide.model().eval()
     a, b = next(wide.batches(0)), next(narrow.batches(0))
     assert a[0].shape[1] == 24 > b[0].shape[1]
-    torch.testing.assert_close(model(*a[:3]).logits, model(*b[:3]).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        model(*a[:3]).logits, model(*b[:3]).logits, atol=1e-5, rtol=0
+    )
     left, right = wide.evaluate(model), narrow.evaluate(model)
     for split in left:
         assert left[split] == pytest.approx(right[split], abs=1e-5)
     masked = list(a)
     masked[1] = torch.zeros_like(a[1])  # attention to padding would be seen
-    assert not torch.allclose(model(*a[:3]).logits, model(*masked[:3]).logits, atol=1e-5)
+    assert not torch.allclose(
+        model(*a[:3]).logits, model(*masked[:3]).logits, atol=1e-5
+    )
 
 
 def test_the_mask_is_the_one_that_bert_makes_itself():
@@ -72,12 +88,16 @@ def test_the_mask_is_the_one_that_bert_makes_itself():
     model = task.model().eval()
     pieces, mask, sentence, _ = next(task.batches(0))
     plain = model(pieces, (mask[:, 0, 0] == 0).long(), sentence).logits
-    torch.testing.assert_close(model(pieces, mask, sentence).logits, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        model(pieces, mask, sentence).logits, plain, atol=1e-6, rtol=0
+    )
 
 
 def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_path):
     task = EntailmentTask(spec(train_pairs=None), CPU)
-    again = entailment_task._tokenizer(task.recipe, entailment_task.load_entailment(task.recipe))
+    again = entailment_task._tokenizer(
+        task.recipe, entailment_task.load_entailment(task.recipe)
+    )
     premise, hypothesis, _ = sentence_pairs(7)[0]
     pieces, sentence, length, _ = task.data.train[0]
     row = pieces[:length].tolist()
@@ -85,9 +105,15 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
     found = [again.id_to_token(i) for i in row]
     assert (found[0], found[-1], found.count("[SEP]")) == ("[CLS]", "[SEP]", 2)
     middle = found.index("[SEP]") + 1
-    assert sentence.tolist() == [0] * middle + [1] * (len(row) - middle) + [0] * (24 - len(row))
+    assert sentence.tolist() == [0] * middle + [1] * (len(row) - middle) + [0] * (
+        24 - len(row)
+    )
     folder = write_pairs(tmp_path / "mine", test="quokka")
-    r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en",))
+    r = replace(
+        recipe("smoke", str(folder), task="entailment"),
+        language="en",
+        test_languages=("en",),
+    )
     own = entailment_task._tokenizer(r, entailment_task.load_entailment(r))
     assert "##uo" not in own.get_vocab()
     assert "[UNK]" in own.encode("a quokka").tokens
@@ -111,7 +137,9 @@ print(_tokenizer(r, load_entailment(r)).to_str())
 def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
     text = ("ΟΔΟΣ İstanbul naïve ##a 日本語", "don't [x] ##a ##ab")
     pairs = pd.DataFrame({"premise": text, "hypothesis": text, "label": 0})
-    learned = entailment_task._tokenizer(recipe("smoke", "templates"), EntailmentData(pairs, pairs, {}, "", ""))
+    learned = entailment_task._tokenizer(
+        recipe("smoke", "templates"), EntailmentData(pairs, pairs, {}, "", "")
+    )
     assert learned.encode("##a", add_special_tokens=False).tokens == ["#", "#", "a"]
     assert learned.decode(learned.encode("a", "a").ids) == "a a"
     assert not {"[UNK]"} & set(learned.encode(*text).tokens)
@@ -123,7 +151,11 @@ def _facts(task):
 
 def test_words_without_pieces_are_counted(tmp_path):
     folder = write_pairs(tmp_path / "mine", test="\u732b")
-    asked = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en",))
+    asked = replace(
+        recipe("smoke", str(folder), task="entailment"),
+        language="en",
+        test_languages=("en",),
+    )
     found = _facts(EntailmentTask(run_spec(asked, "static 8", q_max=8, seed=0), CPU))
     assert "changed: test en: 12 words without word pieces became [UNK]" in found
     assert "changed: train: " not in found
@@ -134,8 +166,15 @@ def test_long_pairs_are_cut_and_counted(caplog):
         task = EntailmentTask(spec(length=9), CPU)
     assert int(task.data.train.tensors[2].max()) == 9
     assert "train: " in caplog.text
-    cut = int(caplog.text.split("train: ")[1].split(" of 300 pairs are longer than 9 word pieces")[0])
-    assert f"left out: train: word pieces of {cut} of 300 pairs behind the first 9" in _facts(task)
+    cut = int(
+        caplog.text.split("train: ")[1].split(
+            " of 300 pairs are longer than 9 word pieces"
+        )[0]
+    )
+    assert (
+        f"left out: train: word pieces of {cut} of 300 pairs behind the first 9"
+        in _facts(task)
+    )
     whole = EntailmentTask(spec(), CPU)
     assert "word pieces of" not in _facts(whole)
     assert cut == int((whole.data.train.tensors[2] > 9).sum()) > 0
@@ -144,25 +183,44 @@ def test_long_pairs_are_cut_and_counted(caplog):
 def write_pairs(folder, languages=("en",), test=""):
     folder.mkdir()
     pairs = sentence_pairs(84)
-    for split, part in (("train", pairs[:60]), ("dev", pairs[60:72]), ("test", pairs[72:])):
+    for split, part in (
+        ("train", pairs[:60]),
+        ("dev", pairs[60:72]),
+        ("test", pairs[72:]),
+    ):
         lines = ["premise,hypothesis,label,language"]
         for i, language in enumerate(languages):
             extra = f" {test}" if split == "test" else ""
-            lines += [f"{p}{extra},{h},{(label + i) % 3},{language}" for p, h, label in part]
+            lines += [
+                f"{p}{extra},{h},{(label + i) % 3},{language}" for p, h, label in part
+            ]
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
     return folder
 
 
 def test_every_further_language_has_its_accuracy(tmp_path):
-    folder = write_pairs(tmp_path / "mine", ("en", "es"))  # in "es" all labels are off by one
-    r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en", "es"), steps=2)
+    folder = write_pairs(
+        tmp_path / "mine", ("en", "es")
+    )  # in "es" all labels are off by one
+    r = replace(
+        recipe("smoke", str(folder), task="entailment"),
+        language="en",
+        test_languages=("en", "es"),
+        steps=2,
+    )
     task = EntailmentTask(run_spec(r, "static 8", q_max=8, seed=0), CPU)
     task.data.test["en"].tensors[3][:6] = 0
-    found = task.evaluate(lambda pieces, *_: SimpleNamespace(logits=torch.eye(3)[[0] * len(pieces)]))  # always 0
+    found = task.evaluate(
+        lambda pieces, *_: SimpleNamespace(logits=torch.eye(3)[[0] * len(pieces)])
+    )  # always 0
     assert set(found) == {"valid", "test"}
     assert set(found["test"]) == {"accuracy", "loss", "accuracy_es"}
     assert found["test"]["accuracy"] == pytest.approx(8 / 12)
-    assert found["test"]["accuracy_es"] == found["valid"]["accuracy"] == pytest.approx(4 / 12)
+    assert (
+        found["test"]["accuracy_es"]
+        == found["valid"]["accuracy"]
+        == pytest.approx(4 / 12)
+    )
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -170,12 +228,21 @@ def test_every_further_language_has_its_accuracy(tmp_path):
 
 def write_checkpoint(folder, labels):
     torch.manual_seed(5)
-    known = {word for premise, hypothesis, _ in sentence_pairs(300) for word in f"{premise} {hypothesis}".split()}
+    known = {
+        word
+        for premise, hypothesis, _ in sentence_pairs(300)
+        for word in f"{premise} {hypothesis}".split()
+    }
     words = [*entailment_task.SPECIAL, "[MASK]", *sorted(known)]
     config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, num_labels=labels,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        num_labels=labels,
+    )
     transformers.BertForSequenceClassification(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
@@ -191,7 +258,9 @@ def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels)
     model = task.model()
     assert same(model.bert, saved.bert)
     assert model.classifier.out_features == 3
-    assert (labels == 3) == (labels == 3 and torch.equal(model.classifier.weight, saved.classifier.weight))
+    assert (labels == 3) == (
+        labels == 3 and torch.equal(model.classifier.weight, saved.classifier.weight)
+    )
     torch.manual_seed(0)
     assert same(model, task.model())  # also a new classifier depends on the seed alone
     torch.manual_seed(1)
@@ -207,10 +276,22 @@ def test_checkpoints_that_cannot_be_used(data_folder):
     (data_folder / "empty").mkdir()
     write(data_folder / "gpt", {"config.json": b'{"model_type": "gpt2"}'})
     for name, error, message in (
-        ("bert-base-multilingual-cased", DataNotFoundError, r"with: .*python -m cpt_lab download bert-base-multi"),
+        (
+            "bert-base-multilingual-cased",
+            DataNotFoundError,
+            r"with: .*python -m cpt_lab download bert-base-multi",
+        ),
         ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),
-        ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),
-        ("gpt", ValueError, r"gpt holds a model of type 'gpt2'; only 'bert' can be used"),
+        (
+            "empty",
+            ValueError,
+            r"empty holds no pretrained model: it has no config\.json",
+        ),
+        (
+            "gpt",
+            ValueError,
+            r"gpt holds a model of type 'gpt2'; only 'bert' can be used",
+        ),
     ):
         refused(message, EntailmentTask, spec(checkpoint=name), CPU, error=error)
 
@@ -218,19 +299,38 @@ def test_checkpoints_that_cannot_be_used(data_folder):
 def test_operations_are_counted_and_all_linear_layers_quantised():
     task = EntailmentTask(spec(padding="max"), CPU)
     model = cpt.quantize_(task.model())
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert len(linear) == 6 + 2  # of one layer: query, key, value, output, two of the feed-forward; pooler, classifier
-    assert linear == {row.name for row in cpt.summary(model).quantized if row.kind == "Linear"}
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert (
+        len(linear) == 6 + 2
+    )  # of one layer: query, key, value, output, two of the feed-forward; pooler, classifier
+    assert linear == {
+        row.name for row in cpt.summary(model).quantized if row.kind == "Linear"
+    }
     plan = cpt.count_bitops(model, task.inputs(next(task.batches(0))))
     tokens, h = 32 * 24, 16
-    assert sum(plan.macs[name] for name in linear) == tokens * (4 * h * h + 8 * h * h) + 32 * (h * h + 3 * h)
+    assert sum(plan.macs[name] for name in linear) == tokens * (
+        4 * h * h + 8 * h * h
+    ) + 32 * (h * h + 3 * h)
 
 
 @pytest.mark.parametrize("checkpoint", ["", "bert-base-multilingual-cased"])
 def test_stand_ins_need_no_data(monkeypatch, checkpoint):
     for name in ("load_entailment", "_tokenizer", "checkpoint_folder"):
-        monkeypatch.setattr(entailment_task, name, lambda *args: pytest.fail("a stand-in needs nothing"))
-    small = spec(checkpoint=checkpoint, dataset="xnli", test_languages=("de",), batch=4, length=16, padding="max")
+        monkeypatch.setattr(
+            entailment_task, name, lambda *args: pytest.fail("a stand-in needs nothing")
+        )
+    small = spec(
+        checkpoint=checkpoint,
+        dataset="xnli",
+        test_languages=("de",),
+        batch=4,
+        length=16,
+        padding="max",
+    )
     task = EntailmentTask(small, CPU, stand_in=True)
     batch = next(task.batches(0))
     assert batch[0].shape == batch[2].shape == (4, 16)

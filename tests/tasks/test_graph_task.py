@@ -45,14 +45,24 @@ def test_workers_change_nothing(monkeypatch):
     there = itertools.islice(task.batches(0), 3)
     for (graphs, *some, _), (others, *again, _) in zip(here, there, strict=True):
         assert all(map(torch.equal, some, again))
-        assert all(torch.equal(a.indptr, b.indptr) for a, b in zip(graphs, others, strict=True))
-        assert all(torch.equal(a.indices, b.indices) for a, b in zip(graphs, others, strict=True))
+        assert all(
+            torch.equal(a.indptr, b.indptr) for a, b in zip(graphs, others, strict=True)
+        )
+        assert all(
+            torch.equal(a.indices, b.indices)
+            for a, b in zip(graphs, others, strict=True)
+        )
 
 
 def test_an_epoch_holds_every_training_node_once():
     task = GraphTask(spec(model="sage", batch=15), CPU)
     seen = [next(task.batches(step))[2] for step in range(4)]
-    assert [len(s) for s in seen] == [15, 15, 15, 5]  # 50 labelled nodes; the last batch is small, not dropped
+    assert [len(s) for s in seen] == [
+        15,
+        15,
+        15,
+        5,
+    ]  # 50 labelled nodes; the last batch is small, not dropped
     assert torch.bincount(torch.cat(seen)).tolist() == [5] * 10
 
 
@@ -66,9 +76,18 @@ def test_accuracy_by_in_degree():
         without = GraphTask(spec(), CPU).evaluate(model)["test"]
     nodes = task.rows["test"]
     right, degree = (predicted == task.labels)[nodes], task.graph.in_degrees[nodes]
-    strata = {0: degree < 10, 10: (degree >= 10) & (degree < 12), 12: degree >= 12}  # nobody has 10,000 neighbours
-    told = {f"accuracy_degree{low}": float(right[inside].float().mean()) for low, inside in strata.items()}
-    assert {name: value for name, value in found.items() if "degree" in name} == pytest.approx(told)
+    strata = {
+        0: degree < 10,
+        10: (degree >= 10) & (degree < 12),
+        12: degree >= 12,
+    }  # nobody has 10,000 neighbours
+    told = {
+        f"accuracy_degree{low}": float(right[inside].float().mean())
+        for low, inside in strata.items()
+    }
+    assert {
+        name: value for name, value in found.items() if "degree" in name
+    } == pytest.approx(told)
     assert found["accuracy"] == pytest.approx(
         np.dot([float(s.float().mean()) for s in strata.values()], list(told.values()))
     )
@@ -83,7 +102,9 @@ def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
     with precision(model, 4):
         chunks = task._exact(model)
         whole = model(task.graph, task.features)
-    torch.testing.assert_close(chunks, whole, atol=2e-3, rtol=0)  # a sum in another order can move a level
+    torch.testing.assert_close(
+        chunks, whole, atol=2e-3, rtol=0
+    )  # a sum in another order can move a level
     assert (chunks.argmax(1) == whole.argmax(1)).float().mean() > 0.995
 
 
@@ -93,8 +114,12 @@ def test_sampled_inference_is_repeatable_and_close_to_exact():
     run.model.eval()
     with precision(run.model, 8):
         first, again = task.evaluate(run.model), task.evaluate(run.model)
-        exact = GraphTask(spec(model="sage", inference="exact"), CPU).evaluate(run.model)
-    few = GraphTask(spec(model="sage", fanout=3), CPU)  # fewer than a node has: here chance takes part
+        exact = GraphTask(spec(model="sage", inference="exact"), CPU).evaluate(
+            run.model
+        )
+    few = GraphTask(
+        spec(model="sage", fanout=3), CPU
+    )  # fewer than a node has: here chance takes part
     with precision(run.model, 8):
         assert few.evaluate(run.model) == few.evaluate(run.model) != first
     assert first == again
@@ -110,7 +135,9 @@ def test_the_raw_logit_loss_has_no_floor():
 def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch):
     original = graph_task.load_graph
     monkeypatch.setattr(
-        graph_task, "load_graph", lambda r: replace(original(r), valid=torch.empty(0, dtype=torch.int64))
+        graph_task,
+        "load_graph",
+        lambda r: replace(original(r), valid=torch.empty(0, dtype=torch.int64)),
     )
     run = train(GraphTask, spec(evaluate_every=4))
     assert {m["when"] for m in run.metrics} == {"final", "best_test"}
@@ -121,11 +148,19 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
 
     class Evaluator:
         def eval(self, pair):
-            calls.append((pair["y_true"].shape, pair["y_pred"].shape, (pair["y_true"] == pair["y_pred"]).mean()))
+            calls.append(
+                (
+                    pair["y_true"].shape,
+                    pair["y_pred"].shape,
+                    (pair["y_true"] == pair["y_pred"]).mean(),
+                )
+            )
             return {"acc": 0.25}
 
     original = graph_task.load_graph
-    monkeypatch.setattr(graph_task, "load_graph", lambda r: replace(original(r), ogb="ogbn-arxiv"))
+    monkeypatch.setattr(
+        graph_task, "load_graph", lambda r: replace(original(r), ogb="ogbn-arxiv")
+    )
     monkeypatch.setattr(graph_task, "evaluator", lambda name: Evaluator())
     run = train(GraphTask, spec(steps=1))
     assert run.metric("accuracy") == 0.25
@@ -136,5 +171,7 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])
 def test_normalisation_layers(norm):
     model = GraphNet("sage", 4, 2, hidden=8, norm=norm)
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.convs.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in model.convs.parameters()
+    )
     assert len(model.norms) == 2

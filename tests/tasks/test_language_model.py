@@ -27,11 +27,25 @@ SENTENCES = {
 
 @pytest.fixture
 def folder(data_folder):
-    return write(data_folder / "toy", {f"toy.{split}.txt": words.encode() for split, words in SENTENCES.items()})
+    return write(
+        data_folder / "toy",
+        {f"toy.{split}.txt": words.encode() for split, words in SENTENCES.items()},
+    )
 
 
-SMALL = dict(steps=20, batch=4, length=5, embedding=6, hidden=8, n_cycles=1, vocabulary=None, train_tokens=None,
-             valid_tokens=None, test_tokens=None, evaluation_batch=3)  # fmt: skip
+SMALL = dict(
+    steps=20,
+    batch=4,
+    length=5,
+    embedding=6,
+    hidden=8,
+    n_cycles=1,
+    vocabulary=None,
+    train_tokens=None,
+    valid_tokens=None,
+    test_tokens=None,
+    evaluation_batch=3,
+)
 
 
 def toy(**changes):
@@ -52,12 +66,29 @@ def task(**changes):
 
 def test_words_lines_and_unknown_words(folder):
     found = text.load_text(toy())
-    assert len(found.train) == 20 * 12  # blank lines are skipped, every other one ends in <eos>
+    assert (
+        len(found.train) == 20 * 12
+    )  # blank lines are skipped, every other one ends in <eos>
     words = [found.vocabulary[i] for i in found.train[:9]]
     assert words == ["the", "cat", "sat", "<eos>", "the", "dog", "sat", "<eos>", "a"]
-    assert [found.vocabulary[i] for i in found.valid[4:8]] == ["the", "<unk>", "sat", "<eos>"]  # no fish in training
+    assert [found.vocabulary[i] for i in found.valid[4:8]] == [
+        "the",
+        "<unk>",
+        "sat",
+        "<eos>",
+    ]  # no fish in training
     assert found.vocabulary[found.start] == "<eos>"
-    assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "cat", "sat", "dog", "a", "bird", "sang"}
+    assert set(found.vocabulary) == {
+        "<eos>",
+        "<unk>",
+        "the",
+        "cat",
+        "sat",
+        "dog",
+        "a",
+        "bird",
+        "sang",
+    }
     assert found.title == "toy"
 
 
@@ -73,7 +104,10 @@ def test_one_text_is_cut_at_its_lines(folder, dataset):
     assert [found.vocabulary[i] for i in found.train[-3:]] == ["line", "23", "<eos>"]
     for path in (folder.parent / "novel.txt", folder.parent / "novel" / "novel.txt"):
         path.write_text("\n".join(lines[:9]))
-    with pytest.raises(ValueError, match=r"novel.txt has 9 lines with words; one text is cut in three, and needs ten"):
+    with pytest.raises(
+        ValueError,
+        match=r"novel.txt has 9 lines with words; one text is cut in three, and needs ten",
+    ):
         text.load_text(toy(dataset=dataset))
 
 
@@ -87,7 +121,9 @@ def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
     assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
     assert len(found.train) == 120
     assert found.title == "the first 120 words of toy, 3 words known"
-    assert text.load_text(toy(vocabulary=500)).title == "toy, 8 words known"  # it has no more
+    assert (
+        text.load_text(toy(vocabulary=500)).title == "toy, 8 words known"
+    )  # it has no more
 
 
 def test_characters(folder):
@@ -99,18 +135,33 @@ def test_characters(folder):
 
 def test_the_reference_text_of_python():
     found = text.load_text(recipe("demo", "pydoc", task="language_model"))
-    assert (len(found.train), len(found.valid), len(found.test)) == (270_000, 10_000, 20_000)
+    assert (len(found.train), len(found.valid), len(found.test)) == (
+        270_000,
+        10_000,
+        20_000,
+    )
     assert 80 < len(found.vocabulary) < 200
     assert found.title == "characters of Python's reference text"
 
 
 def test_files_are_found_and_missed(folder):
-    refused("there is no folder", text.load_text, toy(dataset="nowhere/"), error=DataNotFoundError)
+    refused(
+        "there is no folder",
+        text.load_text,
+        toy(dataset="nowhere/"),
+        error=DataNotFoundError,
+    )
     (folder / "other.train.txt").write_text("x")
-    refused(r"several texts for train: other.train.txt, toy.train.txt", text.load_text, toy())
+    refused(
+        r"several texts for train: other.train.txt, toy.train.txt",
+        text.load_text,
+        toy(),
+    )
     (folder / "other.train.txt").unlink()
     (folder / "toy.test.txt").unlink()
-    refused(r"no file that ends in test.txt", text.load_text, toy(), error=DataNotFoundError)
+    refused(
+        r"no file that ends in test.txt", text.load_text, toy(), error=DataNotFoundError
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +170,24 @@ def test_files_are_found_and_missed(folder):
         ("train", b" \n\n", "has no words"),
         ("train", b"caf\xe9\n", "cannot be read: 'utf-8' codec .*; save it as UTF-8$"),
         ("train", b"a b\n", "3 words, too few"),
-        ("train", b"word word word\n" * 60, "toy/: the training text is one word over and over; nothing can be learnt"),
-        ("train", b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
+        (
+            "train",
+            b"word word word\n" * 60,
+            "toy/: the training text is one word over and over; nothing can be learnt",
+        ),
+        (
+            "train",
+            b"un peu\n" * 20,
+            "toy/: nothing of the valid text is in the training text",
+        ),
         ("test", b"a b\n", "toy/: the test text has 3 words, too few for a batch of "),
-        ("test", SENTENCES["train"].encode(), "toy/: the test text is the training text; a test needs another"),
+        (
+            "test",
+            SENTENCES["train"].encode(),
+            "toy/: the test text is the training text; a test needs another",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_text(folder, split, content, message):
     (folder / f"toy.{split}.txt").write_bytes(content)
     refused(message, text.load_text, toy())
@@ -135,7 +198,9 @@ def test_penn_treebank_is_checked_by_its_counts(folder):
     ptb.mkdir()
     for split in text.SPLITS:
         (ptb / f"ptb.{split}.txt").write_text(SENTENCES[split])
-    with pytest.raises(ValueError, match=r"not the official Penn Treebank: \{'train': 240.*929589"):
+    with pytest.raises(
+        ValueError, match=r"not the official Penn Treebank: \{'train': 240.*929589"
+    ):
         text.load_text(recipe("paper", "ptb", task="language_model"))
 
 
@@ -147,10 +212,22 @@ def test_download_checks_what_it_gets(folder, monkeypatch):
         Path(path).write_text("x")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", fake)
-    monkeypatch.setattr(text, "PTB_SHA256", {**text.PTB_SHA256, "test": hashlib.sha256(b"x").hexdigest()})
+    monkeypatch.setattr(
+        text,
+        "PTB_SHA256",
+        {**text.PTB_SHA256, "test": hashlib.sha256(b"x").hexdigest()},
+    )
     where = data.download("ptb")
-    assert sorted(p.name for p in where.iterdir()) == ["ptb.test.txt", "ptb.train.txt", "ptb.valid.txt"]
-    assert [url.rsplit("/", 1)[1] for url, _ in asked] == ["ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"]
+    assert sorted(p.name for p in where.iterdir()) == [
+        "ptb.test.txt",
+        "ptb.train.txt",
+        "ptb.valid.txt",
+    ]
+    assert [url.rsplit("/", 1)[1] for url, _ in asked] == [
+        "ptb.train.txt",
+        "ptb.valid.txt",
+        "ptb.test.txt",
+    ]
     assert all(len(digest) == 64 for _, digest in asked)
     data.download("ptb")  # what is right already stays
     assert len(asked) == 5
@@ -181,7 +258,11 @@ def test_columns_run_side_by_side_through_the_whole_text(folder):
 def test_every_word_is_asked_for_once(count):
     tokens = torch.arange(100, 100 + count)
     words, targets = text.questions(tokens, start=7, batch=3)
-    pairs = [(int(w), int(t)) for w, t in zip(words.t().flatten(), targets.t().flatten(), strict=True) if t >= 0]
+    pairs = [
+        (int(w), int(t))
+        for w, t in zip(words.t().flatten(), targets.t().flatten(), strict=True)
+        if t >= 0
+    ]
     assert [t for _, t in pairs] == tokens.tolist()
     assert [w for w, _ in pairs] == [7, *tokens[:-1].tolist()]
 
@@ -193,7 +274,9 @@ def test_perplexity_by_hand(folder):
     table /= table.sum(1, keepdim=True)
     sequence = [t.data.start, *t.data.test.tolist()]
     nll = [-math.log(table[a, b]) for a, b in itertools.pairwise(sequence)]
-    found = t.evaluate(lambda words, state: (table.log()[words], state))["test"]  # by the word before alone
+    found = t.evaluate(lambda words, state: (table.log()[words], state))[
+        "test"
+    ]  # by the word before alone
     assert found["loss"] == pytest.approx(sum(nll) / len(nll), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
 
@@ -205,18 +288,26 @@ def test_evaluation_carries_the_state_through_each_text_too(folder):
     def counting(words, state):
         """Counts the words that it has seen in its state."""
         seen.append(state)
-        return torch.zeros(*words.shape, len(t.data.vocabulary)), (state or 0) + len(words)
+        return torch.zeros(*words.shape, len(t.data.vocabulary)), (state or 0) + len(
+            words
+        )
 
     t.evaluate(counting)
-    lengths = [math.ceil(len(part) / 3) for part in (t.data.valid, t.data.test)]  # in three columns
+    lengths = [
+        math.ceil(len(part) / 3) for part in (t.data.valid, t.data.test)
+    ]  # in three columns
     assert seen == [at or None for length in lengths for at in range(0, length, 5)]
 
 
 def test_the_best_evaluation_is_that_of_the_lowest_perplexity(folder):
     run = train(LanguageModelTask, spec("static 8", evaluate_every=4, lr=5.0))
-    by_valid = sorted(run.history["evaluations"], key=lambda e: e["valid"]["perplexity"])
+    by_valid = sorted(
+        run.history["evaluations"], key=lambda e: e["valid"]["perplexity"]
+    )
     assert by_valid[0]["test"]["perplexity"] != by_valid[-1]["test"]["perplexity"]
-    assert run.metric("perplexity", when="best_valid") == by_valid[0]["test"]["perplexity"]
+    assert (
+        run.metric("perplexity", when="best_valid") == by_valid[0]["test"]["perplexity"]
+    )
 
 
 def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
@@ -230,15 +321,25 @@ def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
     for _ in range(4):
         _, carry = t.loss(model, next(stream), carry)
         assert not carry[0].requires_grad
-    assert [s is None for s in seen] == [True, False, True, False]  # steps 10, 11, 12 (a new epoch), 13
+    assert [s is None for s in seen] == [
+        True,
+        False,
+        True,
+        False,
+    ]  # steps 10, 11, 12 (a new epoch), 13
 
 
 def test_the_rate_follows_the_evaluations_of_the_run(folder):
     """Trained for real: the rate is a function of what was evaluated, also after a stop."""
-    run = train(LanguageModelTask, spec("static 2", lr_rule="plateau", evaluate_every=2, lr=60.0))
+    run = train(
+        LanguageModelTask,
+        spec("static 2", lr_rule="plateau", evaluate_every=2, lr=60.0),
+    )
     _, lr = task(lr_rule="plateau", evaluate_every=2, lr=60.0).optimizer(run.model)
     history = run.history
-    assert history["lr"] == [lr(s, [e for e in history["evaluations"] if e["step"] <= s]) for s in range(20)]
+    assert history["lr"] == [
+        lr(s, [e for e in history["evaluations"] if e["step"] <= s]) for s in range(20)
+    ]
     assert len(set(history["lr"])) > 2  # it was cut
 
 
@@ -246,10 +347,17 @@ def test_the_rate_follows_the_evaluations_of_the_run(folder):
 
 
 def test_training_learns_and_low_precision_shows(folder):
-    runs = {arm: train(LanguageModelTask, spec(arm, steps=120, lr=5.0, hidden=16)) for arm in ("static 8", "static 1")}
+    runs = {
+        arm: train(LanguageModelTask, spec(arm, steps=120, lr=5.0, hidden=16))
+        for arm in ("static 8", "static 1")
+    }
     assert runs["static 8"].metric("perplexity") < 2
-    assert runs["static 1"].metric("perplexity") > 1.3 * runs["static 8"].metric("perplexity")
-    assert runs["static 8"].metric("perplexity") == pytest.approx(math.exp(runs["static 8"].metric("loss")))
+    assert runs["static 1"].metric("perplexity") > 1.3 * runs["static 8"].metric(
+        "perplexity"
+    )
+    assert runs["static 8"].metric("perplexity") == pytest.approx(
+        math.exp(runs["static 8"].metric("loss"))
+    )
     assert runs["static 8"].title == "LSTM (16 wide) on toy"
 
 
@@ -272,7 +380,9 @@ def test_dropout_on_embeddings_is_a_switch():
     seen = []
     for drop in (True, False):
         model = LanguageModel(9, 30, 5, dropout=0.5, drop_embedding=drop)
-        model.lstm.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0] == 0).float().mean()))
+        model.lstm.register_forward_pre_hook(
+            lambda module, inputs: seen.append((inputs[0] == 0).float().mean())
+        )
         model(words)
     assert 0.3 < seen[0] < 0.7
     assert seen[1] == 0
@@ -281,7 +391,9 @@ def test_dropout_on_embeddings_is_a_switch():
 def test_stand_in_needs_no_data():
     for scale, dataset in (("paper", "ptb"), ("demo", "pydoc")):
         r = recipe(scale, dataset, task="language_model")
-        made = LanguageModelTask(run_spec(r, "CR", q_max=8, seed=0), torch.device("cpu"), stand_in=True)
+        made = LanguageModelTask(
+            run_spec(r, "CR", q_max=8, seed=0), torch.device("cpu"), stand_in=True
+        )
         x, y, first = next(made.batches(0))
         assert x.shape == y.shape == (35, 20)
         assert first

@@ -24,11 +24,20 @@ from cpt_lab.training.train import train
 
 CPU = torch.device("cpu")
 OPTIONAL = "torchvision PIL torchmetrics dgl ogb transformers tokenizers datasets accelerate".split()
-BASE = ("digits/mlp6", "digits/resnet8_w8", "pydoc/lstm", "digits-graph/gcn", "digits-graph/sage")
+BASE = (
+    "digits/mlp6",
+    "digits/resnet8_w8",
+    "pydoc/lstm",
+    "digits-graph/gcn",
+    "digits-graph/sage",
+)
 # what needs an extra -> the library that is missed first, the extra
 REFUSED = {
     "task('cifar10/resnet8_w8')": ("torchvision", "vision"),
-    "task('imagenet/resnet18', 'paper', stand_in=True).model()": ("torchvision", "vision"),
+    "task('imagenet/resnet18', 'paper', stand_in=True).model()": (
+        "torchvision",
+        "vision",
+    ),
     "task('digit-scenes/retinanet_small')": ("torchvision", "vision"),
     "task('templates/bert_small')": ("tokenizers", "text"),
     "download('voc2012')": ("torchvision", "vision"),
@@ -80,22 +89,34 @@ print(json.dumps(out))
 def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     """In one process in which no library of an extra can be imported."""
     found = json.loads(said_by(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS))
-    assert (found["tested"], found["needed"]) == ([2, 4, 8], [])  # a model of one's own needs no task either
+    assert (found["tested"], found["needed"]) == (
+        [2, 4, 8],
+        [],
+    )  # a model of one's own needs no task either
     assert found["imported"] == []  # a task is imported when it is asked for
-    assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [("ok", 3, True)] * len(BASE)
+    assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [
+        ("ok", 3, True)
+    ] * len(BASE)
     assert {code: found[code] for code in REFUSED} == {
-        code: f"{library} cannot be imported; {install_hint(extra)}" for code, (library, extra) in REFUSED.items()
+        code: f"{library} cannot be imported; {install_hint(extra)}"
+        for code, (library, extra) in REFUSED.items()
     }
 
 
 FIXED = {
-    ("digits", None): True, ("pydoc", None): True, ("digits-graph", "gcn"): True, ("digits-graph", "sage"): False,
-    ("templates", None): False, ("digit-scenes", None): False,
-}  # fmt: skip
+    ("digits", None): True,
+    ("pydoc", None): True,
+    ("digits-graph", "gcn"): True,
+    ("digits-graph", "sage"): False,
+    ("templates", None): False,
+    ("digit-scenes", None): False,
+}
 
 
 @pytest.mark.parametrize(("dataset", "model"), FIXED)
-def test_a_session_has_the_metric_of_its_experiment_and_knows_whether_its_steps_are_alike(dataset, model):
+def test_a_session_has_the_metric_of_its_experiment_and_knows_whether_its_steps_are_alike(
+    dataset, model
+):
     spec = smoke_spec(dataset, model=model)
     session = Session(task_of(spec), spec, stand_in=True)
     assert session.metric is EXPERIMENTS[spec.recipe.task].metric
@@ -116,8 +137,14 @@ def evaluations(*losses):
     [
         (learning_rates.constant(0.5), [0.5, 0.5, 0.5, 0.5, 0.5]),
         (learning_rates.linear(0.5, 0.2, 40), [0.5, 0.4, 0.3, 0.2, 0.1]),
-        (learning_rates.cosine(0.5, 0.0, 40), [0.5, 0.25 + math.sqrt(0.03125), 0.25, 0.25 - math.sqrt(0.03125), 0.0]),
-        (learning_rates.milestones(0.5, (0.5, 0.74), 40), [0.5, 0.5, 0.05, 0.005, 0.005]),  # 29.6 is step 30
+        (
+            learning_rates.cosine(0.5, 0.0, 40),
+            [0.5, 0.25 + math.sqrt(0.03125), 0.25, 0.25 - math.sqrt(0.03125), 0.0],
+        ),
+        (
+            learning_rates.milestones(0.5, (0.5, 0.74), 40),
+            [0.5, 0.5, 0.05, 0.005, 0.005],
+        ),  # 29.6 is step 30
     ],
 )
 def test_learning_rates_by_hand(rate, expected):
@@ -126,9 +153,16 @@ def test_learning_rates_by_hand(rate, expected):
 
 def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
     rate = learning_rates.plateau(8.0, 2.0)
-    assert [rate(9, evaluations(*losses)) for losses in ((), (3,), (3, 3), (3, 4, 2), (3, 4, 2, math.nan))] == [
-        8, 8, 4, 4, 2,
-    ]  # fmt: skip
+    assert [
+        rate(9, evaluations(*losses))
+        for losses in ((), (3,), (3, 3), (3, 4, 2), (3, 4, 2, math.nan))
+    ] == [
+        8,
+        8,
+        4,
+        4,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -142,14 +176,21 @@ def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
         ("digits-graph", {"lr_rule": "constant"}, "Adam", [8, 8, 8, 8]),
         ("pydoc", {"final_lr": 0.1}, "SGD", [8, 4.513, 4.4, 0.8]),
         ("pydoc", {"lr_rule": "step"}, "SGD", [8, 8, 8, 0.08]),
-        ("pydoc", {"lr_rule": "plateau", "lr_division": 4.0, "evaluate_every": 9}, "SGD", [8, 8, 8, 8]),
+        (
+            "pydoc",
+            {"lr_rule": "plateau", "lr_division": 4.0, "evaluate_every": 9},
+            "SGD",
+            [8, 8, 8, 8],
+        ),
     ],
 )
 def test_the_optimizer_of_a_task_and_its_rates(dataset, changes, optimizer, rates):
     spec = smoke_spec(dataset, steps=1000, lr=8.0, **changes)
     made, rate = task_of(spec)(spec, CPU, stand_in=True).optimizer(nn.Linear(2, 2))
     assert type(made).__name__ == optimizer
-    assert [rate(step, []) for step in (0, 491, 500, 1000)] == pytest.approx(rates, rel=1e-2)
+    assert [rate(step, []) for step in (0, 491, 500, 1000)] == pytest.approx(
+        rates, rel=1e-2
+    )
     cut = 4 if changes.get("lr_rule") == "plateau" else 1
     assert rate(0, evaluations(3, 4, 2)) == 8 / cut
 
@@ -160,15 +201,31 @@ TINY = {
     "digits": {"model": "resnet8_w8", "crop": 1, "train_images": 100},
     "digit-scenes": {"flip": True, "train_images": 8, "test_images": 2},
     "digits-graph": {"model": "sage", "dropout": 0.1},
-    "templates": {"padding": "longest", "dropout": 0.1, "hidden": 16, "layers": 1, "train_pairs": 300,
-                  "valid_pairs": 60, "test_pairs": 60},
-    "pydoc": {"dropout": 0.3, "lr_rule": "plateau", "hidden": 8, "length": 5, "train_tokens": 500, "valid_tokens": 100,
-              "test_tokens": 100},
-}  # fmt: skip
+    "templates": {
+        "padding": "longest",
+        "dropout": 0.1,
+        "hidden": 16,
+        "layers": 1,
+        "train_pairs": 300,
+        "valid_pairs": 60,
+        "test_pairs": 60,
+    },
+    "pydoc": {
+        "dropout": 0.3,
+        "lr_rule": "plateau",
+        "hidden": 8,
+        "length": 5,
+        "train_tokens": 500,
+        "valid_tokens": 100,
+        "test_tokens": 100,
+    },
+}
 
 
 def tiny(dataset, arm="CR", seed=0):
-    return smoke_spec(dataset, arm, seed, steps=6, n_cycles=1, evaluate_every=2, **TINY[dataset])
+    return smoke_spec(
+        dataset, arm, seed, steps=6, n_cycles=1, evaluate_every=2, **TINY[dataset]
+    )
 
 
 @pytest.mark.parametrize("dataset", TINY)
@@ -178,12 +235,21 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
         task = task_of(spec)(spec, CPU)
         torch.manual_seed(0)
         batch = next(task.batches(step))
-        return [*task.model().parameters()], tree_leaves(batch if isinstance(batch, tuple) else vars(batch))
+        return [*task.model().parameters()], tree_leaves(
+            batch if isinstance(batch, tuple) else vars(batch)
+        )
 
     def shared(one, other):
-        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, torch.Tensor))
+        return all(
+            torch.equal(a, b)
+            for a, b in zip(one, other, strict=True)
+            if isinstance(a, torch.Tensor)
+        )
 
-    (weights, batch), (others, again) = start(tiny(dataset)), start(tiny(dataset, "static 8"))
+    (weights, batch), (others, again) = (
+        start(tiny(dataset)),
+        start(tiny(dataset, "static 8")),
+    )
     assert shared(weights, others)
     assert shared(batch, again)
     assert not shared(batch, start(tiny(dataset), step=4)[1])
@@ -192,7 +258,9 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", [d for d in TINY if d != "digits"])  # of images: training/test_train.py
+@pytest.mark.parametrize(
+    "dataset", [d for d in TINY if d != "digits"]
+)  # of images: training/test_train.py
 def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
     spec, path = tiny(dataset), tmp_path / "c.pt"
     whole = train(task_of(spec), spec)
@@ -200,7 +268,11 @@ def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
     torch.rand(7)  # the state of the random numbers comes from the checkpoint
     resumed = train(task_of(spec), spec, checkpoint=path)
     assert same(whole.model, resumed.model)
-    assert (whole.history, whole.metrics, whole.bitops) == (resumed.history, resumed.metrics, resumed.bitops)
+    assert (whole.history, whole.metrics, whole.bitops) == (
+        resumed.history,
+        resumed.metrics,
+        resumed.bitops,
+    )
 
 
 # --- streams and loading --------------------------------------------------------------------------
@@ -209,20 +281,33 @@ def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
 def test_purposes_are_the_numbers_that_rows_were_made_with():
     """A changed number would change every run of a committed seed."""
     assert [(s.name, int(s)) for s in Stream] == [
-        ("ORDER", 0), ("AUGMENT", 1), ("IMAGE", 2), ("SAMPLE", 3), ("EVALUATE", 4),
-    ]  # fmt: skip
+        ("ORDER", 0),
+        ("AUGMENT", 1),
+        ("IMAGE", 2),
+        ("SAMPLE", 3),
+        ("EVALUATE", 4),
+    ]
     for stream in Stream:
-        assert generator_of(5, 7, stream).initial_seed() == generator_of(5, 7, int(stream)).initial_seed()
-    assert len({generator_of(5, 7, stream).initial_seed() for stream in Stream}) == len(Stream)
+        assert (
+            generator_of(5, 7, stream).initial_seed()
+            == generator_of(5, 7, int(stream)).initial_seed()
+        )
+    assert len({generator_of(5, 7, stream).initial_seed() for stream in Stream}) == len(
+        Stream
+    )
     assert generator_of(5, 7, Stream.SAMPLE).initial_seed() == 53_212_224_671_631_112
     epochs = itertools.islice(batch_keys(50, 50, seed=1, start=2), 2)
-    (second, order), (third, other) = (map(list, zip(*keys, strict=True)) for keys in epochs)
+    (second, order), (third, other) = (
+        map(list, zip(*keys, strict=True)) for keys in epochs
+    )
     assert (set(second), set(third)) == ({2}, {3})
     assert order == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
     assert order != other
 
 
-@pytest.mark.parametrize("dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name
+)
 def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
     found = set()
     before = torch.get_num_threads()
@@ -230,7 +315,9 @@ def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             common._last.clear()
-            spec = run_spec(dataset.recipes["smoke"][0], "CR", q_max=8, seed=0, scale="smoke")
+            spec = run_spec(
+                dataset.recipes["smoke"][0], "CR", q_max=8, seed=0, scale="smoke"
+            )
             found.add(task_of(spec)(spec, CPU).data.checksum)
     finally:
         torch.set_num_threads(before)

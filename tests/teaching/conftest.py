@@ -16,5 +16,9 @@ kept = cache(load_rows)
 def read_once() -> Iterator[None]:
     """Committed rows are read once: whoever asks for some of them has them all read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "load_rows", lambda file: (kept if file.parent == results_dir() else load_rows)(file))
+        patch.setattr(
+            runs,
+            "load_rows",
+            lambda file: (kept if file.parent == results_dir() else load_rows)(file),
+        )
         yield

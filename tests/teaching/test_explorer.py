@@ -49,7 +49,14 @@ def run(engine, expression):
 
 def settings(**values):
     """Settings of the page: those that it opens with but for these."""
-    return {"family": "CR", "q_min": 2, "q_max": 8, "q_grad": 8, "n_cycles": 4, **values}
+    return {
+        "family": "CR",
+        "q_min": 2,
+        "q_max": 8,
+        "q_grad": 8,
+        "n_cycles": 4,
+        **values,
+    }
 
 
 def explored(engine, s, steps=explorer.STEPS):
@@ -60,7 +67,13 @@ def made(s, steps=explorer.STEPS):
     """The schedule of cpt_core for settings of the page."""
     if s["family"] == "STATIC":
         return cpt.StaticSchedule(s["q_min"], steps)
-    return cpt.make_schedule(s["family"], q_min=s["q_min"], q_max=s["q_max"], total_steps=steps, n_cycles=s["n_cycles"])
+    return cpt.make_schedule(
+        s["family"],
+        q_min=s["q_min"],
+        q_max=s["q_max"],
+        total_steps=steps,
+        n_cycles=s["n_cycles"],
+    )
 
 
 def compare(found, s, steps):
@@ -71,7 +84,9 @@ def compare(found, s, steps):
         costs = step_cost(mine.bits(), s["q_grad"])
         assert arm["bits"] == mine.bits().tolist()
         assert arm["relative_cost"] == costs.mean() / step_cost(s["q_max"], s["q_max"])
-        assert sum(arm["spent"].values()) == pytest.approx(arm["relative_cost"], rel=1e-13)
+        assert sum(arm["spent"].values()) == pytest.approx(
+            arm["relative_cost"], rel=1e-13
+        )
         assert arm["spent"]["error"] == arm["spent"]["weight"]
         assert arm["soFar"][-1] == pytest.approx(arm["relative_cost"], rel=1e-13)
         assert arm["evaluated"] == mine.q_max
@@ -106,8 +121,13 @@ def test_bits_costs_and_rivals_of_random_settings(engine):
             schedule, rival = compare(found, s, steps)
             names = {"cpt": cpt, "static_of_cost": static_of_cost}
             exec(found["python"], names)
-        assert re.fullmatch(r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?", found["rival"]["name"])
-        assert bool(found["warning"]) == (s["family"] != "STATIC" and schedule(steps - 1) != s["q_max"])
+        assert re.fullmatch(
+            r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?",
+            found["rival"]["name"],
+        )
+        assert bool(found["warning"]) == (
+            s["family"] != "STATIC" and schedule(steps - 1) != s["q_max"]
+        )
         assert names["schedule"].bits().tolist() == schedule.bits().tolist()
         assert names["rival"].bits().tolist() == rival.bits().tolist()
         mixed += len(set(rival.bits().tolist())) == 2
@@ -122,21 +142,35 @@ def test_cost_is_relative_to_static_q_max_with_gradients_of_q_max_bits(engine):
         static = settings(family="STATIC", q_min=bits, q_max=8, q_grad=q_grad)
         return round(explored(engine, static)["chosen"]["relative_cost"], 4)
 
-    assert [cost(8, 8), cost(8, 6), cost(6, 6), cost(5, 8)] == [1, 0.8333, 0.5625, 0.5469]
+    assert [cost(8, 8), cost(8, 6), cost(6, 6), cost(5, 8)] == [
+        1,
+        0.8333,
+        0.5625,
+        0.5469,
+    ]
     spent = explored(engine, settings(family="STATIC", q_min=4))["chosen"]["spent"]
     assert spent == {"forward": 16 / 192, "error": 32 / 192, "weight": 32 / 192}
 
 
 def test_halves_are_rounded_to_even(engine):
     places = (0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001)
-    assert run(engine, f"{list(places)}.map(scheduleMath(CONSTANTS).rint)") == [0, 2, 2, 0, 5]
+    assert run(engine, f"{list(places)}.map(scheduleMath(CONSTANTS).rint)") == [
+        0,
+        2,
+        2,
+        0,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"q_min": 9}, "q_min must be at most q_max: 9 is more than 8."),
-        ({"q_min": 9, "family": "STATIC"}, "The bits must be at most q_max: 9 is more than 8."),
+        (
+            {"q_min": 9, "family": "STATIC"},
+            "The bits must be at most q_max: 9 is more than 8.",
+        ),
         ({"q_max": 33}, "q_max must be a whole number from 1 to 12."),
         ({"q_grad": 2.5}, "q_grad must be a whole number"),
         ({"n_cycles": None}, "n_cycles must be a whole number"),
@@ -164,13 +198,23 @@ def test_noise_is_that_of_the_library(engine, key, count):
 def test_rounding_is_that_of_the_library(engine, bits):
     torch.manual_seed(bits)
     levels, key = torch.tensor(2.0**bits - 1), torch.tensor(99)
-    for x in (torch.randn(32, 64), torch.rand(64, 10).relu() / 7, torch.full((4, 6), 0.3)):
+    for x in (
+        torch.randn(32, 64),
+        torch.rand(64, 10).relu() / 7,
+        torch.full((4, 6), 0.3),
+    ):
         shape = f"{js(x)}, {bits}"
-        assert run(engine, f"Array.from(rounded({shape}))") == cpt.quantize(x, bits).flatten().tolist()
+        assert (
+            run(engine, f"Array.from(rounded({shape}))")
+            == cpt.quantize(x, bits).flatten().tolist()
+        )
         rows = run(engine, f"Array.from(rounded({shape}, {len(x)}))")
         assert rows == cpt.quantize(x, bits, "linear_weight").flatten().tolist()
         noisy = run(engine, f"Array.from(rounded({shape}, 1, 99n))")
-        assert noisy == grids.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
+        assert (
+            noisy
+            == grids.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
+        )
 
 
 @pytest.mark.parametrize(("bits", "q_grad"), [(8, 8), (3, 8), (5, 4)])
@@ -178,8 +222,13 @@ def test_steps_of_training_are_those_of_the_library(engine, bits, q_grad):
     """The same first weights, pictures and noise; what differs is the order in which products are summed."""
     torch.manual_seed(bits)
     images, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(images[:320]).float().view(10, 32, 64) / 16, torch.tensor(labels[:320]).view(10, 32)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    images, labels = (
+        torch.tensor(images[:320]).float().view(10, 32, 64) / 16,
+        torch.tensor(labels[:320]).view(10, 32),
+    )
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
     cpt.quantize_(model)
     layers = [
         f"{{weight: {js(layer.weight)}, bias: {js(layer.bias)}, key: {layer.precision.noise_key.item()}n}}"
@@ -193,14 +242,25 @@ def test_steps_of_training_are_those_of_the_library(engine, bits, q_grad):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            mine = engine.eval(f"step(model, {js(x)}, {y.tolist()}, 32, {bits}, {q_grad}, 0.1)")
+            mine = engine.eval(
+                f"step(model, {js(x)}, {y.tolist()}, 32, {bits}, {q_grad}, 0.1)"
+            )
             assert mine == pytest.approx(loss.item(), rel=2e-3)
-        right = (model(images.view(-1, 64)).argmax(1) == labels.view(-1)).float().mean().item()
+        right = (
+            (model(images.view(-1, 64)).argmax(1) == labels.view(-1))
+            .float()
+            .mean()
+            .item()
+        )
     for i, layer in enumerate(model[::2]):
         for name in ("weight", "bias"):
-            moved = torch.tensor(run(engine, f"Array.from(model[{i}].{name})")).view_as(getattr(layer, name))
+            moved = torch.tensor(run(engine, f"Array.from(model[{i}].{name})")).view_as(
+                getattr(layer, name)
+            )
             torch.testing.assert_close(moved, getattr(layer, name), rtol=0, atol=2e-3)
-    mine = engine.eval(f"accuracy(model, {js(images)}, {labels.flatten().tolist()}, {bits})")
+    mine = engine.eval(
+        f"accuracy(model, {js(images)}, {labels.flatten().tolist()}, {bits})"
+    )
     assert mine == pytest.approx(right, abs=0.01)
 
 
@@ -227,31 +287,52 @@ def test_both_arms_of_a_seed_start_alike_and_are_tested_on_other_pictures(engine
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return explorer.write_explorer(tmp_path_factory.mktemp("page") / "explorer.html").read_text(encoding="utf-8")
+    return explorer.write_explorer(
+        tmp_path_factory.mktemp("page") / "explorer.html"
+    ).read_text(encoding="utf-8")
 
 
 def test_the_page_is_complete_in_itself_and_small(page):
     assert len(page.encode()) < 200_000
     loaded = r"""(?:src|href)=["'](?!data:|#)|@import|url\(|fetch\(|import\s"""
-    assert not re.search(loaded, page.replace("import cpt_core", "").replace("import static_of_cost", ""))
+    assert not re.search(
+        loaded, page.replace("import cpt_core", "").replace("import static_of_cost", "")
+    )
     assert page.count("<script") == page.count("</script>") == 3
-    assert all(path.read_text(encoding="utf-8") in page for path in explorer.SCRIPTS.values())
+    assert all(
+        path.read_text(encoding="utf-8") in page for path in explorer.SCRIPTS.values()
+    )
     labelled = set(re.findall(r'<label for="(\w+)"', page))
     assert labelled == set(re.findall(r'<(?:input|select) id="(\w+)"', page))
-    assert labelled == {"family", "q_min", "q_max", "q_grad", "n_cycles", "rate", "seeds"}
+    assert labelled == {
+        "family",
+        "q_min",
+        "q_max",
+        "q_grad",
+        "n_cycles",
+        "rate",
+        "seeds",
+    }
     assert all(f'id="{name}-hint"' in page for name in labelled)
 
 
 def test_it_leads_back_and_to_the_lesson(page, tmp_path):
-    told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
+    told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(
+        encoding="utf-8"
+    )
     assert "Back to the course" not in page
-    assert '<a href="index.html">Back to the course</a> <a href="notebooks/00_start_here.html">' in told
+    assert (
+        '<a href="index.html">Back to the course</a> <a href="notebooks/00_start_here.html">'
+        in told
+    )
 
 
 def test_it_holds_the_digits_and_the_intervals_of_the_library():
     images, labels = load_digits(return_X_y=True)
     held = explorer.digits()
-    pixels = np.frombuffer(held["images"].encode(), dtype=np.uint8).reshape(images.shape) - ord("A")
+    pixels = np.frombuffer(held["images"].encode(), dtype=np.uint8).reshape(
+        images.shape
+    ) - ord("A")
     assert (pixels == images).all()
     assert [int(digit) for digit in held["labels"]] == labels.tolist()
     for n, student in explorer.constants()["student"].items():
@@ -261,7 +342,14 @@ def test_it_holds_the_digits_and_the_intervals_of_the_library():
 
 
 @pytest.mark.parametrize(
-    "home", ["javascript:alert(1)", " JavaScript:alert(1)", "java\tscript:x", "data:text/html,x", "vbscript:x"]
+    "home",
+    [
+        "javascript:alert(1)",
+        " JavaScript:alert(1)",
+        "java\tscript:x",
+        "data:text/html,x",
+        "vbscript:x",
+    ],
 )
 def test_explorer_refuses_a_home_that_is_no_page(home, tmp_path):
     with pytest.raises(ValueError, match=r"home: expected a page such as index\.html"):
@@ -270,7 +358,14 @@ def test_explorer_refuses_a_home_that_is_no_page(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "home", ["", "index.html", "../a/index.html", "https://example.org/x", "file:///tmp/index.html"]
+    "home",
+    [
+        "",
+        "index.html",
+        "../a/index.html",
+        "https://example.org/x",
+        "file:///tmp/index.html",
+    ],
 )
 def test_explorer_takes_pages(home, tmp_path):
     assert explorer.write_explorer(tmp_path / "page.html", home).exists()

@@ -30,7 +30,9 @@ FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
 def text_of(page):
     """What of a page is text: no code, no styles, no pictures."""
     body = page[page.index("<main>") :]
-    return re.sub(r"<(pre|style|annotation)\b.*?</\1>|<img[^>]*>", "", body, flags=re.DOTALL)
+    return re.sub(
+        r"<(pre|style|annotation)\b.*?</\1>|<img[^>]*>", "", body, flags=re.DOTALL
+    )
 
 
 @cache
@@ -41,23 +43,44 @@ def page_of(path):
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     book = nbformat.read(path, as_version=4)
-    written = [m for cell in book.cells if cell.cell_type == "markdown" for m in FORMULA.findall(cell.source)]
+    written = [
+        m
+        for cell in book.cells
+        if cell.cell_type == "markdown"
+        for m in FORMULA.findall(cell.source)
+    ]
     page = page_of(path)
     assert len(re.findall("<math[ >]", page)) == len(written)
-    assert len(re.findall('<math[^>]*display="block"', page)) == sum(formula.startswith("$$") for formula in written)
+    assert len(re.findall('<math[^>]*display="block"', page)) == sum(
+        formula.startswith("$$") for formula in written
+    )
     assert not re.search(r"\$|\\[a-zA-Z]{2,}|merror", text_of(page))
     assert "<script" not in page
     # a link of the text fetches nothing by itself
-    leads = re.compile(r'<a href="(https://arxiv\.org/abs/[\d.]+|glossary\.html(#[\w-]+)?)"')
-    assert not re.search(r"""(?:src|href)=["'](?!data:|#)[^"']*:|@import|url\((?!["']?data:)""", leads.sub("<a", page))
-    assert set(re.findall(r'href="([^#"][^"]*)"', leads.sub("<a", page))) <= {f"{p.stem}.html" for p in notebooks()}
+    leads = re.compile(
+        r'<a href="(https://arxiv\.org/abs/[\d.]+|glossary\.html(#[\w-]+)?)"'
+    )
+    assert not re.search(
+        r"""(?:src|href)=["'](?!data:|#)[^"']*:|@import|url\((?!["']?data:)""",
+        leads.sub("<a", page),
+    )
+    assert set(re.findall(r'href="([^#"][^"]*)"', leads.sub("<a", page))) <= {
+        f"{p.stem}.html" for p in notebooks()
+    }
     assert f"<title>{path.stem}</title>" in page
-    for question in re.findall(r'exercises\.reveal\("([^"]+)"', "\n".join(cell.source for cell in book.cells)):
+    for question in re.findall(
+        r'exercises\.reveal\("([^"]+)"', "\n".join(cell.source for cell in book.cells)
+    ):
         assert page.count(escape(PREDICTIONS[question][1], quote=False)) == 1
 
 
 def test_the_cell_that_installs_is_not_shown_to_those_who_read():
-    book = new_notebook(cells=[new_code_cell("install()", metadata={"tags": ["remove-cell"]}), new_code_cell("show()")])
+    book = new_notebook(
+        cells=[
+            new_code_cell("install()", metadata={"tags": ["remove-cell"]}),
+            new_code_cell("show()"),
+        ]
+    )
     page = notebook_page(book)
     assert ">install<" not in page
     assert ">show<" in page
@@ -68,7 +91,12 @@ def test_the_cell_that_installs_is_not_shown_to_those_who_read():
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_every_picture_of_a_notebook_has_a_description(path):
     book = nbformat.read(path, as_version=4)
-    kinds = [k for cell in book.cells for output in cell.get("outputs", []) for k in output.get("data", {})]
+    kinds = [
+        k
+        for cell in book.cells
+        for output in cell.get("outputs", [])
+        for k in output.get("data", {})
+    ]
     images = re.findall(r"<img\b[^>]*>", page_of(path))
     alts = [m[1] for image in images if (m := re.search(r'\balt="([^"]{15,})"', image))]
     assert len(alts) == len(images) == kinds.count("image/png")
@@ -96,17 +124,34 @@ def test_a_figure_is_shown_sharp_and_says_what_it_shows():
     data, metadata = displayed(figure)
     said = 'own (a$b). loss < 1 against step. "so"'
     numbers = "1: 1 part, 2 points; x 0..1, mean 0.5; y 0..1, mean 0.5; xy mean 0.5"
-    picture, shown = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), metadata["image/png"]
+    picture, shown = (
+        Image.open(io.BytesIO(base64.b64decode(data["image/png"]))),
+        metadata["image/png"],
+    )
     assert shown["alt"] == figure.description() == said
-    assert (shown["width"], shown["height"]) == (picture.width // 2, picture.height // 2)
+    assert (shown["width"], shown["height"]) == (
+        picture.width // 2,
+        picture.height // 2,
+    )
     assert data["text/plain"] == f"<Figure: {said}>\n{numbers}"
-    outputs = [new_output("display_data", data, metadata=metadata), new_output("display_data", data)]
-    page = notebook_page(new_notebook(cells=[new_markdown_cell("# A"), new_code_cell("1", outputs=outputs)]))
+    outputs = [
+        new_output("display_data", data, metadata=metadata),
+        new_output("display_data", data),
+    ]
+    page = notebook_page(
+        new_notebook(
+            cells=[new_markdown_cell("# A"), new_code_cell("1", outputs=outputs)]
+        )
+    )
     first, second = re.findall(r"<img\b[^>]*>", page)
     assert unescape(re.search(r"""alt=(['"])(.*?)\1""", first)[2]) == said
     assert f'width="{picture.width // 2}"' in first
-    assert 'alt="figure under the heading A"' in second  # a picture that has no words of its own
-    assert "metadata" not in outputs[1] or outputs[1].metadata == {}  # the page is a copy
+    assert (
+        'alt="figure under the heading A"' in second
+    )  # a picture that has no words of its own
+    assert (
+        "metadata" not in outputs[1] or outputs[1].metadata == {}
+    )  # the page is a copy
 
 
 def test_a_figure_may_be_given_its_words():
@@ -140,7 +185,10 @@ def test_values_that_change_places_change_what_is_said():
 
 def test_the_last_digits_of_a_machine_are_not_told():
     edges = (12.34565, -1e-13), (123456.5, 1e-13)  # of rounding
-    pairs = [([0.1 + 0.2, 1], [0.3, 1]), *(([1, x], [1, x * (1 + error)]) for x, error in edges)]
+    pairs = [
+        ([0.1 + 0.2, 1], [0.3, 1]),
+        *(([1, x], [1, x * (1 + error)]) for x, error in edges),
+    ]
     for here, there in [*pairs, ([-1, 1e-16, 1], [-1, -2e-17, 1])]:
         assert drawn(here) == drawn(there)
         assert "e-" not in drawn(here)[0]
@@ -155,7 +203,9 @@ def test_what_is_said_of_all_kinds_of_parts():
         errors.axvspan(0, 7)
         picture.imshow([[0, 1], [2, 5]])
     first, second, third = data_of(figure)
-    assert first.startswith("1: 3 parts, 12 points; x 0.5..2.5, mean 1.4; y 0..9, mean ")
+    assert first.startswith(
+        "1: 3 parts, 12 points; x 0.5..2.5, mean 1.4; y 0..9, mean "
+    )
     assert second.startswith("2: 3 parts, 8 points; x 0..7, mean ")
     assert "; y 8..12, mean 10.3333; xy mean " in second
     assert third == "3: picture 0..5, mean 2"
@@ -168,13 +218,17 @@ def test_names_of_points_are_no_data():
     with drawing() as (figure, ((ax,),)):
         ax.plot([1, 1.001, 1.002], [1, 1.001, 1], "o")
         said = data_of(figure)
-        name_points(ax, ["one", "two", "three"], [1, 1.001, 1.002], [1, 1.001, 1], ["black"] * 3)
+        name_points(
+            ax, ["one", "two", "three"], [1, 1.001, 1.002], [1, 1.001, 1], ["black"] * 3
+        )
         assert len(ax.lines) > 1  # which join the names to the points
     assert data_of(figure) == said
 
 
 def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_links():
-    found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
+    found = [
+        f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))
+    ]
     assert len(found) > 50
     assert {f.startswith("$$") for f in found} == {True, False}
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
@@ -183,23 +237,44 @@ def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_l
     assert len(anchors) == len(re.findall("^##? ", text, flags=re.M)) > 20
     assert {"bitops", "fp-agg-and-q-agg", "noise-exposure"} <= set(anchors)
     assert set(re.findall(r'href="#([^"]*)"', page)) == set(anchors)
-    books = notebook_page(new_notebook(cells=[new_markdown_cell("[BitOps](glossary.md#bitops) [b](glossary.mdx)")]))
+    books = notebook_page(
+        new_notebook(
+            cells=[new_markdown_cell("[BitOps](glossary.md#bitops) [b](glossary.mdx)")]
+        )
+    )
     assert '<a href="glossary.html#bitops">BitOps</a>' in books
 
 
 def test_a_formula_keeps_its_parts():
-    book = new_notebook(cells=[new_markdown_cell(r"With $q_{\min} < \frac{1}{2}$, `$HOME` and 5 \$." "\n\n$$x^2$$")])
+    book = new_notebook(
+        cells=[
+            new_markdown_cell(
+                r"With $q_{\min} < \frac{1}{2}$, `$HOME` and 5 \$." "\n\n$$x^2$$"
+            )
+        ]
+    )
     page = notebook_page(book)
-    assert re.search(r"<msub><mi>q</mi>.*min.*</msub>.*<mfrac>.*<mn>1</mn>.*<mn>2</mn>.*</mfrac></mrow></math>", page)
-    assert re.search(r'display="block"[^>]*><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math>', page)
+    assert re.search(
+        r"<msub><mi>q</mi>.*min.*</msub>.*<mfrac>.*<mn>1</mn>.*<mn>2</mn>.*</mfrac></mrow></math>",
+        page,
+    )
+    assert re.search(
+        r'display="block"[^>]*><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math>',
+        page,
+    )
     assert "<code>$HOME</code>" in page
     assert "5 $." in page
 
 
 def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
-    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": ["runs:   0%|  | 0/85"]}
+    view = {
+        "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
+        "text/plain": ["runs:   0%|  | 0/85"],
+    }
     outputs = [new_output("display_data", view), new_output("stream", text="12 runs\n")]
-    book = new_notebook(cells=[new_code_cell("1", outputs=outputs)], metadata={"widgets": {"state": {}}})
+    book = new_notebook(
+        cells=[new_code_cell("1", outputs=outputs)], metadata={"widgets": {"state": {}}}
+    )
     page = notebook_page(book)
     assert "0/85" not in page
     assert "12 runs" in page
@@ -209,4 +284,6 @@ def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
 
 
 def test_a_note_is_text():
-    assert "ValueError: &lt;b&gt; is wrong" in notebook_page(new_notebook(), "x", "ValueError: <b> is wrong")
+    assert "ValueError: &lt;b&gt; is wrong" in notebook_page(
+        new_notebook(), "x", "ValueError: <b> is wrong"
+    )

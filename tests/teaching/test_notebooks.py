@@ -42,11 +42,21 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
 
     def write(name, *code, **more):
-        lines = ['scale = "smoke"', "seeds = None", *(f"{parameter} = {value}" for parameter, value in more.items())]
+        lines = [
+            'scale = "smoke"',
+            "seeds = None",
+            *(f"{parameter} = {value}" for parameter, value in more.items()),
+        ]
         parameters = new_code_cell("\n".join(lines), metadata={"tags": ["parameters"]})
-        cells = [new_markdown_cell("# Title"), parameters, *(new_code_cell(c) for c in code)]
+        cells = [
+            new_markdown_cell("# Title"),
+            parameters,
+            *(new_code_cell(c) for c in code),
+        ]
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name)
+        nbformat.write(
+            new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name
+        )
 
     return write
 
@@ -57,7 +67,9 @@ def quick(monkeypatch):
 
     def execute(path, copy, values, place):
         book, said = nbformat.read(path, as_version=4), io.StringIO()
-        place.enter(len(book.cells), len(book.cells))  # with the cell of the parameters that papermill adds
+        place.enter(
+            len(book.cells), len(book.cells)
+        )  # with the cell of the parameters that papermill adds
         with contextlib.redirect_stdout(said):
             exec(book.cells[-1].source, {"seeds": None, **values})
         book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
@@ -66,14 +78,19 @@ def quick(monkeypatch):
     monkeypatch.setattr(kernels, "execute", execute)
 
 
-def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(place, monkeypatch, capsys):
+def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(
+    place, monkeypatch, capsys
+):
     monkeypatch.setattr(places, "EVERY", 0.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
     listens += "\nimport os\nprint('threads', os.environ['OMP_NUM_THREADS'])"
     bar = "for _ in tqdm(range(2), desc='runs', mininterval=0): time.sleep(1.2)"
     place(
-        "07_small.ipynb", "print('scale is', scale, seeds)", listens, f"import time\nfrom tqdm.auto import tqdm\n{bar}"
+        "07_small.ipynb",
+        "print('scale is', scale, seeds)",
+        listens,
+        f"import time\nfrom tqdm.auto import tqdm\n{bar}",
     )
     outcomes, index = reproduce.reproduce("demo", given={"seeds": [3]})
     assert [(o.name, o.status) for o in outcomes] == [("07_small (seeds=[3])", "done")]
@@ -83,7 +100,9 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     assert f"threads {max(1, usable_cores() // reproduce.AT_ONCE)}\n" in page
     assert "0/2" not in page
     said = capsys.readouterr().err.splitlines()
-    assert any(re.search(r"07 small: training, \d of 2 runs done", line) for line in said), said
+    assert any(
+        re.search(r"07 small: training, \d of 2 runs done", line) for line in said
+    ), said
     assert any(" min left" in line for line in said)
     assert said[0] == "notebooks 0/1: 07_small starts"
     assert said[-1].startswith("notebooks 1/1: 07_small done, ")
@@ -96,7 +115,9 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     assert "RuntimeError: &lt;broken&gt; here (cell 3)" in index.read_text()
 
 
-def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(place, quick, tmp_path):
+def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(
+    place, quick, tmp_path
+):
     place("07_picky.ipynb", "print('fine')")
     former = (tmp_path / "notebooks" / "07_picky.ipynb").read_bytes()
     (good,), _ = reproduce.reproduce("demo", progress=False)
@@ -108,9 +129,15 @@ def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(place, qui
         assert "fine" in good.page.read_text()
         assert "This run failed: ValueError: first last" in bad.failed.read_text()
         links = re.findall('href="([^#"]*)"', index.read_text())
-        assert links == [good.page.name, bad.failed.name] == ["07_picky.html", "07_picky.failed.html"]
+        assert (
+            links
+            == [good.page.name, bad.failed.name]
+            == ["07_picky.html", "07_picky.failed.html"]
+        )
         assert "failed: ValueError: first last (cell 3)</a>" in index.read_text()
-    (tmp_path / "notebooks" / "07_picky.ipynb").write_bytes(former)  # the failure is over without a run
+    (tmp_path / "notebooks" / "07_picky.ipynb").write_bytes(
+        former
+    )  # the failure is over without a run
     (again,), _ = reproduce.reproduce("demo", progress=False)
     assert (again.status, again.page, again.failed) == ("up to date", good.page, None)
     assert not bad.failed.exists()
@@ -129,30 +156,49 @@ def test_other_parameters_have_a_page_of_their_own(place, quick):
     (bad,), _ = reproduce.reproduce("demo", given={"seeds": [13]}, progress=False)
     (other,), _ = reproduce.reproduce("demo", given={"seeds": [4]}, progress=False)
     (again,), index = reproduce.reproduce("demo", given={"seeds": None}, progress=False)
-    assert [o.status for o in (good, bad, other, again)] == ["done", "failed", "done", "up to date"]
-    assert (bad.page, bad.given, bad.error) == (None, "seeds=[13]", "AssertionError (cell 3)")
+    assert [o.status for o in (good, bad, other, again)] == [
+        "done",
+        "failed",
+        "done",
+        "up to date",
+    ]
+    assert (bad.page, bad.given, bad.error) == (
+        None,
+        "seeds=[13]",
+        "AssertionError (cell 3)",
+    )
     assert (other.given, again.given) == ("seeds=[4]", "")
     assert good.page == again.page != other.page
     assert "seeds are None" in again.page.read_text()
     assert "seeds are [4]" in other.page.read_text()
     page = index.read_text()
     assert "07_picky (seeds=[13])" in page
-    assert all(f'href="{shown.name}"' in page for shown in (again.page, other.page, bad.failed))
+    assert all(
+        f'href="{shown.name}"' in page for shown in (again.page, other.page, bad.failed)
+    )
     assert page.count("earlier</td>") == 2
 
 
-def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(place, quick, tmp_path, monkeypatch):
+def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(
+    place, quick, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("cpt_lab.tasks.base.read_whole", lambda recipe: None)  # the files are none
+    monkeypatch.setattr(
+        "cpt_lab.tasks.base.read_whole", lambda recipe: None
+    )  # the files are none
     own = tmp_path / "my $frac$ graph"
     own.mkdir()
     (own / "edges.npy").write_bytes(b"one")
     place("05_own.ipynb", "print('ran')", dataset="'digits-graph'")
     tried = []
-    monkeypatch.setattr(reproduce, "try_", lambda *data, **how: tried.append((*data, how)))
+    monkeypatch.setattr(
+        reproduce, "try_", lambda *data, **how: tried.append((*data, how))
+    )
 
     def status():
-        (outcome,), _ = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)
+        (outcome,), _ = reproduce.reproduce(
+            "demo", "05", f"{own.name}/", progress=False
+        )
         assert re.fullmatch(r"05_own\.[a-zA-Z0-9-]+", outcome.page.stem)
         return outcome.status
 
@@ -163,14 +209,22 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(pla
     assert [status(), status()] == ["done", "up to date"]
     (own / "feat.npy").write_bytes(b"")
     assert [status(), status()] == ["done", "up to date"]
-    assert tried == [(f"{own.name}/", {"scale": "demo", "minutes": 5})] * 8  # until there is an answer
+    assert (
+        tried == [(f"{own.name}/", {"scale": "demo", "minutes": 5})] * 8
+    )  # until there is an answer
     answer = reproduce.runs_dir() / "try" / "graph-gcn-demo" / "answer.txt"
     answer.parent.mkdir(parents=True)
     answer.with_name("figure.png").write_bytes(b"drawn")
     for of, shown in (("another/", False), (f"{own.name}/", True)):
         answer.write_text(f"{of}\n3 bits are enough\nBits: 3 do\n")
-        page = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)[1].read_text()
-        assert ("3 bits are enough" in page) == ('href="../../try/graph-gcn-demo/index.html"' in page) == shown
+        page = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)[
+            1
+        ].read_text()
+        assert (
+            ("3 bits are enough" in page)
+            == ('href="../../try/graph-gcn-demo/index.html"' in page)
+            == shown
+        )
         assert ("../../try/graph-gcn-demo/figure.png" in page) == shown
         assert len(tried) == 9
 
@@ -187,14 +241,19 @@ def test_a_lost_kernel_ends_at_smoke_scale_alone(place, monkeypatch, capfd):
         "notebooks 0/1: 07_slow: cell limit of N s exceeded (cell 4); it is tried once more",
         "notebooks 1/1: 07_slow failed, N s: cell limit of N s exceeded (cell 4)",
     ]
-    assert [(o.status, o.error) for o in outcomes] == [("failed", "cell limit of 1 s exceeded (cell 4)")]
+    assert [(o.status, o.error) for o in outcomes] == [
+        ("failed", "cell limit of 1 s exceeded (cell 4)")
+    ]
 
 
 def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
     die = "import os, pathlib\ntries = pathlib.Path({!r})\nwith tries.open('a') as file:\n    file.write('x')"
     once, always = tmp_path / "once", tmp_path / "always"
     place(
-        "07_once.ipynb", die.format(str(once)), "if tries.read_text() == 'x': os.kill(os.getpid(), 9)", "print('there')"
+        "07_once.ipynb",
+        die.format(str(once)),
+        "if tries.read_text() == 'x': os.kill(os.getpid(), 9)",
+        "print('there')",
     )
     place("08_always.ipynb", die.format(str(always)), "os.kill(os.getpid(), 9)")
     outcomes, index = reproduce.reproduce("demo", progress=False)
@@ -205,7 +264,9 @@ def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
     assert "there" in outcomes[0].page.read_text()
 
 
-def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch, capfd):
+def test_ctrl_c_ends_the_notebooks_and_starts_no_more(
+    place, tmp_path, monkeypatch, capfd
+):
     for number in ("05", "06", "07"):
         begin = f"import time, pathlib\npathlib.Path({str(tmp_path / f'began {number}')!r}).touch()\n"
         place(f"{number}_long.ipynb", begin + "for _ in range(600): time.sleep(0.1)")
@@ -230,7 +291,9 @@ def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
     clock = 1000.0
     monkeypatch.setattr(places.time, "monotonic", lambda: clock)
     first, second = Place("01_a"), Place("02_b")
-    progress = Progress([first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False)
+    progress = Progress(
+        [first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False
+    )
     assert progress.seconds_left() == 100.0
     second.started = clock
     progress.ended("01_a", "done", 20.0)  # twice as long as expected
@@ -311,7 +374,9 @@ def test_stop_kills_kernels_at_second_ctrl_c(monkeypatch):
     signals = []
     clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
     monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(places.os, "kill", lambda process, number: signals.append(number))
+    monkeypatch.setattr(
+        places.os, "kill", lambda process, number: signals.append(number)
+    )
 
     def interrupted(futures, timeout):
         raise KeyboardInterrupt
@@ -330,18 +395,28 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
     copies = copy_notebooks(tmp_path / "mine")
     assert [p.name for p in copies] == [p.name for p in notebooks()]
     parts = (
-        "README.md data/results/image_digits.jsonl data/paper/claims.csv data/cards/digits.md solutions/00_solutions.py"
+        "README.md data/results/image_digits.jsonl data/paper/claims.csv "
+        "data/cards/digits.md solutions/00_solutions.py"
     )
-    assert [part for part in parts.split() if not (tmp_path / "mine" / part).is_file()] == []
+    assert [
+        part for part in parts.split() if not (tmp_path / "mine" / part).is_file()
+    ] == []
     for copy, notebook in zip(copies, notebooks(), strict=True):
         cells = [nbformat.read(path, as_version=4).cells for path in (copy, notebook)]
         assert [c.id for c in cells[0]] == [c.id for c in cells[1]]
     for page in [*copies, *(tmp_path / "mine").glob("*.md")]:
-        for link in re.findall(r"\]\(([\w./-]+\.(?:ipynb|md|py))", page.read_text(encoding="utf-8")):
+        for link in re.findall(
+            r"\]\(([\w./-]+\.(?:ipynb|md|py))", page.read_text(encoding="utf-8")
+        ):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     copies[0].write_text("my answers")
     assert integrity([tmp_path / "mine/data/results/cycles_digits.jsonl"]).bare == 0
-    refused(r"00_start_here\.ipynb is there already", copy_notebooks, tmp_path / "mine", error=FileExistsError)
+    refused(
+        r"00_start_here\.ipynb is there already",
+        copy_notebooks,
+        tmp_path / "mine",
+        error=FileExistsError,
+    )
     assert copies[0].read_text() == "my answers"
 
 
@@ -355,7 +430,11 @@ def test_what_is_handed_out_has_no_answers(tmp_path, command):
         assert not re.search(r"\b[Ss]olutions\b", copy.read_text(encoding="utf-8"))
         handed, whole = (nbformat.read(path, as_version=4) for path in (copy, notebook))
         nbformat.validate(handed)
-        assert not any(c.outputs or c.execution_count for c in handed.cells if c.cell_type == "code")
+        assert not any(
+            c.outputs or c.execution_count
+            for c in handed.cells
+            if c.cell_type == "code"
+        )
         assert [c.source for c in handed.cells if c.cell_type == "code"] == [
             c.source for c in whole.cells if c.cell_type == "code"
         ]
@@ -363,41 +442,80 @@ def test_what_is_handed_out_has_no_answers(tmp_path, command):
 
 def test_a_table_of_what_was_handed_in(tmp_path, command):
     def hand_in(name, *said):
-        write(name, new_code_cell(outputs=[new_output("stream", text=f"{line}\n") for line in said]))
+        write(
+            name,
+            new_code_cell(
+                outputs=[new_output("stream", text=f"{line}\n") for line in said]
+            ),
+        )
 
     def write(name, *cells):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         nbformat.write(new_notebook(cells=[*cells]), tmp_path / name)
 
-    hand_in("ada/03_images.ipynb", "exercise 03.1: correct: yes\nexercise 03.2: not yet. 5 is wanted, of 2 it makes 7")
-    hand_in("ada/08.ipynb", "exercise 08.1: not attempted yet", "exercise 08.1: correct")
+    hand_in(
+        "ada/03_images.ipynb",
+        "exercise 03.1: correct: yes\nexercise 03.2: not yet. 5 is wanted, of 2 it makes 7",
+    )
+    hand_in(
+        "ada/08.ipynb", "exercise 08.1: not attempted yet", "exercise 08.1: correct"
+    )
     hand_in("ada/.ipynb_checkpoints/08.ipynb", "exercise 08.1: not yet")
     hand_in("bo.ipynb", "exercise 03.1: not attempted yet")
     hand_in("eve/empty.ipynb")
-    write("fay/03.ipynb", *(new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)))
+    write(
+        "fay/03.ipynb",
+        *(new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)),
+    )
     out = tmp_path / "table.csv"
     status, said, _ = command("collect", tmp_path, "--out", out)
     table = pd.read_csv(out, index_col="student")
     assert table.columns.tolist() == ["03.1", "03.2", "08.1"]
     assert table.loc["ada"].tolist() == ["correct", "not yet", "correct"]
-    assert table.loc["bo"].tolist() == ["not attempted", "not handed in", "not handed in"]
+    assert table.loc["bo"].tolist() == [
+        "not attempted",
+        "not handed in",
+        "not handed in",
+    ]
     assert table.loc["eve"].tolist() == ["not handed in"] * 3
     assert table.loc["fay"].tolist() == ["not run", "not run", "not handed in"]
     assert (status, "not attempted" in said) == (0, True)
     (tmp_path / "bo.ipynb").write_text("{")
     with pytest.warns(UserWarning, match=r"bo\.ipynb cannot be read"):
         table = collected(tmp_path)
-    assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == ("correct", "cannot be read")
-    refused(r"there is no folder .*nobody", collected, tmp_path / "nobody", error=FileNotFoundError)
-    refused(r"no notebook below .* says anything of an exercise", collected, tmp_path / "eve")
+    assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == (
+        "correct",
+        "cannot be read",
+    )
+    refused(
+        r"there is no folder .*nobody",
+        collected,
+        tmp_path / "nobody",
+        error=FileNotFoundError,
+    )
+    refused(
+        r"no notebook below .* says anything of an exercise",
+        collected,
+        tmp_path / "eve",
+    )
 
 
-def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(place, tmp_path):
+def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(
+    place, tmp_path
+):
     check = "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)"
-    place("07_small.ipynb", "from cpt_extras.progress import waiting\nfor _ in waiting('runs', range(2)): pass", check)
+    place(
+        "07_small.ipynb",
+        "from cpt_extras.progress import waiting\nfor _ in waiting('runs', range(2)): pass",
+        check,
+    )
     message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
     with pytest.raises(papermill.PapermillExecutionError, match=re.escape(message)):
-        kernels.execute(tmp_path / "notebooks" / "07_small.ipynb", tmp_path / "ran.ipynb", {"scael": "demo"})
+        kernels.execute(
+            tmp_path / "notebooks" / "07_small.ipynb",
+            tmp_path / "ran.ipynb",
+            {"scael": "demo"},
+        )
     book = nbformat.read(tmp_path / "ran.ipynb", as_version=4)
     (shown,) = [cell for cell in book.cells if "waiting('runs'" in cell.source]
     (bar,) = shown.outputs  # and nothing on stderr
@@ -415,11 +533,17 @@ def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp
     _, index = reproduce.reproduce("demo", progress=False)
     assert 'id="bitops"' in (index.parent / "glossary.html").read_text(encoding="utf-8")
     page = index.read_text()
-    assert page.count("data:image/png;base64,") == 4  # the answer, and the three experiments of the committed rows
+    assert (
+        page.count("data:image/png;base64,") == 4
+    )  # the answer, and the three experiments of the committed rows
     assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, 4 cycles, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
     for text in (page, (index.parent / "07_small.html").read_text()):
-        assert not [part for part in text.split('"') if part.startswith(("https://cdn", "http://cdn", "https://unpkg"))]
+        assert not [
+            part
+            for part in text.split('"')
+            if part.startswith(("https://cdn", "http://cdn", "https://unpkg"))
+        ]
 
 
 def test_notebooks_and_estimates():
@@ -429,7 +553,9 @@ def test_notebooks_and_estimates():
 
 
 def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_lab.tasks.base.read_whole", lambda recipe: None)  # the files are none
+    monkeypatch.setattr(
+        "cpt_lab.tasks.base.read_whole", lambda recipe: None
+    )  # the files are none
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     for name in ("cifar-10-batches-py", "my-text", "my-pairs"):
@@ -443,31 +569,71 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
 
     def note(job, key, place):
         asked[job.notebook.name[:2]] = job.values
-        return reproduce.NotebookOutcome(job.notebook.stem, "", "done", 0.0, job.folder / "x.html")
+        return reproduce.NotebookOutcome(
+            job.notebook.stem, "", "done", 0.0, job.folder / "x.html"
+        )
 
     monkeypatch.setattr(reproduce, "_run", note)
-    monkeypatch.setattr(reproduce, "try_", lambda data, **how: asked.setdefault("tried", []).append(data))
-    reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)
-    assert asked["03"] == {"scale": "demo", "dataset": "cifar10", "model": "resnet20", "seeds": [1]}
+    monkeypatch.setattr(
+        reproduce,
+        "try_",
+        lambda data, **how: asked.setdefault("tried", []).append(data),
+    )
+    reproduce.reproduce(
+        "demo",
+        dataset="cifar10",
+        given={"model": "resnet20", "seeds": [1]},
+        progress=False,
+    )
+    assert asked["03"] == {
+        "scale": "demo",
+        "dataset": "cifar10",
+        "model": "resnet20",
+        "seeds": [1],
+    }
     assert asked["05"] == {"scale": "demo", "seeds": [1]}  # keeps its own graph
     assert asked["06"] == {"scale": "demo", "seeds": [1]}
-    reproduce.reproduce("demo", "06", "my-text/", {"pairs": "my-pairs/"}, progress=False)
+    reproduce.reproduce(
+        "demo", "06", "my-text/", {"pairs": "my-pairs/"}, progress=False
+    )
     assert asked["06"] == {"scale": "demo", "dataset": "my-text/", "pairs": "my-pairs/"}
     reproduce.reproduce("demo", "05", "my.npz", progress=False)
     assert asked["05"] == {"scale": "demo", "dataset": "my.npz"}
     for scale in ("smoke", "paper"):
         reproduce.reproduce(scale, "05", "my.npz", progress=False)
-    assert asked["tried"] == ["my-text/", "my.npz"]  # at demo scale, and not a named one
-    refused(r"say which notebook 'my\.npz' is for", reproduce.reproduce, "demo", dataset="my.npz", progress=False)
-    with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
+    assert asked["tried"] == [
+        "my-text/",
+        "my.npz",
+    ]  # at demo scale, and not a named one
+    refused(
+        r"say which notebook 'my\.npz' is for",
+        reproduce.reproduce,
+        "demo",
+        dataset="my.npz",
+        progress=False,
+    )
+    with pytest.raises(
+        ValueError,
+        match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'",
+    ):
         reproduce.reproduce("demo", "03", "ogbn-arxiv", progress=False)
     asked.clear()
     for number, dataset, given, message in (
         ("05", "nothere.npz", {}, r"there is no file or folder .*nothere\.npz"),
         ("04", "nothere/", {}, r"there is no file or folder .*nothere"),
-        ("04", "my-text/", {}, r"my-text is no data for this task \(detection\); it needs .*own-pictures\.md"),
+        (
+            "04",
+            "my-text/",
+            {},
+            r"my-text is no data for this task \(detection\); it needs .*own-pictures\.md",
+        ),
         ("03", "my.npz", {}, r"my\.npz is no data for this task \(image\)"),
-        ("06", "my-text/", {"pairs": "my-text/"}, r"my-text is no data for this task \(entailment\)"),
+        (
+            "06",
+            "my-text/",
+            {"pairs": "my-text/"},
+            r"my-text is no data for this task \(entailment\)",
+        ),
         ("03", "cifar100", {}, "python -m cpt_lab download cifar100"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -477,7 +643,9 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
 
 def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
     line = "minus static 4: +1.20 [+0.40, +2.00] points, n = 5: above 0"
-    beside = "ER minus static 7: +0.20 [-0.40, +0.80] points, n = 5: cannot be told from 0"
+    beside = (
+        "ER minus static 7: +0.20 [-0.40, +0.80] points, n = 5: cannot be told from 0"
+    )
     few = "CR minus static 5: +0.20 [-0.40, +0.80] points, n = 2: fewer than 3 seeds say nothing"
     here = (
         "In this run: RR minus static 4: +1.20 [+0.40, +2.00] points, n = 5; not told apart: ER and static 7; "
@@ -488,9 +656,16 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
     cells = [
         new_markdown_cell(asks),
         new_code_cell(
-            "kept", outputs=[new_output("stream", text=f"CR {line}\n")], metadata={"tags": ["nbval-check-output"]}
+            "kept",
+            outputs=[new_output("stream", text=f"CR {line}\n")],
+            metadata={"tags": ["nbval-check-output"]},
         ),
-        new_code_cell("own", outputs=[new_output("stream", text=f"5 runs\nRR {line}\n{beside}\n{few}\n")]),
+        new_code_cell(
+            "own",
+            outputs=[
+                new_output("stream", text=f"5 runs\nRR {line}\n{beside}\n{few}\n")
+            ],
+        ),
         new_markdown_cell(sums_up),
     ]
     book = nbformat.writes(new_notebook(cells=cells))
@@ -503,7 +678,9 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
         job.keep("page", book, key="k", seconds=3.0)
         outcome = job.outcome("done")
         assert (outcome.asked, outcome.found) == ("Do few bits do? And 2?", found)
-    page = report.write(tmp_path, "smoke", [{**vars(outcome), "name": outcome.name}]).read_text()
+    page = report.write(
+        tmp_path, "smoke", [{**vars(outcome), "name": outcome.name}]
+    ).read_text()
     told = " ".join(re.sub("<.*?>", " ", page.split("</style>")[1]).split())
     assert "not corrected for several comparisons" in told
     assert (
@@ -521,11 +698,15 @@ def test_every_notebook_asks_and_sums_up(tmp_path):
         assert outcome.found[0].isupper(), path
 
 
-def test_an_index_that_would_say_the_same_is_left_alone(place, quick, tmp_path, monkeypatch):
+def test_an_index_that_would_say_the_same_is_left_alone(
+    place, quick, tmp_path, monkeypatch
+):
     place("07_picky.ipynb", "print('fine')")
     _, index = reproduce.reproduce("demo", progress=False)
     page = index.read_text()
-    assert page.index("At equal cost no cycle beats static precision") < page.index(">Notebooks</h2>")
+    assert page.index("At equal cost no cycle beats static precision") < page.index(
+        ">Notebooks</h2>"
+    )
     index.write_text("kept")
     _, again = reproduce.reproduce("demo", progress=False)
     assert again.read_text() == "kept"

@@ -22,18 +22,26 @@ from cpt_lessons.parameters import check_parameters, check_values
 def asked(monkeypatch):
     """What ``run_grid`` is asked for, instead of running it."""
     calls = []
-    monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: calls.append((*given, options)) or [])
+    monkeypatch.setattr(
+        sweep,
+        "run_grid",
+        lambda *given, **options: calls.append((*given, options)) or [],
+    )
     return calls
 
 
 def test_runs_come_back_as_a_table():
     parameters = check_parameters(scale="smoke")
-    specs = designs.quality_cost("smoke", schedules=["CR"], static_bits=[8], seeds=[0], steps=8, n_cycles=1)
+    specs = designs.quality_cost(
+        "smoke", schedules=["CR"], static_bits=[8], seeds=[0], steps=8, n_cycles=1
+    )
     runs = parameters.run(specs)
     assert runs.arm.to_list() == ["CR", "static 8"]
     assert runs.accuracy.between(0, 1).all()
     assert (runs.first_loss > 0).all()
-    assert [row["key"] for row in stores.load_rows(parameters.store)] == runs.key.to_list()
+    assert [
+        row["key"] for row in stores.load_rows(parameters.store)
+    ] == runs.key.to_list()
 
 
 def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
@@ -42,9 +50,16 @@ def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
     write(tmp_path / "pets", files)
     check_parameters(scale="smoke", dataset="pets/")
     write(
-        tmp_path / "pets", {name: file[: len(file) * 2 // 3] for name, file in files.items() if name.endswith("1.jpeg")}
+        tmp_path / "pets",
+        {
+            name: file[: len(file) * 2 // 3]
+            for name, file in files.items()
+            if name.endswith("1.jpeg")
+        },
     )
-    with pytest.raises(ValueError, match=r"4 files are wrong:\n.*train/a/1.jpeg cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"4 files are wrong:\n.*train/a/1.jpeg cannot be read"
+    ):
         check_parameters(scale="smoke", dataset="pets/")
 
 
@@ -61,64 +76,121 @@ def test_nothing_to_run(asked):
         ({"scale": "demo"}, None, "auto", True),
     ],
 )
-def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, tmp_path):
+def test_how_runs_are_run(
+    given, workers, device, progress, asked, monkeypatch, tmp_path
+):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     parameters = check_parameters("language_model", **given)
-    nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static_bits=[], seeds=[0])
+    nodes = designs.quality_cost(
+        given["scale"], "digits-graph", schedules=["CR"], static_bits=[], seeds=[0]
+    )
     assert parameters.run(nodes).empty
     ((specs, store, options),) = asked
-    assert (specs, options) == (nodes, {"workers": workers, "device": device, "progress": progress})
-    assert store == parameters.store.with_name("graph.jsonl")  # the task's own, not the notebook's
+    assert (specs, options) == (
+        nodes,
+        {"workers": workers, "device": device, "progress": progress},
+    )
+    assert store == parameters.store.with_name(
+        "graph.jsonl"
+    )  # the task's own, not the notebook's
     assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "demo", "paper"])
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(scale, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused("device 'cuda' was asked for", check_parameters, scale=scale, device="cuda", error=DeviceNotFoundError)
+    refused(
+        "device 'cuda' was asked for",
+        check_parameters,
+        scale=scale,
+        device="cuda",
+        error=DeviceNotFoundError,
+    )
     assert check_parameters(scale=scale, device="cpu").device == "cpu"
 
 
 def test_the_rate_is_chosen(monkeypatch):
-    specs = designs.quality_cost("paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0])
+    specs = designs.quality_cost(
+        "paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0]
+    )
     rows = [
-        {**stores.describe(s), "status": "ok", "metrics": [
-            {"name": "accuracy", "split": "valid", "when": "final", "precision": "q_max", "value": s.recipe.lr}
-        ]}
+        {
+            **stores.describe(s),
+            "status": "ok",
+            "metrics": [
+                {
+                    "name": "accuracy",
+                    "split": "valid",
+                    "when": "final",
+                    "precision": "q_max",
+                    "value": s.recipe.lr,
+                }
+            ],
+        }
         for s in specs
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(sweep, "run_grid", lambda *_, **__: rows)
     assert len(specs) == 3
     assert check_parameters(scale="smoke").run(specs).lr.to_list() == [5e-5]
 
 
 def test_failed_runs_are_told_in_one_line(monkeypatch):
-    specs = designs.quality_cost("smoke", schedules=["CR", "RR"], static_bits=[], seeds=[0])
-    failed = {"status": "failed", "error": "Traceback (most recent call last):\n  ...\nValueError: no such thing\n"}
+    specs = designs.quality_cost(
+        "smoke", schedules=["CR", "RR"], static_bits=[], seeds=[0]
+    )
+    failed = {
+        "status": "failed",
+        "error": "Traceback (most recent call last):\n  ...\nValueError: no such thing\n",
+    }
     rows = [{**stores.describe(s), "status": "ok", "metrics": []} for s in specs]
     rows[1] |= failed
     monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: rows)
-    with pytest.raises(RuntimeError, match=r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$",
+    ):
         check_parameters(scale="smoke").run(specs)
 
 
 def test_runs_of_two_tasks_go_to_their_stores_and_each_once(asked):
-    text = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0])
-    pairs = designs.quality_cost("smoke", "templates", task="entailment", schedules=["CR"], static_bits=[], seeds=[0])
+    text = designs.quality_cost(
+        "smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0]
+    )
+    pairs = designs.quality_cost(
+        "smoke",
+        "templates",
+        task="entailment",
+        schedules=["CR"],
+        static_bits=[],
+        seeds=[0],
+    )
     check_parameters("language_model", scale="smoke").run([*text, *pairs, *text])
     assert [(specs, store.name) for specs, store, _ in asked] == [
-        (text, "language_model.jsonl"), (pairs, "entailment.jsonl")
-    ]  # fmt: skip
+        (text, "language_model.jsonl"),
+        (pairs, "entailment.jsonl"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("given", "values"),
     [
-        ({"q_max": "[6, 8]", "schedules": "[CR, RR]"}, {"q_max": [6, 8], "schedules": ["CR", "RR"]}),
-        ({"static_bits": "[]", "seeds": None, "q_min": None}, {"static_bits": [], "seeds": None, "q_min": None}),
-        ({"static_bits": (4, 8), "learning_rate": 1}, {"static_bits": [4, 8], "learning_rate": 1}),
-        ({"q_max": 6, "q_min": 3, "n_cycles": 2, "total_steps": 60}, {"q_max": 6}),  # a notebook of one schedule
+        (
+            {"q_max": "[6, 8]", "schedules": "[CR, RR]"},
+            {"q_max": [6, 8], "schedules": ["CR", "RR"]},
+        ),
+        (
+            {"static_bits": "[]", "seeds": None, "q_min": None},
+            {"static_bits": [], "seeds": None, "q_min": None},
+        ),
+        (
+            {"static_bits": (4, 8), "learning_rate": 1},
+            {"static_bits": [4, 8], "learning_rate": 1},
+        ),
+        (
+            {"q_max": 6, "q_min": 3, "n_cycles": 2, "total_steps": 60},
+            {"q_max": 6},
+        ),  # a notebook of one schedule
     ],
 )
 def test_parameters_are_read_as_papermill_gives_them(given, values):
@@ -129,13 +201,28 @@ def test_parameters_are_read_as_papermill_gives_them(given, values):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"q_max": [6], "total_steps": 60}, "q_max must be a whole number from 1 to 32; got"),
-        ({"q_max": None}, "q_max must be a list of whole numbers from 1 to 32; got None"),
+        (
+            {"q_max": [6], "total_steps": 60},
+            "q_max must be a whole number from 1 to 32; got",
+        ),
+        (
+            {"q_max": None},
+            "q_max must be a list of whole numbers from 1 to 32; got None",
+        ),
         ({"dataset": ""}, "dataset must name a data set or files of your own"),
         ({"static_bits": "8"}, "static_bits must be a list .*; got '8'"),
-        ({"aggregations": ["float"]}, "aggregations must be a list of fp, quantized; got 'float'"),
-        ({"deficit_lengths": [1.5]}, "deficit_lengths must be a list of whole numbers .* got 1.5"),
-        ({"deficit_start": [1]}, "unknown parameter 'deficit_start'; did you mean 'deficit_starts'"),
+        (
+            {"aggregations": ["float"]},
+            "aggregations must be a list of fp, quantized; got 'float'",
+        ),
+        (
+            {"deficit_lengths": [1.5]},
+            "deficit_lengths must be a list of whole numbers .* got 1.5",
+        ),
+        (
+            {"deficit_start": [1]},
+            "unknown parameter 'deficit_start'; did you mean 'deficit_starts'",
+        ),
     ],
 )
 def test_parameters_of_a_wrong_form_are_named(given, message):
@@ -166,7 +253,12 @@ def typed_notebook(tmp_path):
 
 
 def test_parameters_of_a_notebook_may_have_types(typed_notebook):
-    assert parameters_of(typed_notebook) == {"q_max": [8], "seeds": None, "learning_rate": None, "device": "auto"}
+    assert parameters_of(typed_notebook) == {
+        "q_max": [8],
+        "seeds": None,
+        "learning_rate": None,
+        "device": "auto",
+    }
 
 
 def test_papermill_lists_types_defaults_and_comments(typed_notebook):
@@ -177,8 +269,18 @@ def test_papermill_lists_types_defaults_and_comments(typed_notebook):
 
 
 def test_injected_names_are_those_of_papermill_s_cell(monkeypatch):
-    cells = ["x = 1", '# Parameters\nq_max = [6, 8]\nscale: str = "demo"\n', "# Parameters of mine\ny = 2"]
+    cells = [
+        "x = 1",
+        '# Parameters\nq_max = [6, 8]\nscale: str = "demo"\n',
+        "# Parameters of mine\ny = 2",
+    ]
     shell = SimpleNamespace(user_ns={"In": cells})
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell)
+    )
     check_parameters(q_max=[6, 8], scale="smoke")
-    refused("this notebook has no parameter 'scale'. It has q_max", check_parameters, q_max=[6, 8])
+    refused(
+        "this notebook has no parameter 'scale'. It has q_max",
+        check_parameters,
+        q_max=[6, 8],
+    )

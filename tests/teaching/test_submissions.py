@@ -17,7 +17,11 @@ CHECK = {
     "outputs": [{"text": ["exercise 1.1: correct\n"]}],
 }
 GOOD = json.dumps({"cells": [CHECK]})
-NO_NOTEBOOK, NO_LIST, NO_TEXT = "no notebook, which has a list of cells", "no list of outputs", "is no text"
+NO_NOTEBOOK, NO_LIST, NO_TEXT = (
+    "no notebook, which has a list of cells",
+    "no list of outputs",
+    "is no text",
+)
 
 
 def cells(*given: object) -> str:
@@ -40,15 +44,27 @@ ODD = {
     "the source is null": (cells({"source": None}), NO_TEXT),
     "a line is null": (cells({"source": ["a", None]}), NO_TEXT),
     "outputs are null": (cells({"source": "a", "outputs": None}), NO_LIST),
-    "outputs are an object": (cells({"source": "a", "outputs": {"text": "x"}}), NO_LIST),
+    "outputs are an object": (
+        cells({"source": "a", "outputs": {"text": "x"}}),
+        NO_LIST,
+    ),
     "an output is a text": (cells({"source": "a", "outputs": ["x"]}), NO_LIST),
-    "a printed text is a number": (cells({"source": "a", "outputs": [{"text": 1}]}), "an output of cell 2 is no text"),
-    "a printed line is an object": (cells({"source": "a", "outputs": [{"text": [{}]}]}), "an output of cell 2"),
+    "a printed text is a number": (
+        cells({"source": "a", "outputs": [{"text": 1}]}),
+        "an output of cell 2 is no text",
+    ),
+    "a printed line is an object": (
+        cells({"source": "a", "outputs": [{"text": [{}]}]}),
+        "an output of cell 2",
+    ),
     "not JSON": ("{", "Expecting property name"),
     "empty": ("", "it is empty"),
     "nested": ("[" * 100_000, "nested too deep"),
     "binary": (b"\x00\x89PNG\xff", "save it as UTF-8"),
-    "Latin-1": (GOOD.replace("correct", "korrekt ü").encode("latin-1"), "save it as UTF-8"),
+    "Latin-1": (
+        GOOD.replace("correct", "korrekt ü").encode("latin-1"),
+        "save it as UTF-8",
+    ),
     "UTF-16": (GOOD.encode("utf-16"), "save it as UTF-8"),
 }
 
@@ -99,7 +115,13 @@ def test_read_submissions_names_what_is_no_file(handed_in, tmp_path):
     check_others(found)
     assert found.table.loc["zoe", "1.1"] == "correct"
     names = [sentence.split(" ")[0].rpartition("/")[2] for sentence in found.unreadable]
-    others = ["a_pipe.ipynb", "b_folder.ipynb", "c_loop.ipynb", "d_nothing.ipynb", "e_zeros.ipynb"]
+    others = [
+        "a_pipe.ipynb",
+        "b_folder.ipynb",
+        "c_loop.ipynb",
+        "d_nothing.ipynb",
+        "e_zeros.ipynb",
+    ]
     assert names == ["elsewhere", *others]
     assert "is a link to /, which is not followed" in found.unreadable[0]
 
@@ -112,7 +134,9 @@ def test_read_submissions_refuses_a_huge_notebook(handed_in, tmp_path):
     assert "it has 20,000 MB, more than 100; clear its outputs" in found.unreadable[0]
 
 
-def test_read_submissions_names_a_folder_that_cannot_be_opened(handed_in, tmp_path, monkeypatch):
+def test_read_submissions_names_a_folder_that_cannot_be_opened(
+    handed_in, tmp_path, monkeypatch
+):
     zoe = handed_in("zoe", GOOD).parent
     listed = os.scandir
 
@@ -130,8 +154,15 @@ def test_read_submissions_names_a_folder_that_cannot_be_opened(handed_in, tmp_pa
 def test_read_submissions_reads_what_tools_write(handed_in, tmp_path):
     """A byte order mark, sources as one text, an ending in capitals, escapes that are half a letter."""
     handed_in("bom", b"\xef\xbb\xbf" + GOOD.encode())
-    source = {"cell_type": "code", "source": "a", "outputs": [{"text": "\ud800 \nexercise 1.1: not yet"}]}
-    handed_in("half", json.dumps({"cells": [source, {"cell_type": "markdown", "source": "b"}]}))
+    source = {
+        "cell_type": "code",
+        "source": "a",
+        "outputs": [{"text": "\ud800 \nexercise 1.1: not yet"}],
+    }
+    handed_in(
+        "half",
+        json.dumps({"cells": [source, {"cell_type": "markdown", "source": "b"}]}),
+    )
     handed_in("capitals", GOOD, "03.IPYNB")
     handed_in("mac", GOOD)
     handed_in("mac", b"\x00\x05\x16\x07", "._03.ipynb")
@@ -144,13 +175,19 @@ def test_read_submissions_reads_what_tools_write(handed_in, tmp_path):
     assert (found.unreadable, found.without_notebook) == ([], ["without"])
 
 
-def test_collect_names_every_bad_notebook_and_shows_the_others(handed_in, tmp_path, command):
+def test_collect_names_every_bad_notebook_and_shows_the_others(
+    handed_in, tmp_path, command
+):
     handed_in("=cmd|calc", GOOD)
     handed_in(os.fsdecode(b"z\xff\n\x1b[31m"), b"\xff")
     handed_in("yan", "[]")
-    status, out, err = command("collect", tmp_path / "class", "--out", tmp_path / "table.csv")
+    status, out, err = command(
+        "collect", tmp_path / "class", "--out", tmp_path / "table.csv"
+    )
     assert status == 1
-    assert {"anna", "ben", "yan", "=cmd|calc", "z\\udcff\\n\\x1b[31m"} <= {line.split()[0] for line in out.splitlines()}
+    assert {"anna", "ben", "yan", "=cmd|calc", "z\\udcff\\n\\x1b[31m"} <= {
+        line.split()[0] for line in out.splitlines()
+    }
     assert [line.partition(" cannot be read: ")[0] for line in err.splitlines()] == [
         f"warning: {tmp_path}/class/yan/03.ipynb",
         f"warning: {tmp_path}/class/z\\udcff\\n\\x1b[31m/03.ipynb",

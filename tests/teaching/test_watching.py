@@ -30,7 +30,9 @@ SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static_bits=[8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 100])  # the later one after a stop
-def test_every_arm_has_a_line_and_the_title_says_where_they_are(start, pictures, monkeypatch):
+def test_every_arm_has_a_line_and_the_title_says_where_they_are(
+    start, pictures, monkeypatch
+):
     monkeypatch.setattr(watching, "SECONDS", 0.0)
     titles, show = [], DescribedFigure.show_by
 
@@ -44,7 +46,10 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(start, pictures,
         for spec, loss in zip(SPECS, losses, strict=True):
             watched(spec, step, loss)
     assert [how for how, _ in pictures] == ["display"] + 5 * ["update"]
-    assert f"1: 2 parts, 6 points; x {start}..{start + 2}, mean {start + 1}; y 3..8" in pictures[-1][1]
+    assert (
+        f"1: 2 parts, 6 points; x {start}..{start + 2}, mean {start + 1}; y 3..8"
+        in pictures[-1][1]
+    )
     assert "2: 2 parts, 6 points" in pictures[-1][1]
     steps, (cr, static) = SPECS[0].recipe.steps, (spec.arm for spec in SPECS)
     said = f"Step {start + 3} of {steps}: the training loss of {static} is lowest, of {cr} highest"
@@ -52,14 +57,21 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(start, pictures,
 
 
 @pytest.mark.slow
-def test_runs_that_are_watched_end_as_they_would_alone(pictures, tmp_path, monkeypatch, capsys):
+def test_runs_that_are_watched_end_as_they_would_alone(
+    pictures, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(watching, "SECONDS", 1e9)
     stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
     watching.watch(SPECS, stores[0])
-    assert [how for how, _ in pictures] == ["display", "update"]  # the first step, and the end
+    assert [how for how, _ in pictures] == [
+        "display",
+        "update",
+    ]  # the first step, and the end
     assert f"1: 2 parts, {2 * SPECS[0].recipe.steps} points" in pictures[-1][1]
     run_grid(SPECS, stores[1], workers=0, progress=False)
-    watched, alone = ({row["key"]: row["metrics"] for row in load_rows(store)} for store in stores)
+    watched, alone = (
+        {row["key"]: row["metrics"] for row in load_rows(store)} for store in stores
+    )
     assert watched == alone
     capsys.readouterr()
     watching.watch(SPECS, stores[0])

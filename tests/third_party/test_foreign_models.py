@@ -14,11 +14,23 @@ from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    pytest.mark.filterwarnings(
+        "ignore:LSTM with projections is not supported with oneDNN"
+    ),
 ]
 
-EVERY = {"decoders": 4, "encoders": 4, "recurrent": 1, "graphs": 1, "zoo": 9}  # of the models of a family
-CASES = [case for family, every in EVERY.items() for case in islice(FAMILIES[family](), 0, None, every)]
+EVERY = {
+    "decoders": 4,
+    "encoders": 4,
+    "recurrent": 1,
+    "graphs": 1,
+    "zoo": 9,
+}  # of the models of a family
+CASES = [
+    case
+    for family, every in EVERY.items()
+    for case in islice(FAMILIES[family](), 0, None, every)
+]
 
 
 def test_families_are_large():
@@ -28,7 +40,9 @@ def test_families_are_large():
     assert sizes["encoders"] > 10
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case.family} {case.name}" for case in CASES])
+@pytest.mark.parametrize(
+    "case", CASES, ids=[f"{case.family} {case.name}" for case in CASES]
+)
 def test_outputs_stay_where_float32_stays(case):
     found = answers(case)
     assert unexpected_answers(found) == []
@@ -47,7 +61,11 @@ class BatchMean(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        is_quantised = self.linear.precision.now.active if hasattr(self.linear, "precision") else False
+        is_quantised = (
+            self.linear.precision.now.active
+            if hasattr(self.linear, "precision")
+            else False
+        )
         return y + y.mean(0) if self.always or is_quantised else y
 
 
@@ -57,7 +75,13 @@ def one_sample(run):
 
 
 def outcomes(module):
-    case = Case("test", "module", lambda: module, lambda run: run(torch.randn(3, 8)), {"one sample": one_sample})
+    case = Case(
+        "test",
+        "module",
+        lambda: module,
+        lambda run: run(torch.randn(3, 8)),
+        {"one sample": one_sample},
+    )
     return [(answer.outcome, answer.error) for answer in answers(case)]
 
 
@@ -75,17 +99,25 @@ def test_harness_lets_float32_decide():
 
 def test_harness_reports_crashes():
     case = Case(
-        "test", "module", lambda: nn.Linear(8, 8), lambda run: run(torch.randn(3, 9)), {"one sample": one_sample}
+        "test",
+        "module",
+        lambda: nn.Linear(8, 8),
+        lambda run: run(torch.randn(3, 9)),
+        {"one sample": one_sample},
     )
     found = answers(case)
     assert [answer.outcome for answer in found] == ["crashed"]
-    assert unexpected_answers(found)[0].startswith("test, module, all: crashed {} RuntimeError")
+    assert unexpected_answers(found)[0].startswith(
+        "test, module, all: crashed {} RuntimeError"
+    )
     assert count(found) == {"test: all": {"crashed": 1}}
 
 
 def test_harness_finds_ranges_of_the_batch_at_hand():
     """Without a running range every batch has a range of its own."""
-    config = cpt.QuantConfig(quantizers={**QUANTIZERS, "linear_input": Quantizer("per_tensor")})
+    config = cpt.QuantConfig(
+        quantizers={**QUANTIZERS, "linear_input": Quantizer("per_tensor")}
+    )
     model = cpt.quantize_(nn.Sequential(nn.Linear(8, 8)), config).eval()
     with cpt.precision(model, 4), torch.no_grad():
         assert max(relative_difference(*pair) for pair in one_sample(model)) > 1e-3

@@ -77,7 +77,10 @@ def test_examination_reports_a_product_of_one_number_as_float32():
 def test_examination_reports_an_exact_product_that_is_called_quantised(monkeypatch):
     monkeypatch.setattr(op_handlers, "in_full_precision", lambda layer: layer)
     row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 4))
-    assert (row.products, row.faults) == ("claimed, but exact", ["exact, but check calls it quantised"])
+    assert (row.products, row.faults) == (
+        "claimed, but exact",
+        ["exact, but check calls it quantised"],
+    )
     assert count([row])["without a fault"] == 0
 
 

@@ -43,7 +43,9 @@ def runs(trained, tmp_path, monkeypatch):
     connect = socket.socket.connect
 
     def local_alone(self, address):
-        assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1"), f"asks for {address}"
+        assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1"), (
+            f"asks for {address}"
+        )
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", local_alone)
@@ -53,7 +55,10 @@ def runs(trained, tmp_path, monkeypatch):
 @pytest.fixture
 def rows(runs):
     """Return the rows by their names in a tracker."""
-    return {f"{row['spec']['arm']}, seed 0": row for row in load_rows(runs / "smoke" / "image.jsonl")}
+    return {
+        f"{row['spec']['arm']}, seed 0": row
+        for row in load_rows(runs / "smoke" / "image.jsonl")
+    }
 
 
 @pytest.fixture
@@ -64,21 +69,42 @@ def curves(runs, rows):
     frame = pd.read_parquet(path)
     frame.loc[frame.index[-2:], "loss"] = [math.inf, math.nan]
     frame.to_parquet(path)
-    tables = {name: load_curve(store, row["key"]).set_index("step") for name, row in rows.items()}
-    return {name: {metric: table[metric].dropna().to_dict() for metric in table} for name, table in tables.items()}
+    tables = {
+        name: load_curve(store, row["key"]).set_index("step")
+        for name, row in rows.items()
+    }
+    return {
+        name: {metric: table[metric].dropna().to_dict() for metric in table}
+        for name, table in tables.items()
+    }
 
 
 def log(tracker):
     shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", tracker])
     assert shown.exit_code == 0, shown.output
-    return next(line for line in shown.output.splitlines() if line.startswith("rows sent: "))
+    return next(
+        line for line in shown.output.splitlines() if line.startswith("rows sent: ")
+    )
 
 
 def check(row, curve, params, final, metrics):
     """Compare what a tracker has of a run with its row and its curve: texts, floats, steps."""
-    assert params.items() >= {"key": row["key"], "dataset": "digits", "arm": row["spec"]["arm"], "q_max": "8"}.items()
-    accuracy = next(m for m in row["metrics"] if (m["split"], m["when"]) == ("test", "final"))
-    expected = {"cost": row["relative_cost"], f"accuracy_at_{accuracy['precision']}": accuracy["value"]}
+    assert (
+        params.items()
+        >= {
+            "key": row["key"],
+            "dataset": "digits",
+            "arm": row["spec"]["arm"],
+            "q_max": "8",
+        }.items()
+    )
+    accuracy = next(
+        m for m in row["metrics"] if (m["split"], m["when"]) == ("test", "final")
+    )
+    expected = {
+        "cost": row["relative_cost"],
+        f"accuracy_at_{accuracy['precision']}": accuracy["value"],
+    }
     assert {name: final[name] for name in expected} == pytest.approx(expected)
     assert metrics.keys() >= {"loss", "bits"}
     for metric, values in metrics.items():
@@ -92,13 +118,24 @@ def test_tensorboard_shows_rows_and_curves(runs, rows, curves):
 
     assert log("tensorboard") == "rows sent: 2"
     for name, row in rows.items():
-        found = EventAccumulator(str(runs / "smoke" / "image.tensorboard" / row["key"]), {"scalars": 0}).Reload()
-        scalars = {tag: {e.step: e.value for e in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+        found = EventAccumulator(
+            str(runs / "smoke" / "image.tensorboard" / row["key"]), {"scalars": 0}
+        ).Reload()
+        scalars = {
+            tag: {e.step: e.value for e in found.Scalars(tag)}
+            for tag in found.Tags()["scalars"]
+        }
         metrics = {tag: scalars.pop(tag) for tag in curves[name]}
         data = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
         hparams = HParamsPluginData.FromString(data).session_start_info.hparams
         final = {tag: values[0] for tag, values in scalars.items()}
-        check(row, curves[name], {key: value.string_value for key, value in hparams.items()}, final, metrics)
+        check(
+            row,
+            curves[name],
+            {key: value.string_value for key, value in hparams.items()},
+            final,
+            metrics,
+        )
     assert log("tensorboard") == "rows sent: 0"
 
 
@@ -117,12 +154,21 @@ def test_mlflow_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
     assert log("mlflow") == "rows sent: 2"
     client = MlflowClient()
     found = client.search_runs([client.get_experiment_by_name("cpt").experiment_id])
-    assert {one.info.run_name: one.info.status for one in found} == dict.fromkeys(rows, "FINISHED")
+    assert {one.info.run_name: one.info.status for one in found} == dict.fromkeys(
+        rows, "FINISHED"
+    )
     for one in found:
         curve = curves[one.info.run_name]
-        history = {name: client.get_metric_history(one.info.run_id, name) for name in curve}
-        metrics = {name: {m.step: _from_sql(m.value) for m in values} for name, values in history.items()}
-        check(rows[one.info.run_name], curve, one.data.params, one.data.metrics, metrics)
+        history = {
+            name: client.get_metric_history(one.info.run_id, name) for name in curve
+        }
+        metrics = {
+            name: {m.step: _from_sql(m.value) for m in values}
+            for name, values in history.items()
+        }
+        check(
+            rows[one.info.run_name], curve, one.data.params, one.data.metrics, metrics
+        )
     assert log("mlflow") == "rows sent: 0"
     assert len(client.search_runs([found[0].info.experiment_id])) == 2
 
@@ -154,11 +200,16 @@ def test_trackio_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
     for name, row in rows.items():
         lines = storage.get_logs("cpt", name)
         *steps, last = lines
-        metrics = {metric: {x["step"]: float(x[metric]) for x in steps if metric in x} for metric in curves[name]}
+        metrics = {
+            metric: {x["step"]: float(x[metric]) for x in steps if metric in x}
+            for metric in curves[name]
+        }
         check(row, curves[name], storage.get_run_config("cpt", name), last, metrics)
     assert log("trackio") == "rows sent: 0"
     with sqlite3.connect(database) as read:
-        assert read.execute("select count(distinct run_id) from metrics").fetchone() == (2,)
+        assert read.execute(
+            "select count(distinct run_id) from metrics"
+        ).fetchone() == (2,)
 
 
 def wandb_records(path: Path):
@@ -198,7 +249,10 @@ def test_wandb_keeps_rows_and_curves_offline(runs, rows, curves):
             if kind == "summary":
                 final |= {x.key: loads(x.value_json) for x in record.summary.update}
             if kind == "history":
-                items = {(x.key or x.nested_key[0]): loads(x.value_json) for x in record.history.item}
+                items = {
+                    (x.key or x.nested_key[0]): loads(x.value_json)
+                    for x in record.history.item
+                }
                 for metric in metrics.keys() & items.keys():
                     metrics[metric][items["_step"]] = float(items[metric])
         assert set(names) == {name}
@@ -210,4 +264,6 @@ def test_all_clients_are_there():
     """Where ``make trackers`` runs, no test is skipped."""
     if not os.environ.get("CPT_TRACKERS"):
         pytest.skip("make trackers installs them")
-    assert {"mlflow", "tensorboard", "trackio", "wandb"} <= {m.partition(".")[0] for m in sys.modules}
+    assert {"mlflow", "tensorboard", "trackio", "wandb"} <= {
+        m.partition(".")[0] for m in sys.modules
+    }

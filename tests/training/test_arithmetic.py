@@ -14,11 +14,19 @@ from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.sweeps.worker import Job, run_all
 from cpt_lab.tasks.base import task_of
-from cpt_lab.training.device import DeviceNotFoundError, arithmetic, choose_device, cuda_provenance, usual_device
+from cpt_lab.training.device import (
+    DeviceNotFoundError,
+    arithmetic,
+    choose_device,
+    cuda_provenance,
+    usual_device,
+)
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import evaluate, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
+)
 SHORT = {"steps": 4, "n_cycles": 2, "evaluate_every": 2}
 
 
@@ -27,7 +35,9 @@ def digits(**changes):
 
 
 def at(scale, **changes):
-    return run_spec(replace(recipe(scale, "cifar10"), **changes), "CR", q_max=8, seed=0, scale=scale)
+    return run_spec(
+        replace(recipe(scale, "cifar10"), **changes), "CR", q_max=8, seed=0, scale=scale
+    )
 
 
 @pytest.fixture
@@ -35,7 +45,10 @@ def flags():
     """Torch's own settings, which are put back."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
-    yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    yield lambda: (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    )
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
@@ -50,33 +63,53 @@ def test_no_named_recipe_changes_the_arithmetic():
 def test_what_passes_between_layers_in_training_and_evaluation(autocast, channels_last):
     spec = digits(autocast=autocast, channels_last=channels_last)
     session = Session(task_of(spec), spec)
-    (middle,) = (m for name, m in session.model.named_modules() if name == "layer2.0.bn1")
+    (middle,) = (
+        m for name, m in session.model.named_modules() if name == "layer2.0.bn1"
+    )
     seen = []
 
     def note(module, inputs, output):
         (x,) = inputs
-        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        last = (
+            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        )
         seen.append((module.training, x.dtype == torch.bfloat16, last))
 
     middle.register_forward_hook(note)
     session.step(next(session.task.batches(0)), 0.01)
     evaluate(session, 1, "q_max")
-    assert set(seen) == {(training, autocast != "", channels_last) for training in (True, False)}
+    assert set(seen) == {
+        (training, autocast != "", channels_last) for training in (True, False)
+    }
     assert all(p.dtype == torch.float32 for p in session.model.parameters())
-    assert all(v.dtype == torch.float32 for state in session.optimizer.state.values() for v in state.values())
+    assert all(
+        v.dtype == torch.float32
+        for state in session.optimizer.state.values()
+        for v in state.values()
+    )
 
 
 SMALL = {
-    "digits": {}, "digit-scenes": {"batch": 2, "train_images": 4, "valid_images": 2, "test_images": 2},
-    "digits-graph": {}, "pydoc": {"valid_tokens": 500, "test_tokens": 500}, "templates": {},
-}  # fmt: skip
+    "digits": {},
+    "digit-scenes": {
+        "batch": 2,
+        "train_images": 4,
+        "valid_images": 2,
+        "test_images": 2,
+    },
+    "digits-graph": {},
+    "pydoc": {"valid_tokens": 500, "test_tokens": 500},
+    "templates": {},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", SMALL)
 def test_every_task_trains_under_autocast(dataset):
     small = {**SHORT, **SMALL[dataset], "steps": 2, "evaluate_every": 0}
-    specs = [smoke_spec(dataset, **small, autocast=autocast) for autocast in ("", "bfloat16")]
+    specs = [
+        smoke_spec(dataset, **small, autocast=autocast) for autocast in ("", "bfloat16")
+    ]
     plain, rounded = (train(task_of(spec), spec) for spec in specs)
     assert rounded.status == plain.status == "ok"
     assert rounded.history["loss"] != plain.history["loss"]
@@ -85,8 +118,14 @@ def test_every_task_trains_under_autocast(dataset):
 
 
 REFUSED = {
-    "tf32": ({"tf32": True}, "tf32 is for CUDA; this run of mlp6 on digits is on device cpu"),
-    "channels_last": ({"channels_last": True}, "channels_last is for convolutions in two dimensions; mlp6 has none"),
+    "tf32": (
+        {"tf32": True},
+        "tf32 is for CUDA; this run of mlp6 on digits is on device cpu",
+    ),
+    "channels_last": (
+        {"channels_last": True},
+        "channels_last is for convolutions in two dimensions; mlp6 has none",
+    ),
 }
 
 
@@ -102,10 +141,14 @@ def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_pat
 def pretend(monkeypatch, capability):
     """A machine with a GPU, as far as torch is asked about it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_capability", lambda device=None: capability
+    )
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: "some GPU")
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91002)
-    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580.65.06")
+    monkeypatch.setattr(
+        "torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580.65.06"
+    )
 
 
 def test_tf32_is_refused_by_gpus_that_do_not_have_it(monkeypatch):
@@ -113,13 +156,24 @@ def test_tf32_is_refused_by_gpus_that_do_not_have_it(monkeypatch):
     pretend(monkeypatch, (8, 0))
     assert choose_device("cuda", spec) == "cuda"
     pretend(monkeypatch, (7, 5))
-    refused(r"tf32 needs a GPU of compute capability 8\.0; some GPU has 7\.5", choose_device, "cuda", spec)
+    refused(
+        r"tf32 needs a GPU of compute capability 8\.0; some GPU has 7\.5",
+        choose_device,
+        "cuda",
+        spec,
+    )
 
 
 CHOSEN = {  # scale, device asked for -> on a machine with a GPU
-    ("smoke", "auto"): "cpu", ("smoke", "cuda"): "cpu", ("demo", "auto"): "cpu", ("demo", "cuda"): "cuda",
-    ("demo", "cpu"): "cpu", ("paper", "auto"): "cuda", ("paper", "cuda"): "cuda", ("paper", "cpu"): "cpu",
-}  # fmt: skip
+    ("smoke", "auto"): "cpu",
+    ("smoke", "cuda"): "cpu",
+    ("demo", "auto"): "cpu",
+    ("demo", "cuda"): "cuda",
+    ("demo", "cpu"): "cpu",
+    ("paper", "auto"): "cuda",
+    ("paper", "cuda"): "cuda",
+    ("paper", "cpu"): "cpu",
+}
 
 
 @pytest.mark.parametrize(("scale", "asked"), CHOSEN)
@@ -135,16 +189,31 @@ def test_demos_are_too_small_to_be_sent_to_a_gpu_unasked(scale, asked, monkeypat
 
 
 NO_GPU = {  # the CUDA that torch is built for, what torch says when it starts that, what is said of both
-    "no driver": ("13.2", RuntimeError("Found no NVIDIA driver on your system. Please"), "Found no NVIDIA driver"),
+    "no driver": (
+        "13.2",
+        RuntimeError("Found no NVIDIA driver on your system. Please"),
+        "Found no NVIDIA driver",
+    ),
     "old driver": (
-        "13.2", RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update"),
+        "13.2",
+        RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12040). Please update"
+        ),
         r"too old \(found version 12040\) \(torch .* is built for CUDA 13\.2, which needs a driver .*, 580 or newer\)",
     ),
-    "CUDA 12": ("12.8", RuntimeError("No CUDA GPUs are available"), r"available \(.*CUDA 12\.8, .*, 525 or newer"),
-    "a later CUDA": ("20.0", AssertionError("whatever"), r"no CUDA device: whatever \(.* for CUDA 20\.0\)"),
+    "CUDA 12": (
+        "12.8",
+        RuntimeError("No CUDA GPUs are available"),
+        r"available \(.*CUDA 12\.8, .*, 525 or newer",
+    ),
+    "a later CUDA": (
+        "20.0",
+        AssertionError("whatever"),
+        r"no CUDA device: whatever \(.* for CUDA 20\.0\)",
+    ),
     "no reason": ("13.2", None, "torch sees no CUDA device: there is none"),
     "none in torch": (None, None, "torch .* is built without CUDA"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NO_GPU)
@@ -162,13 +231,19 @@ def test_nothing_long_starts_on_the_cpu_unasked(asked, case, monkeypatch, tmp_pa
     monkeypatch.setattr("torch.cuda.init", init)
     with pytest.raises(DeviceNotFoundError, match=said) as found:
         choose_device(asked, spec)
-    assert ("--device cpu, device='cpu' in Python, -p device cpu" in str(found.value)) == (asked == "auto")
-    with pytest.raises(DeviceNotFoundError, match=said):  # and no row that says "failed"
+    assert (
+        "--device cpu, device='cpu' in Python, -p device cpu" in str(found.value)
+    ) == (asked == "auto")
+    with pytest.raises(
+        DeviceNotFoundError, match=said
+    ):  # and no row that says "failed"
         run_grid([spec], tmp_path / "rows.jsonl", device=asked, workers=0)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(monkeypatch, tmp_path):
+def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(
+    monkeypatch, tmp_path
+):
     """Such as one worker of a cluster: the row is missing, not the worst of all."""
     pretend(monkeypatch, None)
     row = run_all(Job(at("paper"), tmp_path / "rows.jsonl"))[0].row
@@ -178,7 +253,9 @@ def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(monk
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(tf32, flags, monkeypatch):
+def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(
+    tf32, flags, monkeypatch
+):
     found = digits(tf32=tf32).recipe
     with arithmetic(found, torch.device("cpu")):
         assert flags() == (False, True)  # not the CPU's to change
@@ -189,9 +266,12 @@ def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(tf32, fl
     pretend(monkeypatch, (9, 0))
     said = cuda_provenance(found)
     assert said == {
-        "gpu": "some GPU", "runtime": torch.version.cuda, "cudnn": 91002, "driver": "580.65.06",
+        "gpu": "some GPU",
+        "runtime": torch.version.cuda,
+        "cudnn": 91002,
+        "driver": "580.65.06",
         "tf32": {"cublas": tf32, "cudnn": tf32},
-    }  # fmt: skip
+    }
 
 
 def test_only_rows_of_cuda_say_what_it_was(tmp_path, monkeypatch, flags):
@@ -212,13 +292,18 @@ def test_products_on_a_gpu_are_of_float32_or_tf32(flags):
     exact = x.double() @ w.double()[:, :, 0, 0].T
     for tf32, low, high in ((False, 0, 2e-5), (True, 2e-4, 3e-3)):
         with arithmetic(digits(tf32=tf32).recipe, torch.device("cuda")):
-            for found in (x @ w[:, :, 0, 0].T, torch.conv2d(x[:, :, None, None], w)[:, :, 0, 0]):
+            for found in (
+                x @ w[:, :, 0, 0].T,
+                torch.conv2d(x[:, :, None, None], w)[:, :, 0, 0],
+            ):
                 error = ((found - exact).abs().max() / exact.abs().max()).item()
                 assert low <= error < high
 
 
 @pytest.mark.parametrize("asked", [None, "0", "1"])
-def test_the_order_of_sums_is_fixed_where_that_is_asked_for_and_the_row_says_so(asked, tmp_path, monkeypatch):
+def test_the_order_of_sums_is_fixed_where_that_is_asked_for_and_the_row_says_so(
+    asked, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what is set stays
     monkeypatch.setenv("CPT_DETERMINISTIC", asked or "")
     try:

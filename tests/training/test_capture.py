@@ -21,18 +21,65 @@ pytestmark = pytest.mark.slow
 
 # batches of two sizes; milestones, a cosine, and a rate that follows the evaluations
 RUNS = {
-    "images": partial(smoke_spec, "digits", model="resnet8_w8", train_images=90, batch=16, crop=1,
-                      valid_images=40, test_images=40),
-    "words": partial(smoke_spec, "pydoc", dropout=0.2, train_tokens=2_000, batch=8, length=9, embedding=8, hidden=8,
-                     valid_tokens=600, test_tokens=600, lr_rule="plateau"),
+    "images": partial(
+        smoke_spec,
+        "digits",
+        model="resnet8_w8",
+        train_images=90,
+        batch=16,
+        crop=1,
+        valid_images=40,
+        test_images=40,
+    ),
+    "words": partial(
+        smoke_spec,
+        "pydoc",
+        dropout=0.2,
+        train_tokens=2_000,
+        batch=8,
+        length=9,
+        embedding=8,
+        hidden=8,
+        valid_tokens=600,
+        test_tokens=600,
+        lr_rule="plateau",
+    ),
     "graph": partial(smoke_spec, "digits-graph", model="gcn", dropout=0.3, hidden=8),
-    "quantised sums": partial(smoke_spec, "digits-graph", model="gcn", aggregation="quantized", hidden=8),
-    "sums on codes": partial(smoke_spec, "digits-graph", model="gcn", hidden=8, execution="integer", shared_steps=True),
-    "sentences": partial(smoke_spec, "templates", padding="max", train_pairs=90, valid_pairs=20,
-                         test_pairs=20, batch=16, length=20, hidden=16, layers=1),
-    "images on codes": partial(smoke_spec, "digits", model="resnet8_w8", train_images=90, batch=16, valid_images=40,
-                               test_images=40, execution="integer", shared_steps=True),
-}  # fmt: skip
+    "quantised sums": partial(
+        smoke_spec, "digits-graph", model="gcn", aggregation="quantized", hidden=8
+    ),
+    "sums on codes": partial(
+        smoke_spec,
+        "digits-graph",
+        model="gcn",
+        hidden=8,
+        execution="integer",
+        shared_steps=True,
+    ),
+    "sentences": partial(
+        smoke_spec,
+        "templates",
+        padding="max",
+        train_pairs=90,
+        valid_pairs=20,
+        test_pairs=20,
+        batch=16,
+        length=20,
+        hidden=16,
+        layers=1,
+    ),
+    "images on codes": partial(
+        smoke_spec,
+        "digits",
+        model="resnet8_w8",
+        train_images=90,
+        batch=16,
+        valid_images=40,
+        test_images=40,
+        execution="integer",
+        shared_steps=True,
+    ),
+}
 
 
 @pytest.fixture
@@ -44,11 +91,21 @@ def recorders(monkeypatch):
         made.append(TapeRecorder())
         return made[-1]
 
-    monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "" if fixed_shape else "shapes differ")
+    monkeypatch.setattr(
+        session,
+        "why_not",
+        lambda device, fixed_shape: "" if fixed_shape else "shapes differ",
+    )
     monkeypatch.setattr(session, "CudaRecorder", recorder)
-    on_device = classmethod(lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale))))
-    monkeypatch.setattr(convolution.Grid, "of", on_device)  # as on a GPU: on a CPU the host reads these numbers
-    monkeypatch.setattr(convolution, "has_library", lambda device: False)  # nor are there weights that a library packs
+    on_device = classmethod(
+        lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale)))
+    )
+    monkeypatch.setattr(
+        convolution.Grid, "of", on_device
+    )  # as on a GPU: on a CPU the host reads these numbers
+    monkeypatch.setattr(
+        convolution, "has_library", lambda device: False
+    )  # nor are there weights that a library packs
     return made
 
 
@@ -65,8 +122,12 @@ def eager(monkeypatch):
 
 
 def spec_of(name, **changes):
-    steps = 60 if "sums" in name else 18  # sums, or their codes, are kept for every q, and so are recordings
-    return RUNS[name](arm="LR", q_min=3, evaluate_every=7, **{"steps": steps, "n_cycles": 1} | changes)
+    steps = (
+        60 if "sums" in name else 18
+    )  # sums, or their codes, are kept for every q, and so are recordings
+    return RUNS[name](
+        arm="LR", q_min=3, evaluate_every=7, **{"steps": steps, "n_cycles": 1} | changes
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -82,8 +143,12 @@ def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eage
     assert (steps, answers) == (len(bits) if "sums" in name else 1, 1)
 
 
-@pytest.mark.parametrize("name", ["images", "words", "sentences", "quantised sums", "sums on codes"])
-def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(name, recorders):
+@pytest.mark.parametrize(
+    "name", ["images", "words", "sentences", "quantised sums", "sums on codes"]
+)
+def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(
+    name, recorders
+):
     spec = spec_of(name)
     one = Session(task_of(spec), spec)
     forward, batches = one.forward, one.task.batches(0)
@@ -96,7 +161,9 @@ def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(name, r
     assert (replayed["bits"], spec.schedule(spec.recipe.steps - 1)) == (3, 8)
 
 
-@pytest.mark.parametrize("name", ["words", "graph"])  # a state that is carried; Adam, which counts its steps
+@pytest.mark.parametrize(
+    "name", ["words", "graph"]
+)  # a state that is carried; Adam, which counts its steps
 def test_a_resumed_run_records_anew(name, recorders, tmp_path):
     spec, file = spec_of(name), tmp_path / "run.pt"
     whole = train(task_of(spec), spec)
@@ -108,12 +175,19 @@ def test_a_resumed_run_records_anew(name, recorders, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "ladder", "runs"),
-    [("images on codes", "affine", ((7, 6), (10, 6), (7, 6))), ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2)))],
+    [
+        ("images on codes", "affine", ((7, 6), (10, 6), (7, 6))),
+        ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2))),
+    ],
 )
-def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(name, ladder, runs, recorders, eager):
+def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(
+    name, ladder, runs, recorders, eager
+):
     spec, top = spec_of(name), min(8, max(bits for bits, _ in runs))
     recipe = replace(spec.recipe, ladder=ladder)
-    spec = replace(spec, schedule=TableSchedule(runs), q_max=top, q_grad=top, recipe=recipe)
+    spec = replace(
+        spec, schedule=TableSchedule(runs), q_max=top, q_grad=top, recipe=recipe
+    )
     plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
     assert run.history == plain.history
     assert run.captured > 4
@@ -121,7 +195,9 @@ def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(name
 
 
 @pytest.mark.parametrize("name", ["images", "words"])
-def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(name, recorders):
+def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
+    name, recorders
+):
     spec = spec_of(name, clip=0.1)
     one = Session(task_of(spec), spec)
     batches = one.task.batches(0)
@@ -130,8 +206,13 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     for lr in (0.05, 0.0):
         before = [p.detach().clone() for p in one.model.parameters()]
         one.step(next(batches), lr)
-        stays = [torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True)]
-        assert all(stays) if lr == 0 else not any(stays[-2:])  # the last layer: others may have no gradient
+        stays = [
+            torch.equal(a, b)
+            for a, b in zip(before, one.model.parameters(), strict=True)
+        ]
+        assert (
+            all(stays) if lr == 0 else not any(stays[-2:])
+        )  # the last layer: others may have no gradient
     assert one.captured >= 2
     with torch.no_grad():
         *others, last = one.model.parameters()
@@ -141,7 +222,9 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
 
 
-def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(recorders, monkeypatch):
+def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(
+    recorders, monkeypatch
+):
     """A replay moves the versions of what it writes, as the step does that it replaces."""
     spec = spec_of("images")
     one, other = Session(task_of(spec), spec), Session(task_of(spec), spec)
@@ -169,7 +252,9 @@ def test_losses_are_the_callers_to_keep(recorders):
     assert list(map(float, losses)) == kept
 
 
-def test_what_cannot_be_recorded_goes_on_and_says_why(recorders, eager, monkeypatch, caplog):
+def test_what_cannot_be_recorded_goes_on_and_says_why(
+    recorders, eager, monkeypatch, caplog
+):
     spec = spec_of("images")
     task = task_of(spec)
     plain = eager(train, task, spec)
@@ -182,9 +267,13 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(recorders, eager, monkeypa
 
     run = train(Reads, spec)
     assert (run.captured, run.history) == (0, plain.history)
-    assert "_local_scalar_dense.default reads a number on the host" in run.why_not_captured
+    assert (
+        "_local_scalar_dense.default reads a number on the host" in run.why_not_captured
+    )
     (line,) = [r.getMessage() for r in caplog.records if r.name == capture.__name__]
-    assert line.startswith("the steps of this run cannot be captured and go on one launch at a time: RuntimeError")
+    assert line.startswith(
+        "the steps of this run cannot be captured and go on one launch at a time: RuntimeError"
+    )
 
 
 def test_a_number_that_python_keeps_is_noticed(recorders, eager):
@@ -207,10 +296,12 @@ def test_a_number_that_python_keeps_is_noticed(recorders, eager):
 @pytest.mark.parametrize(
     ("device", "fixed", "value", "reason"),
     [
-        ("cpu", True, "1", "the device is cpu"), ("cuda", True, "1", ""), ("cuda", True, "0", "CPT_CAPTURE=0"),
+        ("cpu", True, "1", "the device is cpu"),
+        ("cuda", True, "1", ""),
+        ("cuda", True, "0", "CPT_CAPTURE=0"),
         ("cuda", False, "1", "shapes differ from step to step"),
     ],
-)  # fmt: skip
+)
 def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
     monkeypatch.setenv("CPT_CAPTURE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

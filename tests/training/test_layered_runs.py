@@ -22,18 +22,26 @@ from cpt_lab.training.train import train
 
 RECIPE = replace(recipe("smoke", "digits"), steps=6)
 LOW = TableSchedule(((3, 4), (5, 2)))
-LAYERED = LayeredSchedule(((("body.0", "body.2"), LOW, 196_608), (("body.*",), StaticSchedule(6, 6), 262_144)))
+LAYERED = LayeredSchedule(
+    ((("body.0", "body.2"), LOW, 196_608), (("body.*",), StaticSchedule(6, 6), 262_144))
+)
 
 
 def spec(schedule=LAYERED):
     return RunSpec(RECIPE, schedule, 8, 8, 0, "by layer", "smoke")
 
 
-BY_LAYER = LayeredSchedule(((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("2",), StaticSchedule(7, 2), 6)))
+BY_LAYER = LayeredSchedule(
+    ((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("2",), StaticSchedule(7, 2), 6))
+)
 
 
 def net():
-    return quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
+    return quantize_(
+        torch.nn.Sequential(
+            torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)
+        )
+    )
 
 
 def test_precision_takes_bits_by_pattern():
@@ -45,20 +53,29 @@ def test_precision_takes_bits_by_pattern():
         assert layers["0"].q_grad == 8
     assert (layers["0"].bits, layers["2"].bits) == (8, 8)
     with (
-        pytest.raises(ValueError, match="layer '2' matches none of the patterns of bits, 0; add"),
+        pytest.raises(
+            ValueError, match="layer '2' matches none of the patterns of bits, 0; add"
+        ),
         precision(model, {"0": 3}),
     ):
         pass
-    with pytest.raises(ValueError, match="bits must be an integer from 1 to 32"), precision(model, {"*": 0}):
+    with (
+        pytest.raises(ValueError, match="bits must be an integer from 1 to 32"),
+        precision(model, {"*": 0}),
+    ):
         pass
 
 
 def test_bitops_of_layers_by_hand():
     model = net()
-    plan = count_bitops(model, (torch.ones(1, 4),), BY_LAYER, q_grad=8, convention="paper")
+    plan = count_bitops(
+        model, (torch.ones(1, 4),), BY_LAYER, q_grad=8, convention="paper"
+    )
     first, second = 12 * (2 * 2 + 4 * 4 + 2 * 8 * (2 + 4)), 6 * 2 * (49 + 2 * 8 * 7)
     assert plan.total == (first + second) / 32**2
-    static = count_bitops(model, (torch.ones(1, 4),), StaticSchedule(8, 2), convention="paper").total
+    static = count_bitops(
+        model, (torch.ones(1, 4),), StaticSchedule(8, 2), convention="paper"
+    ).total
     assert BY_LAYER.relative_cost(8, q_max=8) == pytest.approx(plan.total / static)
 
 
@@ -86,7 +103,9 @@ def test_evaluation_at_the_current_bits_is_that_of_every_layer():
 
 
 def test_a_row_says_what_it_cost(tmp_path):
-    row = run_all(Job(spec(), tmp_path / "image.jsonl", SweepOptions(device="cpu")))[0].row
+    row = run_all(Job(spec(), tmp_path / "image.jsonl", SweepOptions(device="cpu")))[
+        0
+    ].row
     assert row["status"] == "ok"
     low = 196_608 * (4 * (9 + 48) + 2 * (25 + 80)) / 6
     high = 262_144 * (36 + 96)
@@ -94,7 +113,11 @@ def test_a_row_says_what_it_cost(tmp_path):
     noise = (196_608 * (4 * 4.0**5 + 2 * 4.0**3) / 6 + 262_144 * 4.0**2) / 458_752
     assert row["noise_exposure"] == pytest.approx(noise)
     assert row["share_at_q_min"] == pytest.approx(4 / 6 * 196_608 / 458_752)
-    assert row["key"] == spec().key == RunSpec.from_dict(json.loads(json.dumps(row["spec"]))).key
+    assert (
+        row["key"]
+        == spec().key
+        == RunSpec.from_dict(json.loads(json.dumps(row["spec"]))).key
+    )
     (line,) = table([row]).itertuples()
     assert (line.kind, line.arm, line.savings) == ("layered", "by layer", "own")
     assert line.relative_cost == row["relative_cost"]
@@ -105,13 +128,19 @@ def test_rows_of_plain_schedules_are_as_before():
     row = stores.describe(plain)
     assert row["relative_cost"] == plain.schedule.relative_cost(8)
     assert row["noise_exposure"] == plain.schedule.noise_exposure()
-    static = stores.describe(run_spec(recipe("smoke", "digits"), "static 5", q_max=8, seed=0, scale="smoke"))
-    assert static["relative_cost"] == (25 + 80) / 192  # relative to static 8, not to itself
+    static = stores.describe(
+        run_spec(recipe("smoke", "digits"), "static 5", q_max=8, seed=0, scale="smoke")
+    )
+    assert (
+        static["relative_cost"] == (25 + 80) / 192
+    )  # relative to static 8, not to itself
     assert static["noise_exposure"] == 64
 
 
 def test_curves_of_ones_own_become_tables_in_layers_too():
-    own = spec(LayeredSchedule(((("*",), FunctionSchedule(lambda u: 3 + 2 * u, 6), 1),)))
+    own = spec(
+        LayeredSchedule(((("*",), FunctionSchedule(lambda u: 3 + 2 * u, 6), 1),))
+    )
     assert own.schedule.parts[0][1] == TableSchedule(((3, 2), (4, 2), (5, 2)))
     with pytest.raises(ValueError, match="the schedule has 7 steps, the recipe 6"):
         spec(LayeredSchedule(((("*",), StaticSchedule(4, 7), 1),)))

@@ -29,8 +29,12 @@ def arms_of(dataset, model=None, count=5, **changes):
     first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
     steps = first.recipe.steps
     low, middle, high = (cpt.StaticSchedule(q, steps) for q in (3, 5, 8))
-    roles = cpt.RoleSchedules(weight=low, activation=middle, error=high, weight_gradient=high)
-    to_six = quietly(cpt.make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2)
+    roles = cpt.RoleSchedules(
+        weight=low, activation=middle, error=high, weight_gradient=high
+    )
+    to_six = quietly(
+        cpt.make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2
+    )
     several = [
         first,
         replace(first, schedule=high, arm="static 8"),
@@ -50,14 +54,23 @@ def outcome(run):
 
 
 def equal(run, alone):
-    weights = zip(run.model.state_dict().items(), alone.model.state_dict().items(), strict=True)
-    return outcome(run) == outcome(alone) and all(a == b and torch.equal(x, y) for (a, x), (b, y) in weights)
+    weights = zip(
+        run.model.state_dict().items(), alone.model.state_dict().items(), strict=True
+    )
+    return outcome(run) == outcome(alone) and all(
+        a == b and torch.equal(x, y) for (a, x), (b, y) in weights
+    )
 
 
 def both_ways(specs, hooks=(None,) * 11, task=None):
     """Runs side by side, and each of them alone."""
-    given = [(task or task_of(spec), spec, hook) for spec, hook in zip(specs, hooks, strict=False)]
-    side_by_side = together([steps_of(task, spec, on_step=hook) for task, spec, hook in given])
+    given = [
+        (task or task_of(spec), spec, hook)
+        for spec, hook in zip(specs, hooks, strict=False)
+    ]
+    side_by_side = together(
+        [steps_of(task, spec, on_step=hook) for task, spec, hook in given]
+    )
     return side_by_side, [train(task, spec, on_step=hook) for task, spec, hook in given]
 
 
@@ -76,15 +89,38 @@ def replayed(monkeypatch):
 
 TASKS = {
     "mlp": ("digits", "mlp6", {}),
-    "resnet": ("digits", "resnet8_w8", {"batch": 16, "valid_images": 40, "test_images": 40}),
-    "lstm": ("pydoc", None, {
-        "dropout": 0.3, "lr_rule": "plateau", "lr": 30.0, "evaluate_every": 1, "valid_tokens": 200, "test_tokens": 200,
-    }),
-    "bert": ("templates", None, {"padding": "max", "steps": 5, "layers": 1, "valid_pairs": 60, "test_pairs": 60}),
+    "resnet": (
+        "digits",
+        "resnet8_w8",
+        {"batch": 16, "valid_images": 40, "test_images": 40},
+    ),
+    "lstm": (
+        "pydoc",
+        None,
+        {
+            "dropout": 0.3,
+            "lr_rule": "plateau",
+            "lr": 30.0,
+            "evaluate_every": 1,
+            "valid_tokens": 200,
+            "test_tokens": 200,
+        },
+    ),
+    "bert": (
+        "templates",
+        None,
+        {
+            "padding": "max",
+            "steps": 5,
+            "layers": 1,
+            "valid_pairs": 60,
+            "test_pairs": 60,
+        },
+    ),
     "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
     "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
     "sage": ("digits-graph", "sage", {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -94,7 +130,11 @@ def test_runs_end_as_they_do_alone(name, replayed):
     count = {"mlp": 11, "resnet": 7, "bert": 3}.get(name, 5)
     specs = arms_of(dataset, model, count, **changes)
     runs, alone = both_ways(specs)
-    assert [run.spec.arm for run, other in zip(runs, alone, strict=True) if not equal(run, other)] == []
+    assert [
+        run.spec.arm
+        for run, other in zip(runs, alone, strict=True)
+        if not equal(run, other)
+    ] == []
     rates = {tuple(run.history["lr"]) for run in runs}
     assert (len(rates) > 1) == (name == "lstm")  # that of a plateau is each run's own
     assert sum(replayed) == (specs[0].recipe.steps - module.WARM_UP) * count
@@ -103,8 +143,14 @@ def test_runs_end_as_they_do_alone(name, replayed):
 def test_one_run_does_the_steps_that_several_have_in_common(replayed):
     """Bits that fall at step 6 or 9 are those of static 8 until then; a probe that writes to a model parts it."""
     first = arms_of("digits", "mlp6", 2)[1]
-    schedules = [cpt.DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)]
-    specs = [first, *(replace(first, schedule=s) for s in schedules), replace(first, arm="the same")]
+    schedules = [
+        cpt.DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)
+    ]
+    specs = [
+        first,
+        *(replace(first, schedule=s) for s in schedules),
+        replace(first, arm="the same"),
+    ]
 
     def shaken(step, model, loss):
         if step == 10:
@@ -147,7 +193,13 @@ def test_one_that_raises_ends_alone(where, monkeypatch):
 
     def caught(spec):
         try:
-            return (yield from steps_of(ImageTask, spec, on_step=broken if probed and spec is specs[1] else None))
+            return (
+                yield from steps_of(
+                    ImageTask,
+                    spec,
+                    on_step=broken if probed and spec is specs[1] else None,
+                )
+            )
         except ArithmeticError as error:
             return str(error)
 
@@ -186,14 +238,29 @@ def test_killed_runs_go_on_together_or_alone(tmp_path):
     def stopped(spec, file, after):
         asked = itertools.count(1)
         try:
-            yield from steps_of(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == after)
+            yield from steps_of(
+                task_of(spec),
+                spec,
+                checkpoint=file,
+                should_stop=lambda: next(asked) == after,
+            )
         except Stopped as stop:
             return str(stop)
 
-    said = together([stopped(spec, file, after) for spec, file, after in zip(specs, files, (7, 9, 7), strict=True)])
+    said = together(
+        [
+            stopped(spec, file, after)
+            for spec, file, after in zip(specs, files, (7, 9, 7), strict=True)
+        ]
+    )
     assert said == [f"at step {n} of {STEPS}" for n in (7, 9, 7)]
     lone = train(task_of(specs[2]), specs[2], checkpoint=files[2])
-    runs = together([steps_of(task_of(s), s, checkpoint=f) for s, f in zip(specs[:2], files[:2], strict=True)])
+    runs = together(
+        [
+            steps_of(task_of(s), s, checkpoint=f)
+            for s, f in zip(specs[:2], files[:2], strict=True)
+        ]
+    )
     for run, spec in zip([*runs, lone], specs, strict=True):
         assert equal(run, train(task_of(spec), spec))
 
@@ -243,7 +310,9 @@ def keeps(task, model):
         (keeps, "keeps a part"),
     ],
 )
-def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(factor, words, replayed, caplog):
+def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(
+    factor, words, replayed, caplog
+):
     class Spoilt(ImageTask):
         def loss(self, model, batch, carry):
             loss, carry = super().loss(model, batch, carry)
@@ -271,9 +340,18 @@ def test_recording_leaves_a_run_as_it_was():
     Replay(session, batch)
     assert torch.equal(random, torch.get_rng_state())
     assert torch.equal(session.step(batch, 0.01), other.step(batch, 0.01))
-    assert all(map(torch.equal, session.model.state_dict().values(), other.model.state_dict().values()))
+    assert all(
+        map(
+            torch.equal,
+            session.model.state_dict().values(),
+            other.model.state_dict().values(),
+        )
+    )
 
 
 def test_what_pays_is_what_was_measured_to():
-    found = {name: pays(smoke_spec(d, "static 8", 0, m, **changes)) for name, (d, m, changes) in TASKS.items()}
+    found = {
+        name: pays(smoke_spec(d, "static 8", 0, m, **changes))
+        for name, (d, m, changes) in TASKS.items()
+    }
     assert [name for name, yes in found.items() if not yes] == ["bert", "sage"]

@@ -30,9 +30,28 @@ from cpt_lab.training.train import Stopped, train
 
 pytestmark = pytest.mark.slow
 
-SPEC = run_spec(replace(recipe("smoke"), steps=24, evaluate_every=12), "CR", q_max=8, seed=3, scale="smoke")
-FEW = {"steps": 3, "n_cycles": 1, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
-PAIRS = run_spec(replace(recipe("smoke", "templates"), **FEW), "static 6", q_max=8, seed=0, scale="smoke")
+SPEC = run_spec(
+    replace(recipe("smoke"), steps=24, evaluate_every=12),
+    "CR",
+    q_max=8,
+    seed=3,
+    scale="smoke",
+)
+FEW = {
+    "steps": 3,
+    "n_cycles": 1,
+    "layers": 1,
+    "train_pairs": 300,
+    "valid_pairs": 60,
+    "test_pairs": 60,
+}
+PAIRS = run_spec(
+    replace(recipe("smoke", "templates"), **FEW),
+    "static 6",
+    q_max=8,
+    seed=0,
+    scale="smoke",
+)
 
 
 def nearest(*given):
@@ -44,15 +63,25 @@ def trained(spec=SPEC, **options):
     with patch.object(session, "quant_config", nearest), processes.agreed():
         run = train(task_of(spec), spec, **options)
     weights = torch.cat([x.flatten() for x in run.model.state_dict().values()])
-    return {"loss": run.history["loss"], "weights": weights, "bitops": run.bitops, "metrics": run.metrics}
+    return {
+        "loss": run.history["loss"],
+        "weights": weights,
+        "bitops": run.bitops,
+        "metrics": run.metrics,
+    }
 
 
 def worker(rank, folder):
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=120)
-    distributed.init_process_group("gloo", f"file://{folder}/group", timeout, world_size=2, rank=rank)
+    distributed.init_process_group(
+        "gloo", f"file://{folder}/group", timeout, world_size=2, rank=rank
+    )
     states = []
-    found = {"whole": trained(on_step=lambda *_: states.append(torch.get_rng_state())), "pairs": trained(PAIRS)}
+    found = {
+        "whole": trained(on_step=lambda *_: states.append(torch.get_rng_state())),
+        "pairs": trained(PAIRS),
+    }
     steps = iter(range(100))
     asked = lambda: rank == 1 and next(steps) == 9  # noqa: E731 - one process alone is told to stop
     with pytest.raises(Stopped, match="at step 10 of 24"):
@@ -74,11 +103,27 @@ def worker(rank, folder):
 def folder(tmp_path_factory):
     """What two processes of torchrun have left: those of ``worker``, then of a grid on the command line."""
     folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+    ]
     surroundings = os.environ | {
-        "CPT_RUNS_DIR": str(folder / "runs"), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    done = subprocess.run([*command, folder], env=surroundings, capture_output=True, text=True, timeout=300)
+        "CPT_RUNS_DIR": str(folder / "runs"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*command, folder],
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     (folder / "said").write_text(done.stdout)
     return folder
@@ -93,7 +138,9 @@ def both(folder):
 def test_two_processes_train_as_one_does(kind, spec, both):
     alone, (first, second) = trained(spec), (found[kind] for found in both)
     torch.testing.assert_close(first["loss"][:2], alone["loss"][:2], rtol=1e-3, atol=0)
-    torch.testing.assert_close(first["loss"], alone["loss"], rtol=2e-2, atol=0)  # sums of another order flip roundings
+    torch.testing.assert_close(
+        first["loss"], alone["loss"], rtol=2e-2, atol=0
+    )  # sums of another order flip roundings
     assert torch.equal(first["weights"], second["weights"])
     assert first["loss"] == second["loss"]
     assert first["bitops"] == alone["bitops"]  # of the whole batch
@@ -112,20 +159,39 @@ def test_each_process_drops_out_others_and_evaluates_on_its_own_ranges(both):
 
 
 def test_another_number_of_processes_does_not_go_on(folder):
-    with pytest.raises(ValueError, match="was written by 2 processes, and 1 would go on from it"):
+    with pytest.raises(
+        ValueError, match="was written by 2 processes, and 1 would go on from it"
+    ):
         load_checkpoint(folder / "run.pt", Session(task_of(SPEC), SPEC))
 
 
 @pytest.mark.parametrize(
     ("task", "count", "options", "message"),
     [
-        ("digits", 3, {}, r"share batches of 64 of digits \(image\): .* a number that divides the batch"),
-        ("digits-graph", 2, {}, r"of digits-graph \(graph\): images and sentence pairs alone"),
+        (
+            "digits",
+            3,
+            {},
+            r"share batches of 64 of digits \(image\): .* a number that divides the batch",
+        ),
+        (
+            "digits-graph",
+            2,
+            {},
+            r"of digits-graph \(graph\): images and sentence pairs alone",
+        ),
         ("pydoc", 2, {}, r"of pydoc \(language_model\): images and"),
-        ("digits", 2, {"workers": 2}, "one run at a time; leave out workers and executor"),
+        (
+            "digits",
+            2,
+            {"workers": 2},
+            "one run at a time; leave out workers and executor",
+        ),
     ],
 )
-def test_what_cannot_be_shared_is_refused_before_anything_runs(task, count, options, message, tmp_path, monkeypatch):
+def test_what_cannot_be_shared_is_refused_before_anything_runs(
+    task, count, options, message, tmp_path, monkeypatch
+):
     monkeypatch.setattr(processes, "count", lambda: count)
     spec = run_spec(recipe("smoke", task), "CR", q_max=8, seed=0, scale="smoke")
     with pytest.raises(ValueError, match=message):
@@ -135,7 +201,11 @@ def test_what_cannot_be_shared_is_refused_before_anything_runs(task, count, opti
 
 def test_shares_are_the_batch(monkeypatch):
     task = task_of(SPEC)(SPEC, torch.device("cpu"))
-    whole = next(array_batches(task.data.train, task.data, task.recipe, 3, torch.device("cpu"), 0))
+    whole = next(
+        array_batches(
+            task.data.train, task.data, task.recipe, 3, torch.device("cpu"), 0
+        )
+    )
     parts = []
     monkeypatch.setattr(processes, "count", lambda: 2)
     for rank in (0, 1):
@@ -149,14 +219,24 @@ def test_shares_are_the_batch(monkeypatch):
 
 def test_torchrun_runs_a_grid(folder):
     assert (folder / "said").read_text().splitlines()[-1] == "1 ok"
-    (row,) = map(json.loads, (folder / "runs/smoke/image.jsonl").read_text().splitlines())
-    spec = run_spec(replace(recipe("smoke"), steps=24), "CR", q_max=8, seed=0, scale="smoke")
-    assert (row["key"], row["provenance"]["processes"], row["steps"]) == (spec.key, 2, 24)
+    (row,) = map(
+        json.loads, (folder / "runs/smoke/image.jsonl").read_text().splitlines()
+    )
+    spec = run_spec(
+        replace(recipe("smoke"), steps=24), "CR", q_max=8, seed=0, scale="smoke"
+    )
+    assert (row["key"], row["provenance"]["processes"], row["steps"]) == (
+        spec.key,
+        2,
+        24,
+    )
     assert not list((folder / "runs").rglob("*.pt"))
 
 
 if __name__ == "__main__":  # as torchrun starts it
     worker(int(os.environ["RANK"]), Path(sys.argv[1]))
     sys.argv[1:] = "run digits/mlp6 --scale smoke --arms CR --seeds 0".split()
-    with patch.object(designs, "recipe", lambda *given: replace(recipe(*given), steps=24)):
+    with patch.object(
+        designs, "recipe", lambda *given: replace(recipe(*given), steps=24)
+    ):
         runpy.run_module("cpt_lab", run_name="__main__")

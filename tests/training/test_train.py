@@ -21,7 +21,9 @@ from cpt_lab.training.train import Stopped, evaluate, train
 
 
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):
-    return smoke_spec("digits", arm, seed, model, **{"steps": 190, "evaluate_every": 50, **changes})
+    return smoke_spec(
+        "digits", arm, seed, model, **{"steps": 190, "evaluate_every": 50, **changes}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,15 @@ def test_result(run):
 
 
 def test_every_metric_says_how_it_was_measured(run):
-    wanted = {(s, w, p) for s in ("valid", "test") for w in ("final",) for p in ("q_max", "current")}
-    assert {(m["split"], m["when"], m["precision"]) for m in run.metrics} == wanted | {("test", "best_valid", "q_max")}
+    wanted = {
+        (s, w, p)
+        for s in ("valid", "test")
+        for w in ("final",)
+        for p in ("q_max", "current")
+    }
+    assert {(m["split"], m["when"], m["precision"]) for m in run.metrics} == wanted | {
+        ("test", "best_valid", "q_max")
+    }
     assert all(m["bits"] == 8 for m in run.metrics if m["precision"] == "q_max")
     best = max(run.history["evaluations"], key=lambda e: e["valid"]["accuracy"])
     assert run.metric("accuracy", when="best_valid") == best["test"]["accuracy"]
@@ -52,17 +61,29 @@ def test_every_metric_says_how_it_was_measured(run):
 
 def test_evaluation_precision_makes_a_difference():
     run = train(ImageTask, spec_of("static 3", steps=20))
-    at = {m["precision"]: (m["bits"], m["value"]) for m in run.metrics if m["name"] == "loss" and m["split"] == "test"}
+    at = {
+        m["precision"]: (m["bits"], m["value"])
+        for m in run.metrics
+        if m["name"] == "loss" and m["split"] == "test"
+    }
     assert (at["q_max"][0], at["current"][0]) == (8, 3)
     assert at["q_max"][1] != at["current"][1]
 
 
-def test_evaluation_is_no_training_and_current_bits_are_those_of_the_last_step(monkeypatch):
+def test_evaluation_is_no_training_and_current_bits_are_those_of_the_last_step(
+    monkeypatch,
+):
     session, seen = Session(ImageTask, spec_of("CR")), []
-    monkeypatch.setattr(session.task, "evaluate", lambda model: seen.append(model.training) or {})
+    monkeypatch.setattr(
+        session.task, "evaluate", lambda model: seen.append(model.training) or {}
+    )
     bits = session.spec.schedule.bits().tolist()
-    steps = [t for t in range(1, 190) if bits[t - 1] != bits[t]] + [190]  # those before the bits change, and the last
-    assert [evaluate(session, t, "current")["bits"] for t in steps] == [bits[t - 1] for t in steps]
+    steps = [t for t in range(1, 190) if bits[t - 1] != bits[t]] + [
+        190
+    ]  # those before the bits change, and the last
+    assert [evaluate(session, t, "current")["bits"] for t in steps] == [
+        bits[t - 1] for t in steps
+    ]
     assert evaluate(session, 1, "q_max")["bits"] == 8
     assert not any(seen)
 
@@ -73,14 +94,20 @@ def test_accuracy_and_loss_by_hand():
     found = task.evaluate(lambda images: images.flatten(1) @ weight)
     for name in ("valid", "test"):
         part = getattr(task.data, name)
-        chances = (part.images.flatten(1) / 16 @ weight).log_softmax(1)  # pixels from 0 to 16
+        chances = (part.images.flatten(1) / 16 @ weight).log_softmax(
+            1
+        )  # pixels from 0 to 16
         accuracy = float((chances.argmax(1) == part.labels).float().mean())
         loss = -float(chances[range(len(part)), part.labels].mean())
-        assert found[name] == pytest.approx({"accuracy": accuracy, "loss": loss}, rel=1e-4)
+        assert found[name] == pytest.approx(
+            {"accuracy": accuracy, "loss": loss}, rel=1e-4
+        )
 
 
 def test_a_seed_decides_the_initial_weights():
-    first, again, other = (Session(ImageTask, spec_of(seed=seed)).model.fc.weight for seed in (0, 0, 1))
+    first, again, other = (
+        Session(ImageTask, spec_of(seed=seed)).model.fc.weight for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -89,14 +116,20 @@ def test_bitops_of_a_run(run):
     layers = 64 * 32 + 5 * 32 * 32 + 32 * 10
     squares = sum(int(q * q + 16 * q) for q in run.spec.schedule.bits())
     assert run.bitops["paper"] == 64 * layers * squares / 1024
-    assert run.bitops["per_op"] > 64 * 3 * 320 * run.spec.recipe.steps  # the classifier alone, in float32
+    assert (
+        run.bitops["per_op"] > 64 * 3 * 320 * run.spec.recipe.steps
+    )  # the classifier alone, in float32
 
 
 def test_gradients_are_clipped_to_the_norm_of_the_recipe():
     session = Session(ImageTask, spec_of(clip=0.01, weight_decay=0.0))
     before = [p.detach().clone() for p in session.model.parameters()]
-    session.step(next(session.task.batches(0)), lr=0.5)  # the first step: momentum has gathered nothing yet
-    moved = [p.detach() - b for p, b in zip(session.model.parameters(), before, strict=True)]
+    session.step(
+        next(session.task.batches(0)), lr=0.5
+    )  # the first step: momentum has gathered nothing yet
+    moved = [
+        p.detach() - b for p, b in zip(session.model.parameters(), before, strict=True)
+    ]
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
@@ -105,11 +138,17 @@ def test_divergence_is_a_status():
     assert run.status == "diverged"
     assert run.metrics == []
     assert len(run.history["step"]) < 190
-    assert run.error == f"diverged at step {run.history['step'][-1]}, in the training loss"
+    assert (
+        run.error == f"diverged at step {run.history['step'][-1]}, in the training loss"
+    )
 
 
 @pytest.mark.parametrize(
-    ("at", "place", "value"),  # the first, second and last evaluation, and the last at the current bits
+    (
+        "at",
+        "place",
+        "value",
+    ),  # the first, second and last evaluation, and the last at the current bits
     [
         (0, "valid.loss", math.nan),
         (1, "bn1.running_var", -math.inf),
@@ -136,11 +175,15 @@ def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypat
     run = train(ImageTask, spec_of("static 8", model=model, steps=6, evaluate_every=2))
     steps, policy = (2, 4, 6, 6)[at], "current" if at == 3 else "q_max"
     assert run.status == "diverged"
-    assert run.error == f"diverged at step {steps}, in the evaluation at {policy}: {place}"
+    assert (
+        run.error == f"diverged at step {steps}, in the evaluation at {policy}: {place}"
+    )
     assert run.metrics == []
     assert run.history["step"] == list(range(steps))
     found = run.history["evaluations"][-1]
-    assert found.get("not_finite") == (None if at == 3 else [place])  # that one is no point of the curve
+    assert found.get("not_finite") == (
+        None if at == 3 else [place]
+    )  # that one is no point of the curve
     assert [e["step"] for e in run.history["evaluations"]] == [2, 4, 6][: at + 1]
     json.dumps(run.history["evaluations"], allow_nan=False)
 
@@ -149,15 +192,27 @@ def stop_at(step, spec, checkpoint, **options):
     """Train until so many steps are done, as a run that somebody stops."""
     asked = iter(range(step))
     with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
-        train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda: next(asked) == step - 1, **options)
+        train(
+            task_of(spec),
+            spec,
+            checkpoint=checkpoint,
+            should_stop=lambda: next(asked) == step - 1,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A short run: its undisturbed result, and the bytes of its two checkpoints when it was stopped at step 11."""
-    spec, checkpoint = spec_of(steps=20, n_cycles=1), tmp_path_factory.mktemp("stopped") / "run.pt"
+    spec, checkpoint = (
+        spec_of(steps=20, n_cycles=1),
+        tmp_path_factory.mktemp("stopped") / "run.pt",
+    )
     stop_at(11, spec, checkpoint, checkpoint_seconds=0.0)
-    files = [checkpoint.read_bytes(), checkpoint.with_name("run.previous.pt").read_bytes()]
+    files = [
+        checkpoint.read_bytes(),
+        checkpoint.with_name("run.previous.pt").read_bytes(),
+    ]
     return spec, train(task_of(spec), spec), files
 
 
@@ -165,7 +220,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(stopped, tmp_path
     spec, _, (newer, _) = stopped
     (tmp_path / "run.pt").write_bytes(newer)
     other = spec_of(steps=20, n_cycles=1, seed=5)
-    with pytest.raises(ValueError, match=f"belongs to run {spec.key}, not to {other.key}"):
+    with pytest.raises(
+        ValueError, match=f"belongs to run {spec.key}, not to {other.key}"
+    ):
         train(task_of(other), other, checkpoint=tmp_path / "run.pt")
     assert os.listdir(tmp_path) == ["run.pt"]
 
@@ -180,22 +237,40 @@ def test_a_checkpoint_of_other_data_is_set_aside(stopped, tmp_path, caplog):
             super().__init__(*given)
             self.data = replace(self.data, checksum="other")
 
-    train(Changed, spec, checkpoint=tmp_path / "run.pt", on_step=lambda step, *_: steps.append(step))
+    train(
+        Changed,
+        spec,
+        checkpoint=tmp_path / "run.pt",
+        on_step=lambda step, *_: steps.append(step),
+    )
     assert steps[0] == 0
     assert os.listdir(tmp_path) == ["run.damaged.pt"]
-    assert "run.pt was trained on other data than is there now: kept as run.damaged.pt" in caplog.text
+    assert (
+        "run.pt was trained on other data than is there now: kept as run.damaged.pt"
+        in caplog.text
+    )
 
 
-def test_checkpoint_of_other_numerics_is_set_aside(stopped, tmp_path, caplog, monkeypatch):
+def test_checkpoint_of_other_numerics_is_set_aside(
+    stopped, tmp_path, caplog, monkeypatch
+):
     """A run that was interrupted under other numerics begins anew, with a warning."""
     spec, _, (newer, _) = stopped
     (tmp_path / "run.pt").write_bytes(newer)
     (tmp_path / "run.previous.pt").write_bytes(newer)
     monkeypatch.setattr("cpt_lab.training.checkpoint.NUMERICS", NUMERICS + 1)
     steps = []
-    train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", on_step=lambda step, *_: steps.append(step))
+    train(
+        task_of(spec),
+        spec,
+        checkpoint=tmp_path / "run.pt",
+        on_step=lambda step, *_: steps.append(step),
+    )
     assert steps[0] == 0
-    assert sorted(os.listdir(tmp_path)) == ["run.other_numerics.pt", "run.previous.other_numerics.pt"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "run.other_numerics.pt",
+        "run.previous.other_numerics.pt",
+    ]
     said = f"run.pt was written with numerics {NUMERICS}, and today's is {NUMERICS + 1}: kept as run.other_numerics.pt"
     assert said in caplog.text
 
@@ -210,26 +285,58 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("damage", "both"), [*((damage, False) for damage in DAMAGES), ("a gap", True)])
-def test_a_damaged_checkpoint_changes_no_number(damage, both, stopped, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("damage", "both"), [*((damage, False) for damage in DAMAGES), ("a gap", True)]
+)
+def test_a_damaged_checkpoint_changes_no_number(
+    damage, both, stopped, tmp_path, caplog
+):
     spec, straight, files = stopped
     checkpoint, steps = tmp_path / "run.pt", []
-    for name, content, hurt in zip(("run.pt", "run.previous.pt"), files, (True, both), strict=True):
+    for name, content, hurt in zip(
+        ("run.pt", "run.previous.pt"), files, (True, both), strict=True
+    ):
         (tmp_path / name).write_bytes(DAMAGES[damage](content) if hurt else content)
-    run = train(task_of(spec), spec, checkpoint=checkpoint, on_step=lambda step, *_: steps.append(step))
-    assert set(os.listdir(tmp_path)) == {"run.damaged.pt", "run.previous.damaged.pt" if both else "run.previous.pt"}
+    run = train(
+        task_of(spec),
+        spec,
+        checkpoint=checkpoint,
+        on_step=lambda step, *_: steps.append(step),
+    )
+    assert set(os.listdir(tmp_path)) == {
+        "run.damaged.pt",
+        "run.previous.damaged.pt" if both else "run.previous.pt",
+    }
     assert steps[0] == (0 if both else 10)
-    assert (run.history, run.metrics, run.bitops) == (straight.history, straight.metrics, straight.bitops)
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (run.history, run.metrics, run.bitops) == (
+        straight.history,
+        straight.metrics,
+        straight.bitops,
+    )
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ]
     assert len(lines) == 1 + both
-    assert lines[0].startswith(f"{checkpoint} is damaged: kept as run.damaged.pt; the run goes back to the checkpoint")
+    assert lines[0].startswith(
+        f"{checkpoint} is damaged: kept as run.damaged.pt; the run goes back to the checkpoint"
+    )
 
 
-def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(tmp_path, monkeypatch):
+def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(
+    tmp_path, monkeypatch
+):
     """A machine that stops between two of these leaves the older checkpoint or the newer one."""
     events, fsync, rename = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda n: events.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n))
-    monkeypatch.setattr(os, "replace", lambda a, b: events.append((str(a), str(b))) or rename(a, b))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda n: events.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n),
+    )
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: events.append((str(a), str(b))) or rename(a, b)
+    )
     checkpoint, spec = tmp_path / "run.pt", spec_of(steps=20, n_cycles=1)
     stop_at(11, spec, checkpoint)
     temporary = f"{checkpoint}.{os.getpid()}.tmp"
@@ -260,13 +367,21 @@ def die_at(patch, number):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_wherever_a_writer_is_killed_there_is_a_checkpoint(links, stopped, tmp_path, monkeypatch):
+def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
+    links, stopped, tmp_path, monkeypatch
+):
     """Before each operation on files of saving step 11 over step 10, and after the last: the newest is always there."""
     spec, _, (newer, older) = stopped
-    if not links:  # a file system without second names: for a moment there is the older one alone
-        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    if (
+        not links
+    ):  # a file system without second names: for a moment there is the older one alone
+        monkeypatch.setattr(
+            os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here"))
+        )
     made = Session(task_of(spec), spec)
-    monkeypatch.setattr("torch.save", lambda content, file: file.write_bytes(newer[:-32]))
+    monkeypatch.setattr(
+        "torch.save", lambda content, file: file.write_bytes(newer[:-32])
+    )
     for number in itertools.count():
         checkpoint, ended = tmp_path / str(number) / "run.pt", False
         checkpoint.parent.mkdir()
@@ -285,12 +400,18 @@ def test_wherever_a_writer_is_killed_there_is_a_checkpoint(links, stopped, tmp_p
         if ended:
             break
     assert number >= 5
-    assert (state.step, checkpoint.read_bytes(), previous(checkpoint).read_bytes()) == (11, newer, older)
+    assert (state.step, checkpoint.read_bytes(), previous(checkpoint).read_bytes()) == (
+        11,
+        newer,
+        older,
+    )
     assert sorted(os.listdir(checkpoint.parent)) == ["run.previous.pt", "run.pt"]
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(again, tmp_path):
+def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(
+    again, tmp_path
+):
     """So a writer that was killed between giving the second name and taking away the first leaves them."""
     path, before = tmp_path / "x", tmp_path / "x.before"
     path.write_text("old")
@@ -302,15 +423,29 @@ def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(again,
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
-    spec = spec_of(steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100)  # batches of two sizes
+    spec = spec_of(
+        steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100
+    )  # batches of two sizes
     straight, checkpoint = train(task_of(spec), spec), tmp_path / "run.pt"
     for stop_after in (1, 13, 20):  # three times, also in the middle of an epoch
         asked = iter(range(40))
         with pytest.raises(Stopped):
-            train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda n=stop_after, a=asked: next(a) == n)
-    for _ in range(2):  # the second time from the checkpoint after the last step, as after a death in the evaluation
-        resumed = train(task_of(spec), spec, checkpoint=checkpoint, checkpoint_seconds=0.0)
-        assert (resumed.history, resumed.metrics) == (straight.history, straight.metrics)
+            train(
+                task_of(spec),
+                spec,
+                checkpoint=checkpoint,
+                should_stop=lambda n=stop_after, a=asked: next(a) == n,
+            )
+    for _ in range(
+        2
+    ):  # the second time from the checkpoint after the last step, as after a death in the evaluation
+        resumed = train(
+            task_of(spec), spec, checkpoint=checkpoint, checkpoint_seconds=0.0
+        )
+        assert (resumed.history, resumed.metrics) == (
+            straight.history,
+            straight.metrics,
+        )
         assert resumed.bitops == straight.bitops
         assert same(resumed.model, straight.model)
 
@@ -318,27 +453,45 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     spec = spec_of(steps=10, n_cycles=1)
     (tmp_path / "file").touch()
-    run = train(task_of(spec), spec, checkpoint=tmp_path / "file" / "run.pt", checkpoint_seconds=0.0)
+    run = train(
+        task_of(spec),
+        spec,
+        checkpoint=tmp_path / "file" / "run.pt",
+        checkpoint_seconds=0.0,
+    )
     assert run.status == "ok"
     assert "cannot write" in caplog.text
 
 
 def test_unknown_task():
     chess = replace(recipe("demo"), task="chess")
-    refused("unknown task 'chess'; choose from image", run_spec, chess, "CR", q_max=8, seed=0)
+    refused(
+        "unknown task 'chess'; choose from image",
+        run_spec,
+        chess,
+        "CR",
+        q_max=8,
+        seed=0,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_learns_as_the_cpu_does(run):
-    assert train(ImageTask, spec_of(), device="cuda").metric("accuracy") == pytest.approx(
-        run.metric("accuracy"), abs=0.1
-    )
+    assert train(ImageTask, spec_of(), device="cuda").metric(
+        "accuracy"
+    ) == pytest.approx(run.metric("accuracy"), abs=0.1)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_recipe_is_not_warned_of_gradients_that_the_authors_grid_is_too_coarse_for(monkeypatch):
+def test_a_recipe_is_not_warned_of_gradients_that_the_authors_grid_is_too_coarse_for(
+    monkeypatch,
+):
     session = Session(ImageTask, spec_of("CR"))
     whole = session.task.loss
-    monkeypatch.setattr(session.task, "loss", lambda *given: (1e-12 * (found := whole(*given))[0], found[1]))
+    monkeypatch.setattr(
+        session.task,
+        "loss",
+        lambda *given: (1e-12 * (found := whole(*given))[0], found[1]),
+    )
     assert 0 < float(session.step(next(session.batches(0)), 0.1)) < 1e-9

@@ -25,14 +25,30 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 log = logging.getLogger(__name__)
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(
+    Path(__file__).parent.glob("*.h")
+)
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
 # rounding and comparisons be vectorised and change no result.
-FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 NO_COMPILER = "there is no C++ compiler"
 WIDE = {
     "AVX2": ("-mavx2",),
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+    "AVX512": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mprefer-vector-width=512",
+    ),
 }
 
 
@@ -53,7 +69,9 @@ class NoKernelsError(RuntimeError):
 
 def compiler() -> str | None:
     """Return the C++ compiler: ``CXX``, else g++ or clang++, else None."""
-    return shutil.which(os.environ.get("CXX") or "g++") or (None if "CXX" in os.environ else shutil.which("clang++"))
+    return shutil.which(os.environ.get("CXX") or "g++") or (
+        None if "CXX" in os.environ else shutil.which("clang++")
+    )
 
 
 class UnusableError(Exception):
@@ -80,7 +98,13 @@ def flags_here() -> tuple[str, ...]:
 def library_name() -> str:
     """Return the name of the file of the kernels, which changes with what they depend on."""
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
-    facts = (*sources, *flags_here(), torch.__version__, sys.platform, platform.machine())
+    facts = (
+        *sources,
+        *flags_here(),
+        torch.__version__,
+        sys.platform,
+        platform.machine(),
+    )
     return f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
 
 
@@ -101,14 +125,18 @@ def load_from(folder: Path) -> Path:
         before = library.stat().st_mtime_ns if is_there(library) else None
         make_private(library.parent)
         with FileLock(library.with_name(f"{library.name}.lock")):
-            if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
+            if (
+                not library.exists() or library.stat().st_mtime_ns == before
+            ):  # nobody has built them meanwhile
                 build(library)
     except OSError:  # a folder that cannot be written to
         raise UnusableError(f"{library.parent} cannot be written to") from None
     try:
         _load(library)
     except NoKernelsError as error:
-        if "failed to map segment" in str(error):  # a file system from which nothing may be run
+        if "failed to map segment" in str(
+            error
+        ):  # a file system from which nothing may be run
             raise UnusableError(str(error)) from None
         raise
     return library
@@ -126,7 +154,9 @@ def safe_place(folder: Path) -> Path:
 
 def make_private(folder: Path) -> None:
     """Make a folder, and those above it that are missing, for this user alone."""
-    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+    for missing in reversed(
+        [path for path in (folder, *folder.parents) if not path.exists()]
+    ):
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -153,7 +183,9 @@ def open_to_others(library: Path) -> str:
         if found.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user (number {found.st_uid})"
         sticky = path not in (library, library.parent) and found.st_mode & stat.S_ISVTX
-        others = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        others = (
+            stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        )
         if found.st_mode & others and not sticky:
             return f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
@@ -168,7 +200,11 @@ def _is_own_group(number: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
     except KeyError:
         return False
-    return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return (
+        number == user.pw_gid
+        and group.gr_name == user.pw_name
+        and set(group.gr_mem) <= {user.pw_name}
+    )
 
 
 def _verify(library: Path) -> None:

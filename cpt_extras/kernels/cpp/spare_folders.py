@@ -17,7 +17,10 @@ from cpt_extras.kernels.cpp import build
 from cpt_extras.kernels.cpp.build import NoKernelsError, UnusableError
 
 log = logging.getLogger(__name__)
-SPARE_DIRS = ("/var/tmp", "/dev/shm")  # where the folder for temporary files cannot be used, either
+SPARE_DIRS = (
+    "/var/tmp",
+    "/dev/shm",
+)  # where the folder for temporary files cannot be used, either
 
 
 def kernels_dirs() -> list[Path]:
@@ -26,7 +29,10 @@ def kernels_dirs() -> list[Path]:
     with suppress(OSError):  # there is no folder for temporary files
         temporary.append(tempfile.gettempdir())
     name = f"cpt_core-kernels-{os.geteuid()}"
-    spare = [Path(folder).absolute() / name for folder in dict.fromkeys((*temporary, *SPARE_DIRS))]
+    spare = [
+        Path(folder).absolute() / name
+        for folder in dict.fromkeys((*temporary, *SPARE_DIRS))
+    ]
     return [build.kernels_dir(), *spare]
 
 
@@ -44,9 +50,16 @@ def load(reason: str) -> str:
             _check_no_link(folder)
             return f"{build.capability()}, {build.load_from(folder)}; {reason}"
     if build.compiler() is None:
-        missing = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
-        raise NoKernelsError(missing if reason == build.NO_COMPILER else f"{missing}, and {reason}")
-    log.warning("%s; kernels are built for this process alone: name a safe folder with CPT_KERNELS_DIR", reason)
+        missing = (
+            f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
+        )
+        raise NoKernelsError(
+            missing if reason == build.NO_COMPILER else f"{missing}, and {reason}"
+        )
+    log.warning(
+        "%s; kernels are built for this process alone: name a safe folder with CPT_KERNELS_DIR",
+        reason,
+    )
     return _alone(reason)
 
 
@@ -64,7 +77,9 @@ def _alone(reason: str) -> str:
             build.build(library)
             build._load(library)
     except OSError as error:
-        raise NoKernelsError(f"no folder can hold them: {reason}, and {error}") from None
+        raise NoKernelsError(
+            f"no folder can hold them: {reason}, and {error}"
+        ) from None
     return f"{build.capability()}, built for this process alone: {reason}"
 
 

@@ -29,16 +29,23 @@ from cpt_extras.kernels.triton.tiles import KEPT, Plan, plan_of, power_of_2, ran
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 ALL = tl.constexpr(tl.PropagateNan.ALL)
-MIN_SCALE, DECAY = tl.constexpr(rounding.MIN_SCALE), tl.constexpr(rounding.RUNNING_DECAY)
+MIN_SCALE, DECAY = (
+    tl.constexpr(rounding.MIN_SCALE),
+    tl.constexpr(rounding.RUNNING_DECAY),
+)
 
 
 @triton.jit
 def _wider(low, high, other_low, other_high):
     """Join two ranges; NaN stays NaN."""
-    return tl.minimum(low, other_low, propagate_nan=ALL), tl.maximum(high, other_high, propagate_nan=ALL)
+    return tl.minimum(low, other_low, propagate_nan=ALL), tl.maximum(
+        high, other_high, propagate_nan=ALL
+    )
 
 
-INTERPRETED = tl.constexpr(not isinstance(_wider, triton.JITFunction))  # TRITON_INTERPRET=1: on the CPU, for tests
+INTERPRETED = tl.constexpr(
+    not isinstance(_wider, triton.JITFunction)
+)  # TRITON_INTERPRET=1: on the CPU, for tests
 
 
 @triton.jit
@@ -52,18 +59,29 @@ def _offset(index, sizes, strides):
 
 
 @triton.jit
-def _indices(block, part, LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+def _indices(
+    block,
+    part,
+    LOOPS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Rows (R, 1) of a block and columns (1, C) of the first tile of a part."""
     if WIDE:
         block, part = block.to(tl.int64), part.to(tl.int64)
-    return block * R + tl.arange(0, R)[:, None], part * (LOOPS * C) + tl.arange(0, C)[None, :]
+    return block * R + tl.arange(0, R)[:, None], part * (LOOPS * C) + tl.arange(0, C)[
+        None, :
+    ]
 
 
 @triton.jit
 def _rint(v):
     if INTERPRETED:  # has no libdevice
         below = tl.floor(v)
-        up = (v - below > 0.5) | ((v - below == 0.5) & (below != 2.0 * tl.floor(0.5 * below)))
+        up = (v - below > 0.5) | (
+            (v - below == 0.5) & (below != 2.0 * tl.floor(0.5 * below))
+        )
         return tl.where(up, below + 1.0, below)
     else:
         return libdevice.rint(v)
@@ -90,9 +108,18 @@ def _uniform(key, index, WIDE: tl.constexpr):
 
 @triton.jit
 def _on_grid(
-    v, low, width, levels, key, index,
-    NOISE: tl.constexpr, CLIP: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
+    v,
+    low,
+    width,
+    levels,
+    key,
+    index,
+    NOISE: tl.constexpr,
+    CLIP: tl.constexpr,
+    WIDE: tl.constexpr,
+    CODES: tl.constexpr,
+    ZERO: tl.constexpr,
+):
     """Round values to the grid, in the order of the plain path; or return their codes."""
     n = tl.load(levels)
     if ZERO:  # as ``rounding.round_with_zero_point``
@@ -111,7 +138,9 @@ def _on_grid(
         v = tl.minimum(tl.maximum(v, least, propagate_nan=ALL), most, propagate_nan=ALL)
     k = _rint(v)
     if CODES:
-        return (tl.where(k > 0.0, k, 0.0) - (n + 1.0) * 0.5).to(tl.int8)  # NaN is in the range
+        return (tl.where(k > 0.0, k, 0.0) - (n + 1.0) * 0.5).to(
+            tl.int8
+        )  # NaN is in the range
     else:
         return k * scale + low
 
@@ -129,10 +158,23 @@ def _joined(least, most, row, rows, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _extremes(
-    x, least, most, rows, columns, splits,
-    row_sizes, row_x, row_range, column_sizes, column_x,
-    SPLITS: tl.constexpr, LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    least,
+    most,
+    rows,
+    columns,
+    splits,
+    row_sizes,
+    row_x,
+    row_range,
+    column_sizes,
+    column_x,
+    SPLITS: tl.constexpr,
+    LOOPS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Extremes of a part of R rows, into (rows, splits); the ranges themselves where rows are not split."""
     split = tl.program_id(0) % splits
     row, column = _indices(tl.program_id(0) // splits, split, LOOPS, R, C, WIDE)
@@ -143,7 +185,12 @@ def _extremes(
         c = column + i * C
         inside = (row < rows) & (c < columns)
         v = tl.load(x + _offset(c, column_sizes, column_x), mask=inside, other=0.0)
-        low, high = _wider(low, high, tl.where(inside, v, float("inf")), tl.where(inside, v, float("-inf")))
+        low, high = _wider(
+            low,
+            high,
+            tl.where(inside, v, float("inf")),
+            tl.where(inside, v, float("-inf")),
+        )
     low, high = tl.reduce((low, high), 1, _wider, keep_dims=True)
     if SPLITS > 1:
         at = row * splits + split
@@ -165,12 +212,38 @@ def _join(least, most, low, width, splits, row_sizes, row_range, SPLITS: tl.cons
 
 @triton.jit
 def _round(
-    x, y, low, width, least, most, levels, key, rows, columns, parts, splits,
-    row_sizes, row_x, row_y, row_logical, row_range, column_sizes, column_x, column_y, column_logical,
-    SPLITS: tl.constexpr, ONE: tl.constexpr, NOISE: tl.constexpr, CLIP: tl.constexpr, CODES: tl.constexpr,
+    x,
+    y,
+    low,
+    width,
+    least,
+    most,
+    levels,
+    key,
+    rows,
+    columns,
+    parts,
+    splits,
+    row_sizes,
+    row_x,
+    row_y,
+    row_logical,
+    row_range,
+    column_sizes,
+    column_x,
+    column_y,
+    column_logical,
+    SPLITS: tl.constexpr,
+    ONE: tl.constexpr,
+    NOISE: tl.constexpr,
+    CLIP: tl.constexpr,
+    CODES: tl.constexpr,
     ZERO: tl.constexpr,
-    LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    LOOPS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Round a part of R rows; with SPLITS > 1 join the parts of their range first, and store it."""
     this = tl.program_id(0) % parts
     row, column = _indices(tl.program_id(0) // parts, this, LOOPS, R, C, WIDE)
@@ -196,43 +269,89 @@ def _round(
         inside = (row < rows) & (c < columns)
         v = tl.load(x + _offset(c, column_sizes, column_x), mask=inside, other=0.0)
         index = logical + _offset(c, column_sizes, column_logical)
-        v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, CODES, ZERO)
+        v = _on_grid(
+            v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, CODES, ZERO
+        )
         tl.store(y + _offset(c, column_sizes, column_y), v, mask=inside)
 
 
 @triton.jit
 def _whole_rows(
-    x, y, low, width, levels, key, rows, columns,
-    row_sizes, row_x, row_y, row_logical, row_range, column_sizes, column_x, column_y, column_logical,
-    NOISE: tl.constexpr, CLIP: tl.constexpr, ZERO: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    low,
+    width,
+    levels,
+    key,
+    rows,
+    columns,
+    row_sizes,
+    row_x,
+    row_y,
+    row_logical,
+    row_range,
+    column_sizes,
+    column_x,
+    column_y,
+    column_logical,
+    NOISE: tl.constexpr,
+    CLIP: tl.constexpr,
+    ZERO: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Range and rounding of R rows that fit in the block."""
     row, c = _indices(tl.program_id(0), tl.program_id(0) * 0, 1, R, C, WIDE)
     inside = (row < rows) & (c < columns)
-    v = tl.load(x + _offset(row, row_sizes, row_x) + _offset(c, column_sizes, column_x), mask=inside, other=0.0)
+    v = tl.load(
+        x + _offset(row, row_sizes, row_x) + _offset(c, column_sizes, column_x),
+        mask=inside,
+        other=0.0,
+    )
     ends = tl.where(inside, v, float("inf")), tl.where(inside, v, float("-inf"))
     minimum, high = tl.reduce(ends, 1, _wider, keep_dims=True)
     wide = high - minimum
     at = _offset(row, row_sizes, row_range)
     tl.store(low + at, minimum, mask=row < rows)
     tl.store(width + at, wide, mask=row < rows)
-    index = _offset(row, row_sizes, row_logical) + _offset(c, column_sizes, column_logical)
+    index = _offset(row, row_sizes, row_logical) + _offset(
+        c, column_sizes, column_logical
+    )
     v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, False, ZERO)
-    tl.store(y + _offset(row, row_sizes, row_y) + _offset(c, column_sizes, column_y), v, mask=inside)
+    tl.store(
+        y + _offset(row, row_sizes, row_y) + _offset(c, column_sizes, column_y),
+        v,
+        mask=inside,
+    )
 
 
 @triton.jit
 def _affine(
-    product, row_codes, row_values, column_codes, column_values, rows, columns, total, blocks,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    product,
+    row_codes,
+    row_values,
+    column_codes,
+    column_values,
+    rows,
+    columns,
+    total,
+    blocks,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """Write float32 over the int32 of R x C sums of codes."""
     m = tl.program_id(0) // blocks * R + tl.arange(0, R)[:, None]
     n = tl.program_id(0) % blocks * C + tl.arange(0, C)[None, :]
     row, column = m < rows, n < columns
-    sums, zero_a = tl.load(row_codes + m, mask=row, other=0), tl.load(row_codes + rows + m, mask=row, other=0)
-    scale_a, scaled = tl.load(row_values + m, mask=row, other=0), tl.load(row_values + rows + m, mask=row, other=0)
+    sums, zero_a = (
+        tl.load(row_codes + m, mask=row, other=0),
+        tl.load(row_codes + rows + m, mask=row, other=0),
+    )
+    scale_a, scaled = (
+        tl.load(row_values + m, mask=row, other=0),
+        tl.load(row_values + rows + m, mask=row, other=0),
+    )
     rest_a = tl.load(row_values + 2 * rows + m, mask=row, other=0)
     here, inside = m // (rows // (total // columns)) * columns + n, row & column
     zero_b = tl.load(column_codes + here, mask=inside, other=0)
@@ -275,7 +394,14 @@ def range_of(x: Tensor, granularity: str) -> rounding.Range:
     return low, width
 
 
-def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+def round_to_grid(
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    key: Tensor | None,
+    clip: bool,
+) -> Tensor:
     """Round ``x`` to the grid of a given range, as ``rounding.round_to_grid``."""
     if x.dtype != torch.float32:
         return round_to_grid(x.float(), low, width, levels, key, clip).to(x.dtype)
@@ -283,14 +409,34 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
 
 
 def encode(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    key: Tensor | None,
+    clip: bool,
+    channels_last: bool = False,
 ) -> Tensor:
     """Return the codes of ``round_to_grid``, as ``integer_reference.encode``."""
-    return _on_given_grid(x.float(), integer_reference.empty_codes(x, channels_last), low, width, levels, key, clip)
+    return _on_given_grid(
+        x.float(),
+        integer_reference.empty_codes(x, channels_last),
+        low,
+        width,
+        levels,
+        key,
+        clip,
+    )
 
 
 def _on_given_grid(
-    x: Tensor, y: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool
+    x: Tensor,
+    y: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    key: Tensor | None,
+    clip: bool,
 ) -> Tensor:
     """Round ``x`` into ``y``: values, or codes where that is int8."""
     low, width = low.broadcast_to(x.shape), width.broadcast_to(x.shape)
@@ -301,7 +447,9 @@ def _on_given_grid(
     return y
 
 
-def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def fake_quantize(
+    x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
     kept, format = grids.parts_of(granularity)
     if format is not None or kept not in KEPT:
@@ -315,16 +463,49 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
     y = torch.empty_like(x)
     plan = plan_of(x.shape, x.stride(), y.stride(), strides, noisy)
     if (t := plan.whole) is not None:
-        args = (x, y, low, width, levels, key if noisy else levels, t.rows.length, t.columns.length)
-        constants = {"NOISE": noisy, "CLIP": clip, "ZERO": zero, "WIDE": plan.wide, "R": t.R, "C": t.C}
-        _launch(_whole_rows, t.programs, x, *args, *t.rows, *t.columns[:-1], **constants, warps=t.warps)
+        args = (
+            x,
+            y,
+            low,
+            width,
+            levels,
+            key if noisy else levels,
+            t.rows.length,
+            t.columns.length,
+        )
+        constants = {
+            "NOISE": noisy,
+            "CLIP": clip,
+            "ZERO": zero,
+            "WIDE": plan.wide,
+            "R": t.R,
+            "C": t.C,
+        }
+        _launch(
+            _whole_rows,
+            t.programs,
+            x,
+            *args,
+            *t.rows,
+            *t.columns[:-1],
+            **constants,
+            warps=t.warps,
+        )
     else:
         least, most, splits = _find_extremes(x, plan, low, width)
-        _round_to(y, x, plan, (low, width, least, most), splits, levels, key, clip, zero)
+        _round_to(
+            y, x, plan, (low, width, least, most), splits, levels, key, clip, zero
+        )
     return y, low, width
 
 
-def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
+def affine(
+    product: Tensor,
+    row_codes: Tensor,
+    row_values: Tensor,
+    column_codes: Tensor,
+    column_values: Tensor,
+) -> None:
     """Turn sums of products of codes into those of values, in place, as ``integer_reference.affine``."""
     rows, columns = product.shape
     C = min(power_of_2(columns), 256)
@@ -332,7 +513,17 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
     blocks = triton.cdiv(columns, C)
     tables = (row_codes, row_values, column_codes, column_values)
     sizes = (rows, columns, column_codes.shape[1], blocks)
-    _launch(_affine, triton.cdiv(rows, R) * blocks, product, product, *tables, *sizes, R=R, C=C, warps=4)
+    _launch(
+        _affine,
+        triton.cdiv(rows, R) * blocks,
+        product,
+        product,
+        *tables,
+        *sizes,
+        R=R,
+        C=C,
+        warps=4,
+    )
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
@@ -368,7 +559,9 @@ def _new_range(x: Tensor, granularity: str) -> tuple[tuple[int, ...], Tensor, Te
     return strides, low, width
 
 
-def _find_extremes(x: Tensor, plan: Plan, low: Tensor, width: Tensor) -> tuple[Tensor, Tensor, int]:
+def _find_extremes(
+    x: Tensor, plan: Plan, low: Tensor, width: Tensor
+) -> tuple[Tensor, Tensor, int]:
     """Launch ``_extremes``; return where it left them and the block that holds the parts, 1 if that is the range."""
     t = plan.extremes
     splits, rows, columns = power_of_2(t.parts), t.rows, t.columns
@@ -376,25 +569,65 @@ def _find_extremes(x: Tensor, plan: Plan, low: Tensor, width: Tensor) -> tuple[T
         low, width = (x.new_empty(rows.length * t.parts) for _ in range(2))
     args = (x, low, width, rows.length, columns.length, t.parts)
     sides = (rows.sizes, rows.x, rows.range, columns.sizes, columns.x)
-    constants = {"SPLITS": splits, "LOOPS": t.loops, "R": t.R, "C": t.C, "WIDE": plan.wide}
+    constants = {
+        "SPLITS": splits,
+        "LOOPS": t.loops,
+        "R": t.R,
+        "C": t.C,
+        "WIDE": plan.wide,
+    }
     _launch(_extremes, t.programs, x, *args, *sides, **constants, warps=t.warps)
     return low, width, splits
 
 
 def _round_to(
-    y: Tensor, x: Tensor, plan: Plan, ranges: tuple[Tensor, ...], splits: int,
-    levels: Tensor, key: Tensor | None, clip: bool, zero: bool = False,
-) -> None:  # fmt: skip
+    y: Tensor,
+    x: Tensor,
+    plan: Plan,
+    ranges: tuple[Tensor, ...],
+    splits: int,
+    levels: Tensor,
+    key: Tensor | None,
+    clip: bool,
+    zero: bool = False,
+) -> None:
     """Launch ``_round`` with (low, width, least, most)."""
     t, noisy = plan.rounding, key is not None
     counts = (t.rows.length, t.columns.length, t.parts, plan.extremes.parts)
-    args = (x, y, *ranges, levels, key if noisy else levels, *counts, *t.rows, *t.columns[:-1])
-    constants = {"SPLITS": splits, "ONE": not any(t.rows.range), "NOISE": noisy, "CLIP": clip, "LOOPS": t.loops}
+    args = (
+        x,
+        y,
+        *ranges,
+        levels,
+        key if noisy else levels,
+        *counts,
+        *t.rows,
+        *t.columns[:-1],
+    )
+    constants = {
+        "SPLITS": splits,
+        "ONE": not any(t.rows.range),
+        "NOISE": noisy,
+        "CLIP": clip,
+        "LOOPS": t.loops,
+    }
     constants |= {"CODES": y.dtype == torch.int8, "ZERO": zero}
-    _launch(_round, t.programs, x, *args, **constants, R=t.R, C=t.C, WIDE=plan.wide, warps=t.warps)
+    _launch(
+        _round,
+        t.programs,
+        x,
+        *args,
+        **constants,
+        R=t.R,
+        C=t.C,
+        WIDE=plan.wide,
+        warps=t.warps,
+    )
 
 
-def _launch(kernel: Any, programs: int, x: Tensor, *args: Any, warps: int = 1, **constants: Any) -> None:
+def _launch(
+    kernel: Any, programs: int, x: Tensor, *args: Any, warps: int = 1, **constants: Any
+) -> None:
     """Launch a kernel on the device of ``x``, unless that is empty."""
     if x.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device

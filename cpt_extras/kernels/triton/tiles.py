@@ -19,7 +19,9 @@ TILE = 4096  # elements of a tile; a quarter of it for tensors of less than 2**2
 FUSED = 16384  # elements of the largest tile of whole rows
 PARTS = 512  # programs that look for extremes where rows are few: some for every multiprocessor of a large device
 BLOCKS = 8192  # programs that round where rows are few
-WIDE = 2**30  # from this offset on indices are 64-bit numbers, which take longer to divide; programs may overshoot
+WIDE = (
+    2**30
+)  # from this offset on indices are 64-bit numbers, which take longer to divide; programs may overshoot
 LINE = 32  # elements of float32 that memory hands over at once
 DIVIDED = 256  # columns of a tile whose indices must be divided up, so that several rows share the work
 
@@ -80,32 +82,54 @@ def range_shape(shape: Ints, granularity: str) -> tuple[Ints, Ints]:
     """
     kept = KEPT[granularity](len(shape))
     if any(size == 0 for d, size in enumerate(shape) if d not in kept):
-        raise ValueError(f"a tensor of shape {tuple(shape)} has no range {granularity}: it is empty")
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} has no range {granularity}: it is empty"
+        )
     if not kept and not (granularity == "per_row" and shape):
         return (), (0,) * len(shape)
     keepdim = tuple(size if d in kept else 1 for d, size in enumerate(shape))
-    strides = tuple(stride if d in kept else 0 for d, stride in enumerate(contiguous(keepdim)))
+    strides = tuple(
+        stride if d in kept else 0 for d, stride in enumerate(contiguous(keepdim))
+    )
     return keepdim[1:] if granularity == "per_position" else keepdim, strides
 
 
 @lru_cache(maxsize=4096)
 def plan_of(shape: Ints, x: Ints, y: Ints, range_: Ints, noise: bool) -> Plan:
     """Plan for a tensor that is not empty, from the strides of x, of y and of its range (0 where that is shared)."""
-    order = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: (y[d], -d))  # fastest first
-    kept, reduced = ([d for d in order if bool(range_[d]) is keeps] for keeps in (True, False))
+    order = sorted(
+        (d for d, size in enumerate(shape) if size > 1), key=lambda d: (y[d], -d)
+    )  # fastest first
+    kept, reduced = (
+        [d for d in order if bool(range_[d]) is keeps] for keeps in (True, False)
+    )
     along_rows = bool(kept) and kept[0] == order[0]
     limit = TILE if prod(shape) >= 2**20 else TILE // 4
     none = (0,) * len(shape)
-    logical = contiguous(shape) if noise else none  # they would only keep dimensions apart
-    rows, columns = (_merge(dims, shape, x, y, logical, range_) for dims in (kept, reduced))
+    logical = (
+        contiguous(shape) if noise else none
+    )  # they would only keep dimensions apart
+    rows, columns = (
+        _merge(dims, shape, x, y, logical, range_) for dims in (kept, reduced)
+    )
     whole = _tiles(rows, columns, along_rows, limit, 1, FUSED)
-    read, beside = (_merge(dims, shape, x, none, none, range_) for dims in (kept, reduced))
+    read, beside = (
+        _merge(dims, shape, x, none, none, range_) for dims in (kept, reduced)
+    )
     extremes = _tiles(read, beside, along_rows, limit, PARTS)
     if not kept:  # one range: rounding may take any dimension as columns
         rows, columns = columns[1:], columns[:1]
     rounding = _tiles(rows, columns, along_rows, limit, BLOCKS)
-    ends = (sum((size - 1) * stride for size, stride in zip(shape, s, strict=True)) for s in (x, y, contiguous(shape)))
-    return Plan(whole if whole.C >= whole.columns.length else None, extremes, rounding, max(ends) >= WIDE)
+    ends = (
+        sum((size - 1) * stride for size, stride in zip(shape, s, strict=True))
+        for s in (x, y, contiguous(shape))
+    )
+    return Plan(
+        whole if whole.C >= whole.columns.length else None,
+        extremes,
+        rounding,
+        max(ends) >= WIDE,
+    )
 
 
 def _merge(dims: list[int], *of: Ints) -> list[Ints]:
@@ -113,7 +137,9 @@ def _merge(dims: list[int], *of: Ints) -> list[Ints]:
     merged: list[Ints] = []
     for d in dims:
         size, *strides = (values[d] for values in of)
-        if merged and all(a == b * merged[-1][0] for a, b in zip(strides, merged[-1][1:], strict=True)):
+        if merged and all(
+            a == b * merged[-1][0] for a, b in zip(strides, merged[-1][1:], strict=True)
+        ):
             merged[-1] = (merged[-1][0] * size, *merged[-1][1:])
         else:
             merged.append((size, *strides))
@@ -121,19 +147,31 @@ def _merge(dims: list[int], *of: Ints) -> list[Ints]:
 
 
 def _tiles(
-    row_dims: list[Ints], column_dims: list[Ints], along_rows: bool, limit: int, programs: int, longest: int = 0
+    row_dims: list[Ints],
+    column_dims: list[Ints],
+    along_rows: bool,
+    limit: int,
+    programs: int,
+    longest: int = 0,
 ) -> Tiles:
     """Choose tiles of about ``limit`` elements, ``longest`` where rows are long, for about ``programs`` programs."""
-    rows, columns = (Side(*zip(*dims or [(1, 0, 0, 0, 0)], strict=True)) for dims in (row_dims, column_dims))
+    rows, columns = (
+        Side(*zip(*dims or [(1, 0, 0, 0, 0)], strict=True))
+        for dims in (row_dims, column_dims)
+    )
     lines = min(power_of_2(rows.length), LINE) if along_rows else 1
     C = min(power_of_2(columns.length), max(1, (longest or limit) // lines))
     if len(column_dims) > 1 and rows.length > 1 and not longest:
         C = min(C, DIVIDED)
     R = max(lines, min(power_of_2(rows.length), limit // C))
     blocks, chunks = -(-rows.length // R), -(-columns.length // C)
-    loops = power_of_2(-(-chunks // max(1, programs // blocks)))  # few kernels to compile
+    loops = power_of_2(
+        -(-chunks // max(1, programs // blocks))
+    )  # few kernels to compile
     parts = -(-chunks // loops)
-    return Tiles(rows, columns, R, C, loops, parts, blocks * parts, min(16, max(1, R * C // 512)))
+    return Tiles(
+        rows, columns, R, C, loops, parts, blocks * parts, min(16, max(1, R * C // 512))
+    )
 
 
 def contiguous(shape: Ints) -> Ints:

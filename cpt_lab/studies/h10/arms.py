@@ -20,9 +20,28 @@ AT, STEP = {"milestones": (0.8, 0.9)}, {"lr_rule": "step"}
 CASES = {
     "characters": Case("pydoc", "language_model", None, 16, 1.0, STEP | {"steps": 640}),
     "digits": Case("digits", "image", None, 40, 1.0, AT),
-    "cifar10-jpeg": Case("cifar10-jpeg/", "image", None, 20, 1.0, AT, title="CIFAR-10 copies"),
-    "ptb": Case("ptb", "language_model", None, 10, 1.0, STEP | {"steps": 300}, title="Penn Treebank, small"),
-    "digits-mx": Case("digits", "image", None, 24, 1.0, AT | {"ladder": "mx", "q_min": 1}, 3, "digits, MX formats"),
+    "cifar10-jpeg": Case(
+        "cifar10-jpeg/", "image", None, 20, 1.0, AT, title="CIFAR-10 copies"
+    ),
+    "ptb": Case(
+        "ptb",
+        "language_model",
+        None,
+        10,
+        1.0,
+        STEP | {"steps": 300},
+        title="Penn Treebank, small",
+    ),
+    "digits-mx": Case(
+        "digits",
+        "image",
+        None,
+        24,
+        1.0,
+        AT | {"ladder": "mx", "q_min": 1},
+        3,
+        "digits, MX formats",
+    ),
 }
 STATIC, LATE = ("4/6", "5/4"), "forward late"
 
@@ -47,14 +66,31 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
 
     every = itertools.repeat(((low, SWITCH - 1), (high, 1)), steps // SWITCH)
     return {
-        **{f"{q}/{g}": (static(q), level[g]) for q, g in ((4, 4), (4, 6), (5, 4)) if {q, g} <= set(level)},
+        **{
+            f"{q}/{g}": (static(q), level[g])
+            for q, g in ((4, 4), (4, 6), (5, 4))
+            if {q, g} <= set(level)
+        },
         LATE: (late(SWITCH), low),
         "forward spread": (TableSchedule(tuple(itertools.chain(*every))), low),
-        "gradients late": (RoleSchedules(weight=static(4), activation=static(4), gradient=late(2)), None),
-        "both late": (RoleSchedules(weight=late(9), activation=late(9), gradient=late(9)), None),
+        "gradients late": (
+            RoleSchedules(weight=static(4), activation=static(4), gradient=late(2)),
+            None,
+        ),
+        "both late": (
+            RoleSchedules(weight=late(9), activation=late(9), gradient=late(9)),
+            None,
+        ),
         "8/8": (static(8), high),
     }
 
 
-STUDY = Tuned("h10", "which products switch to 8 bits, and when", CASES, arms, tuning=range(50, 52), first=400)
+STUDY = Tuned(
+    "h10",
+    "which products switch to 8 bits, and when",
+    CASES,
+    arms,
+    tuning=range(50, 52),
+    first=400,
+)
 GRIDS = STUDY.grids()

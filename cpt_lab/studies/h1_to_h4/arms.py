@@ -61,26 +61,37 @@ def noise(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[R
     The data set is a graph of one's own, or "pydoc"; here and below, no seeds take those of the preregistration.
     """
     r = _recipe(dataset)
-    n = 8 if r.task == "graph" else 16  # runs on characters differ more by seed, and cost less
+    n = (
+        8 if r.task == "graph" else 16
+    )  # runs on characters differ more by seed, and cost less
     return [
-        _spec(r, schedule, f"schedule {i}", seed) for i, schedule in enumerate(twelve(), 1) for seed in _seeds(seeds, n)
+        _spec(r, schedule, f"schedule {i}", seed)
+        for i, schedule in enumerate(twelve(), 1)
+        for seed in _seeds(seeds, n)
     ]
 
 
 def twelve() -> list[TableSchedule]:
     """Return the twelve schedules of H1, the least noisy first, 160 steps each."""
-    rising = [[(q, n) for cycle in cycles for q, n in enumerate(cycle, Q_MIN) if n] for cycles in TWELVE]
+    rising = [
+        [(q, n) for cycle in cycles for q, n in enumerate(cycle, Q_MIN) if n]
+        for cycles in TWELVE
+    ]
     return [TableSchedule(tuple(runs)) for runs in rising]
 
 
 def noise_date(schedule: Schedule) -> float:
     """Return when a schedule is noisy: the mean time of its steps weighted by 4**-q, 0 the start and 1 the end."""
     bits = schedule.bits()
-    return float(np.average((np.arange(len(bits)) + 0.5) / len(bits), weights=4.0**-bits))
+    return float(
+        np.average((np.arange(len(bits)) + 0.5) / len(bits), weights=4.0**-bits)
+    )
 
 
 def against_static(
-    dataset: str = FACEBOOK, model: str | None = None, seeds: Sequence[int] | None = None
+    dataset: str = FACEBOOK,
+    model: str | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[RunSpec]:
     """Return the runs of H2: static 5 and 3 and the least noisy cyclic schedule of each one's cost.
 
@@ -99,7 +110,9 @@ def against_static(
 
 
 @cache
-def least_noisy(bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = Q_MIN) -> Schedule:
+def least_noisy(
+    bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = Q_MIN
+) -> Schedule:
     """Return the least noisy of the suite's ten shapes that costs what static ``bits`` costs, in two cycles.
 
     Every shape is bent to the cost from every lowest precision below ``bits``, ``lowest`` or higher; those that cannot
@@ -110,17 +123,30 @@ def least_noisy(bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = 
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         for low in range(lowest, bits):
             for e in SUITE.values():
-                with suppress(ValueError):  # a shape that so few steps cannot bend to the cost
+                with suppress(
+                    ValueError
+                ):  # a shape that so few steps cannot bend to the cost
                     found.append(
                         solve_schedule(
-                            budget, low, Q_MAX, total_steps, 2, e.profile,
-                            triangular=e.triangular, mirror=e.mirror, q_grad=q_grad,
+                            budget,
+                            low,
+                            Q_MAX,
+                            total_steps,
+                            2,
+                            e.profile,
+                            triangular=e.triangular,
+                            mirror=e.mirror,
+                            q_grad=q_grad,
                         )
-                    )  # fmt: skip
-    return min((s for s in found if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure())
+                    )
+    return min(
+        (s for s in found if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure()
+    )
 
 
-def deficit_dates(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def deficit_dates(
+    dataset: str = FACEBOOK, seeds: Sequence[int] | None = None
+) -> list[RunSpec]:
     """Return the runs of H3: a deficit of 16 steps at five dates under three rules of the learning rate, 10 seeds.
 
     Training goes on for 32 steps after every deficit. Each has a control of its length and rule without a deficit.
@@ -132,7 +158,10 @@ def deficit_dates(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -
             for windows in ((), ((start, start + WINDOW),)):
                 schedule = DeficitSchedule(Q_MIN, Q_MAX, windows, r.steps)
                 what = f"[{start}, {start + WINDOW})" if windows else "no deficit"
-                specs += [_spec(r, schedule, f"{what} of {r.steps}, {rule}", s) for s in _seeds(seeds, 10)]
+                specs += [
+                    _spec(r, schedule, f"{what} of {r.steps}, {rule}", s)
+                    for s in _seeds(seeds, 10)
+                ]
     return specs
 
 
@@ -142,29 +171,44 @@ def learning_rate_sums(spec: RunSpec) -> tuple[float, float]:
     t = np.arange(r.steps)
     rates = {
         "constant": np.ones(r.steps),
-        "step": 0.1 ** ((t >= round(0.5 * r.steps)) + (t >= round(0.75 * r.steps)).astype(float)),
+        "step": 0.1
+        ** ((t >= round(0.5 * r.steps)) + (t >= round(0.75 * r.steps)).astype(float)),
         "cosine": r.final_lr + (1 - r.final_lr) * (1 + np.cos(np.pi * t / r.steps)) / 2,
     }[r.lr_rule]
     ((start, stop),) = cast(DeficitSchedule, spec.schedule).windows
     return float(rates[start:stop].sum()), float(rates[stop:].sum())
 
 
-def gradients(dataset: str = "ptb", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def gradients(
+    dataset: str = "ptb", seeds: Sequence[int] | None = None
+) -> list[RunSpec]:
     """Return the runs of H4a: static 8 and 6 bits forward, each with gradients of 8 and 6 bits, 13 seeds."""
     r = _recipe(dataset, 300)
     return [
-        replace(_spec(r, StaticSchedule(q, r.steps), f"static {q}, {g}-bit gradients", seed), q_grad=g)
+        replace(
+            _spec(
+                r, StaticSchedule(q, r.steps), f"static {q}, {g}-bit gradients", seed
+            ),
+            q_grad=g,
+        )
         for q in (8, 6)
         for g in (8, 6)
         for seed in _seeds(seeds, 13)
     ]
 
 
-def aggregation_by_degree(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def aggregation_by_degree(
+    dataset: str = FACEBOOK, seeds: Sequence[int] | None = None
+) -> list[RunSpec]:
     """Return the runs of H4b: FP-Agg and Q-Agg at static 8, 4 and 3 bits, accuracy by in-degree, 20 seeds."""
     r = _recipe(dataset, 64)
     return [
-        _spec(replace(r, aggregation=kind, degrees=DEGREES), StaticSchedule(q, r.steps), f"static {q}", seed)  # type: ignore[call-arg]
+        _spec(
+            replace(r, aggregation=kind, degrees=DEGREES),  # type: ignore[call-arg]
+            StaticSchedule(q, r.steps),
+            f"static {q}",
+            seed,
+        )
         for q in (8, 4, 3)
         for kind in ("fp", "quantized")
         for seed in _seeds(seeds, 20)
@@ -177,7 +221,13 @@ def _seeds(seeds: Sequence[int] | None, n: int) -> Sequence[int]:
 
 def _recipe(dataset: str, steps: int | None = None, model: str | None = None) -> Recipe:
     found = recipe("demo", dataset, model, task="graph")
-    return replace(found, steps=steps or STEPS[found.model], n_cycles=2, q_min=Q_MIN, evaluate_every=0)
+    return replace(
+        found,
+        steps=steps or STEPS[found.model],
+        n_cycles=2,
+        q_min=Q_MIN,
+        evaluate_every=0,
+    )
 
 
 def _spec(r: Recipe, schedule: Schedule, arm: str, seed: int) -> RunSpec:
@@ -186,12 +236,36 @@ def _spec(r: Recipe, schedule: Schedule, arm: str, seed: int) -> RunSpec:
 
 # name of a grid -> what makes its runs, what they are
 GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
-    "h1/facebook": (partial(noise, FACEBOOK), "twelve schedules of one cost, GCN on the Facebook graph"),
-    "h1/characters": (partial(noise, "pydoc"), "twelve schedules of one cost, LSTM on characters"),
-    "h2/facebook": (partial(against_static, FACEBOOK), "static and cyclic at equal cost, GCN on the Facebook graph"),
-    "h2/characters": (partial(against_static, "pydoc"), "static and cyclic at equal cost, LSTM on characters"),
-    "h2/sage": (partial(against_static, FACEBOOK, "sage"), "static and cyclic at equal cost, GraphSAGE on that graph"),
-    "h3/facebook": (partial(deficit_dates, FACEBOOK), "deficits at five dates under three rules of the learning rate"),
-    "h4/gradients": (partial(gradients, "ptb"), "8 and 6 bits, forward and of gradients, LSTM on Penn Treebank"),
-    "h4/aggregation": (partial(aggregation_by_degree, FACEBOOK), "FP-Agg and Q-Agg by in-degree, GCN"),
+    "h1/facebook": (
+        partial(noise, FACEBOOK),
+        "twelve schedules of one cost, GCN on the Facebook graph",
+    ),
+    "h1/characters": (
+        partial(noise, "pydoc"),
+        "twelve schedules of one cost, LSTM on characters",
+    ),
+    "h2/facebook": (
+        partial(against_static, FACEBOOK),
+        "static and cyclic at equal cost, GCN on the Facebook graph",
+    ),
+    "h2/characters": (
+        partial(against_static, "pydoc"),
+        "static and cyclic at equal cost, LSTM on characters",
+    ),
+    "h2/sage": (
+        partial(against_static, FACEBOOK, "sage"),
+        "static and cyclic at equal cost, GraphSAGE on that graph",
+    ),
+    "h3/facebook": (
+        partial(deficit_dates, FACEBOOK),
+        "deficits at five dates under three rules of the learning rate",
+    ),
+    "h4/gradients": (
+        partial(gradients, "ptb"),
+        "8 and 6 bits, forward and of gradients, LSTM on Penn Treebank",
+    ),
+    "h4/aggregation": (
+        partial(aggregation_by_degree, FACEBOOK),
+        "FP-Agg and Q-Agg by in-degree, GCN",
+    ),
 }

@@ -52,12 +52,18 @@ class MeasuredCase(Case):
 CASES = {
     "digits": MeasuredCase("digits", "image", bits=4, seeds=40, measured=40),
     "facebook": MeasuredCase(FACEBOOK, "graph", bits=3, seeds=16, measured=8),
-    "characters": MeasuredCase("pydoc", "language_model", bits=3, seeds=20, measured=16),
-    "cifar10-jpeg": MeasuredCase("cifar10-jpeg/", "image", bits=3, seeds=10, measured=6),
+    "characters": MeasuredCase(
+        "pydoc", "language_model", bits=3, seeds=20, measured=16
+    ),
+    "cifar10-jpeg": MeasuredCase(
+        "cifar10-jpeg/", "image", bits=3, seeds=10, measured=6
+    ),
 }
 
 
-def allocated(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def allocated(
+    case: str = "digits", seeds: Sequence[int] | None = None
+) -> list[RunSpec]:
     """Return the runs of a task of H5: every way to spend one BitOps budget, and static 8 in full beside them.
 
     Static precision; bits allocated over time, over layers, over both; and one step lower than static until shortly
@@ -71,7 +77,10 @@ def allocated(case: str = "digits", seeds: Sequence[int] | None = None) -> list[
     c = CASES[choose("case", case, CASES)]
     r, s = c.recipe, stored(case)
     arms: dict[str, Schedule] = {STATIC: StaticSchedule(c.bits, r.steps)}
-    arms |= {f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps) for over in OVER}
+    arms |= {
+        f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps)
+        for over in OVER
+    }
     arms[LATE] = low_then_high(c.bits, r.steps)
     named = {f"{arm} at {c.budget:.3f}": schedule for arm, schedule in arms.items()}
     named[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, r.steps)
@@ -85,9 +94,17 @@ def allocated(case: str = "digits", seeds: Sequence[int] | None = None) -> list[
 def low_then_high(static: int, total_steps: int) -> TableSchedule:
     """Return the schedule that is one bit below static until ``SWITCH``, and spends what is left evenly after it."""
     low, first = static - 1, round(SWITCH * total_steps)
-    left = cost.relative_cost([static], Q_MAX) * total_steps - first * cost.relative_cost([low], Q_MAX)
-    high = static_of_cost(min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first)
-    runs = high.runs if isinstance(high, TableSchedule) else ((high.q_max, total_steps - first),)
+    left = cost.relative_cost(
+        [static], Q_MAX
+    ) * total_steps - first * cost.relative_cost([low], Q_MAX)
+    high = static_of_cost(
+        min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first
+    )
+    runs = (
+        high.runs
+        if isinstance(high, TableSchedule)
+        else ((high.q_max, total_steps - first),)
+    )
     return TableSchedule(((low, first), *runs))
 
 
@@ -95,7 +112,9 @@ def low_then_high(static: int, total_steps: int) -> TableSchedule:
 def stored(case: str) -> Sensitivity:
     """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
     path = results_dir() / FILE
-    held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+    held = (
+        json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+    )
     if case not in held:
         raise NotMeasuredError(
             f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
@@ -105,6 +124,9 @@ def stored(case: str) -> Sensitivity:
 
 # name of a grid -> what makes its runs, what they are
 GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
-    f"h5/{name}": (partial(allocated, name), f"bits allocated by sensitivity against static precision, {name}")
+    f"h5/{name}": (
+        partial(allocated, name),
+        f"bits allocated by sensitivity against static precision, {name}",
+    )
     for name in CASES
 }

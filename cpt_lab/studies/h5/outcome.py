@@ -17,7 +17,17 @@ from matplotlib.figure import Figure
 from cpt_core.schedules.schedule import Schedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.sensitivity_result import OVER
-from cpt_lab.analysis.estimates import OWN, PERCENT, RULES, TOP, Estimate, by_run, found, holm, seeds_by_arms
+from cpt_lab.analysis.estimates import (
+    OWN,
+    PERCENT,
+    RULES,
+    TOP,
+    Estimate,
+    by_run,
+    found,
+    holm,
+    seeds_by_arms,
+)
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import LEVEL, Answer, depends
@@ -41,7 +51,10 @@ class Arms:
 
     def __init__(self, specs: list[RunSpec], rows: pd.DataFrame) -> None:
         runs = by_run(specs, rows, OUTPUTS[specs[0].recipe.dataset])
-        self.unit, self.schedules = runs["unit"].iloc[0], {r.arm: r.spec.schedule for r in runs.itertuples()}
+        self.unit, self.schedules = (
+            runs["unit"].iloc[0],
+            {r.arm: r.spec.schedule for r in runs.itertuples()},
+        )
         self.by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
         self.lost = runs.groupby("arm")["lost"].sum()
         bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
@@ -56,7 +69,9 @@ class Arms:
     def gain(self, arm: str, rule: str = "") -> Estimate:
         """Return what an arm gains at 8 bits on static's better evaluation, or on static by one of ``RULES``."""
         static = self.by_rule[rule or self.opponent][STATIC]
-        return Estimate(arm, self.unit, (self.by_rule[rule or TOP][arm] - static).to_numpy())
+        return Estimate(
+            arm, self.unit, (self.by_rule[rule or TOP][arm] - static).to_numpy()
+        )
 
     def is_static(self, arm: str) -> bool:
         """Whether an arm is static precision itself: its layers have the same bits at every step."""
@@ -81,10 +96,28 @@ def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
-        line["word"] = line["word"] or ("open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES)
-    columns = (
-        "case arm unit mean low high p adjusted word n lost opponent static full promised bitops bitops_per_op".split()
-    )
+        line["word"] = line["word"] or (
+            "open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES
+        )
+    columns = [
+        "case",
+        "arm",
+        "unit",
+        "mean",
+        "low",
+        "high",
+        "p",
+        "adjusted",
+        "word",
+        "n",
+        "lost",
+        "opponent",
+        "static",
+        "full",
+        "promised",
+        "bitops",
+        "bitops_per_op",
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -105,7 +138,14 @@ def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
 def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
     if isinstance(arms, str):
         for arm in ARMS:
-            yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
+            yield {
+                "case": case,
+                "arm": arm,
+                "p": math.nan,
+                "word": arms,
+                "n": 0,
+                "lost": 0,
+            }
         return
     s, opponent = stored(case), rule or arms.opponent
     static = float(arms.by_rule[opponent][STATIC].mean())
@@ -115,13 +155,23 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
         low, high = gain.interval()
         same = arms.is_static(arm)
         yield {
-            "case": case, "arm": arm, "unit": arms.unit, "mean": gain.mean, "low": low, "high": high,
-            "p": 1.0 if same else gain.p(), "word": "static precision itself" if same else "", "n": len(gain.values),
-            "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent.removeprefix("their "), "static": static,
+            "case": case,
+            "arm": arm,
+            "unit": arms.unit,
+            "mean": gain.mean,
+            "low": low,
+            "high": high,
+            "p": 1.0 if same else gain.p(),
+            "word": "static precision itself" if same else "",
+            "n": len(gain.values),
+            "lost": arms.lost[arm] + arms.lost[STATIC],
+            "opponent": opponent.removeprefix("their "),
+            "static": static,
             "full": float(arms.by_rule[TOP][f"static {Q_MAX}"].mean()) - static,
-            "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
+            "promised": scale
+            * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
             **arms.bitops.loc[arm],
-        }  # fmt: skip
+        }
 
 
 def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
@@ -131,28 +181,65 @@ def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
         if isinstance(arms, str):
             continue
 
-        def add(what: str, a: pd.Series, b: pd.Series, case: str = case, unit: str = arms.unit) -> None:
+        def add(
+            what: str,
+            a: pd.Series,
+            b: pd.Series,
+            case: str = case,
+            unit: str = arms.unit,
+        ) -> None:
             lines.append((case, what, Estimate(what, unit, (a - b).to_numpy()).shown()))
 
-        top, static = arms.by_rule[TOP], float(arms.by_rule[arms.opponent][STATIC].mean())
+        top, static = (
+            arms.by_rule[TOP],
+            float(arms.by_rule[arms.opponent][STATIC].mean()),
+        )
         for arm in ARMS:
             add(f"{arm}, minus static at {Q_MAX} bits", top[arm], top[STATIC])
-            add(f"{arm}, minus static at its own bits", top[arm], arms.by_rule[OWN][STATIC])
+            add(
+                f"{arm}, minus static at its own bits",
+                top[arm],
+                arms.by_rule[OWN][STATIC],
+            )
             way = (top[arm].mean() - static) / (top[f"static {Q_MAX}"].mean() - static)
-            lines.append((case, f"{arm}, share of the way from static to static {Q_MAX}", f"{100 * way:.0f} %"))
-            for share, name in zip(arms.bitops.loc[arm], ("paper", "per_op"), strict=True):
-                lines.append((case, f"{arm}, BitOps of the whole model beside static's ({name})", f"{share:.3f}"))
+            lines.append(
+                (
+                    case,
+                    f"{arm}, share of the way from static to static {Q_MAX}",
+                    f"{100 * way:.0f} %",
+                )
+            )
+            for share, name in zip(
+                arms.bitops.loc[arm], ("paper", "per_op"), strict=True
+            ):
+                lines.append(
+                    (
+                        case,
+                        f"{arm}, BitOps of the whole model beside static's ({name})",
+                        f"{share:.3f}",
+                    )
+                )
         for other in ALLOCATED[:2]:
             add(f"{ALLOCATED[2]}, minus {other}", top[ALLOCATED[2]], top[other])
         for over in OVER[:2]:
             shown = f"{stored(case).agreement(over):+.2f}"
-            lines.append((case, f"rank correlation over {over}: measured w, and estimated from gradients", shown))
+            lines.append(
+                (
+                    case,
+                    f"rank correlation over {over}: measured w, and estimated from gradients",
+                    shown,
+                )
+            )
     return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
 
 
 def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
     """Return the bits that some layer has, as they follow one another."""
-    rows = schedule.by_group() if isinstance(schedule, LayeredSchedule) else [schedule.bits()]
+    rows = (
+        schedule.by_group()
+        if isinstance(schedule, LayeredSchedule)
+        else [schedule.bits()]
+    )
     return {tuple(row.tolist()) for row in rows}
 
 
@@ -162,7 +249,11 @@ def verdict(gains: pd.DataFrame) -> str:
     Of an arm that wins and nowhere loses, all other tasks are told too.
     """
     mine = gains[gains["arm"].isin(ALLOCATED)]
-    if missing := [case for case in CASES if gains["word"][gains["case"] == case].str.startswith("open: ").any()]:
+    if missing := [
+        case
+        for case in CASES
+        if gains["word"][gains["case"] == case].str.startswith("open: ").any()
+    ]:
         return f"open: runs of {', '.join(missing)} are missing"
     if not (mine["word"] == WINS).any():
         best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
@@ -176,7 +267,11 @@ def verdict(gains: pd.DataFrame) -> str:
         said += [f"{word}: {'; '.join(_gains(lines))}"] if len(lines) else []
     rest = mine[(of == WON) & (mine["word"] != WINS)]
     undecided = rest["word"] == "open"
-    said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
+    said += (
+        [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"]
+        if undecided.any()
+        else []
+    )
     same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
     said += [f"static precision itself: {'; '.join(same)}"] if same else []
     return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
@@ -186,14 +281,20 @@ def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
     """Return the outcome of every allocated arm, in the words of the document, or "open"."""
     words = {arm: set(gains["word"][gains["arm"] == arm]) for arm in ALLOCATED}
     known = {(True, False): WON, (True, True): MIXED, (False, True): WORSE}
-    return {arm: known.get((WINS in found, LOSES in found), "open") for arm, found in words.items()}
+    return {
+        arm: known.get((WINS in found, LOSES in found), "open")
+        for arm, found in words.items()
+    }
 
 
 def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
     by_rule = {rule: _outcomes(effects(parts, rule)) for rule in ("", *RULES)}
     registered = by_rule.pop("")
-    said = {a: depends(word, {rule: of[a] for rule, of in by_rule.items()}) for a, word in registered.items()}
+    said = {
+        a: depends(word, {rule: of[a] for rule, of in by_rule.items()})
+        for a, word in registered.items()
+    }
     return {arm: text.replace(ELSEWHERE, "") for arm, text in said.items() if text}
 
 
@@ -202,7 +303,9 @@ def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     found = {}
     for rule in RULES:
         outcomes = _outcomes(effects(parts, rule))
-        found[rule] = "; ".join(f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items())
+        found[rule] = "; ".join(
+            f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items()
+        )
     return found
 
 
@@ -225,15 +328,22 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     parts = cases(runs)
     said = verdict(effects(parts))
-    words = "; ".join(word for word in (WON, MIXED, WORSE, NOTHING) if word in said.lower()) or said
+    words = (
+        "; ".join(word for word in (WON, MIXED, WORSE, NOTHING) if word in said.lower())
+        or said
+    )
     primary = [
         replace(arms.gain(arm), what=f"{case}, {arm} minus static")
-        for case, arms in parts.items() if not isinstance(arms, str)
-        for arm in ARMS if not arms.is_static(arm)
-    ]  # fmt: skip
+        for case, arms in parts.items()
+        if not isinstance(arms, str)
+        for arm in ARMS
+        if not arms.is_static(arm)
+    ]
     if rules := robustness(parts):
         words += f"; depends on the rule: {' and '.join(rules)}"
-    by_rule = () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
+    by_rule = (
+        () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
+    )
     return [Answer("H5", ASKS, tuple(primary), word=words, by_rule=by_rule)]
 
 
@@ -243,14 +353,22 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
     def shown(values: Iterable[float], form: str) -> list[str]:
         return [form.format(x) if x == x else "–" for x in values]
 
-    bitops = zip(shown(gains["bitops"], "{:.3f}"), shown(gains["bitops_per_op"], "{:.3f}"), strict=True)
+    bitops = zip(
+        shown(gains["bitops"], "{:.3f}"),
+        shown(gains["bitops_per_op"], "{:.3f}"),
+        strict=True,
+    )
     cells = {
         "task": gains["case"],
         "arm": gains["arm"],
-        "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
+        "gain on static [95 %]": [
+            _interval(r) if r.n else "–" for r in gains.itertuples()
+        ],
         "promised": shown(gains["promised"], "{:+.2f}"),
         f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
-        "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
+        "BitOps of the whole model (paper, per_op)": [
+            "–" if a == "–" else f"{a}, {b}" for a, b in bitops
+        ],
         "p": shown(gains["p"], "{:.2g}"),
         "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
         "outcome": gains["word"],
@@ -275,20 +393,31 @@ def allocation_figure(gains: pd.DataFrame) -> Figure:
             _draw_gains(row[-1], gains[gains["case"] == case])
         for ax in axes[-1, :3]:
             ax.set_xlabel("training step", fontsize=SMALL)
-        figure.suptitle("Bits where they matter, at the cost of the static precision that is dashed", fontsize=10)
+        figure.suptitle(
+            "Bits where they matter, at the cost of the static precision that is dashed",
+            fontsize=10,
+        )
     return figure
 
 
 def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
     """Draw the mean bits of a fortieth of the steps at a time, a line per group of layers."""
-    parts = schedule.parts if isinstance(schedule, LayeredSchedule) else ((("all layers",), schedule, 1),)
+    parts = (
+        schedule.parts
+        if isinstance(schedule, LayeredSchedule)
+        else ((("all layers",), schedule, 1),)
+    )
     for names, inner, _ in parts:
         edges = np.linspace(0, inner.total_steps, 41).astype(int)
         means = [inner.bits()[a:b].mean() for a, b in itertools.pairwise(edges)]
-        ax.plot(edges[:-1], means, drawstyle="steps-post", linewidth=1.4, label=names[0])
+        ax.plot(
+            edges[:-1], means, drawstyle="steps-post", linewidth=1.4, label=names[0]
+        )
     ax.axhline(static, color=COLORS["static"], linestyle="--", linewidth=0.8)
     low, high = static - 1.5, max(static + 1.5, schedule.q_max + 0.3)
-    ax.set_ylim(low, low + (high - low) / (0.97 - 0.11 * len(parts)))  # names stand above all lines
+    ax.set_ylim(
+        low, low + (high - low) / (0.97 - 0.11 * len(parts))
+    )  # names stand above all lines
     whole(ax.yaxis)
     ax.tick_params(labelsize=SMALL)
     ax.legend(fontsize=SMALL, loc="upper left")
@@ -296,14 +425,24 @@ def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
 
 def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
     for y, r in zip(range(len(lines))[::-1], lines.itertuples(), strict=True):
-        color = COLORS["small"] if r.word == WINS else COLORS["large"] if r.word == LOSES else COLORS["static"]
-        interval_bar(ax, y, (r.mean, r.low, r.high), color=color, markersize=4, capsize=3)
+        color = (
+            COLORS["small"]
+            if r.word == WINS
+            else COLORS["large"]
+            if r.word == LOSES
+            else COLORS["static"]
+        )
+        interval_bar(
+            ax, y, (r.mean, r.low, r.high), color=color, markersize=4, capsize=3
+        )
         ax.plot(r.promised, y, "x", color="#888888", markersize=5)
     ax.axvline(0, color="#888888", linewidth=0.8)
     ax.axvline(lines["full"].iloc[0], color="#888888", linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
     ax.set_ylim(-0.6, len(lines) - 0.4)
-    ax.set_title(f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL)
+    ax.set_title(
+        f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL
+    )
     ax.tick_params(labelsize=SMALL)
 
 
@@ -320,5 +459,16 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "chance. Crosses: what the measured sensitivities promised; dotted: what 8 bits throughout gain.",
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
-    yield Section("Bits where they matter", notes, allocation_figure(gains), alt, summary(gains), "left")
-    yield Section("Bits where they matter: other effects", table=secondary(parts), style="left folded")
+    yield Section(
+        "Bits where they matter",
+        notes,
+        allocation_figure(gains),
+        alt,
+        summary(gains),
+        "left",
+    )
+    yield Section(
+        "Bits where they matter: other effects",
+        table=secondary(parts),
+        style="left folded",
+    )

@@ -23,11 +23,18 @@ ON = ("minifloat", "mx")
 CASES = {
     "digits": Case("digits", "image", margin=1.0),
     "facebook": Case(FACEBOOK, "graph", margin=0.2, changes={"steps": 64}),
-    "characters": Case("pydoc", "language_model", margin=2.0, changes={"steps": 160, "lr_rule": "cosine"}),
+    "characters": Case(
+        "pydoc",
+        "language_model",
+        margin=2.0,
+        changes={"steps": 160, "lr_rule": "cosine"},
+    ),
 }
 
 
-def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def on_ladders(
+    case: str = "digits", seeds: Sequence[int] | None = None
+) -> list[RunSpec]:
     """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself."""
     c, found = CASES[choose("case", case, CASES)], []
     for name in ON:
@@ -45,5 +52,9 @@ def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list
 
 
 GRIDS = {
-    f"h6/{case}": (partial(on_ladders, case), f"schedules and static formats on two ladders, {case}") for case in CASES
+    f"h6/{case}": (
+        partial(on_ladders, case),
+        f"schedules and static formats on two ladders, {case}",
+    )
+    for case in CASES
 }

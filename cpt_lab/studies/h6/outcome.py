@@ -13,9 +13,23 @@ from matplotlib.figure import Figure
 
 from cpt_core.schedules.profiles import SUITE
 from cpt_extras.formats.ladder import LADDERS
-from cpt_lab.analysis.estimates import TOP, Estimate, by_run, found, seeds_by_arms, standing
+from cpt_lab.analysis.estimates import (
+    TOP,
+    Estimate,
+    by_run,
+    found,
+    seeds_by_arms,
+    standing,
+)
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, corrected, in_margins, intervals, summary, unbeaten
+from cpt_lab.analysis.preregistered import (
+    Answer,
+    corrected,
+    in_margins,
+    intervals,
+    summary,
+    unbeaten,
+)
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.studies.case import OUTPUTS
@@ -37,31 +51,57 @@ class Cell:
 
     def __init__(self, case: str, ladder: str, rows: pd.DataFrame) -> None:
         specs = [spec for spec in on_ladders(case) if spec.recipe.ladder == ladder]
-        runs = by_run(specs, rows.loc[[spec.key for spec in specs]], OUTPUTS[CASES[case].dataset], {TOP: ""})
-        self.ladder, self.name, self.margin = ladder, f"{case}, {NAMES[ladder]}", CASES[case].margin
-        self.unit, self.lost, self.quality = runs["unit"].iloc[0], int(runs["lost"].sum()), seeds_by_arms(runs)
+        runs = by_run(
+            specs,
+            rows.loc[[spec.key for spec in specs]],
+            OUTPUTS[CASES[case].dataset],
+            {TOP: ""},
+        )
+        self.ladder, self.name, self.margin = (
+            ladder,
+            f"{case}, {NAMES[ladder]}",
+            CASES[case].margin,
+        )
+        self.unit, self.lost, self.quality = (
+            runs["unit"].iloc[0],
+            int(runs["lost"].sum()),
+            seeds_by_arms(runs),
+        )
         self.cost = {spec.arm: spec.relative_cost for spec in specs}
 
     def at_cost(self, arm: str) -> np.ndarray:
         """Return the quality of static formats at the cost of an arm, by seed: on the line between their neighbours."""
-        static = [f"static {level}" for level in LADDERS[self.ladder].levels]  # the cheapest first
-        costs, rows = [self.cost[name] for name in static], self.quality[static].to_numpy()
+        static = [
+            f"static {level}" for level in LADDERS[self.ladder].levels
+        ]  # the cheapest first
+        costs, rows = (
+            [self.cost[name] for name in static],
+            self.quality[static].to_numpy(),
+        )
         return np.array([np.interp(self.cost[arm], costs, row) for row in rows])
 
     def gain(self, arms: Iterable[str]) -> np.ndarray:
         """Return what arms gain on static formats of their cost, the mean over them, by seed."""
-        return np.mean([self.quality[arm].to_numpy() - self.at_cost(arm) for arm in arms], axis=0)
+        return np.mean(
+            [self.quality[arm].to_numpy() - self.at_cost(arm) for arm in arms], axis=0
+        )
 
     def agreement(self) -> np.ndarray:
         """Return the rank correlation of cost and quality over the suite's ten, by seed."""
         costs = np.array([self.cost[arm] for arm in SUITE])
-        return np.array([spearman(costs, row) for row in self.quality[list(SUITE)].to_numpy()])
+        return np.array(
+            [spearman(costs, row) for row in self.quality[list(SUITE)].to_numpy()]
+        )
 
 
 def cells(runs: pd.DataFrame) -> list[Cell] | str:
     """Return the cells; a word on what is missing, as long as not all runs are there."""
     rows = found([spec for case in CASES for spec in on_ladders(case)], runs)
-    return rows if isinstance(rows, str) else [Cell(case, ladder, rows) for case in CASES for ladder in ON]
+    return (
+        rows
+        if isinstance(rows, str)
+        else [Cell(case, ladder, rows) for case in CASES for ladder in ON]
+    )
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
@@ -69,25 +109,46 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     parts = cells(runs)
     if isinstance(parts, str):
         return [Answer(name, asks, word=parts) for name, asks in QUESTIONS.items()]
-    told = zip(QUESTIONS.items(), (_correlation(parts), _gains(parts, SUITE), _gains(parts, (LATE,))), strict=True)
+    told = zip(
+        QUESTIONS.items(),
+        (_correlation(parts), _gains(parts, SUITE), _gains(parts, (LATE,))),
+        strict=True,
+    )
     lost = sum(c.lost for c in parts)
-    return corrected([replace(answer, question=name, asks=asks, lost=lost) for (name, asks), answer in told])
+    return corrected(
+        [
+            replace(answer, question=name, asks=asks, lost=lost)
+            for (name, asks), answer in told
+        ]
+    )
 
 
 def _correlation(parts: list[Cell]) -> Answer:
-    primary = [Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement()) for c in parts]
+    primary = [
+        Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement())
+        for c in parts
+    ]
     above, below = (standing(primary, side, 0.025) for side in ("greater", "less"))
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
-    stands = "confirmed: dearer schedules are better in every task and format" if up else ""
-    reverse = f"contradicted: the reverse in {len(below)} ({'; '.join(below)})" if below else ""
+    stands = (
+        "confirmed: dearer schedules are better in every task and format" if up else ""
+    )
+    reverse = (
+        f"contradicted: the reverse in {len(below)} ({'; '.join(below)})"
+        if below
+        else ""
+    )
     beside = f"dearer schedules are better in {len(above)} of {len(primary)}"
     return Answer(primary=tuple(primary), p=p, words=(stands, reverse), beside=beside)
 
 
 def _gains(parts: list[Cell], arms: Collection[str]) -> Answer:
     (one,) = arms if len(arms) == 1 else ("schedules",)
-    primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), c.margin) for c in parts]
+    primary = [
+        Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), c.margin)
+        for c in parts
+    ]
     return unbeaten(primary, "nothing beats static formats by the margin", "better")
 
 
@@ -98,8 +159,20 @@ def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
         for arm in [*SUITE, LATE]:
             e = Estimate(arm, c.unit, c.gain([arm]))
             mean = f"{c.quality[arm].mean():.2f}"
-            lines.append((c.name, arm, savings_of(arm), f"{c.cost[arm]:.3f}", mean, e.shown()))
-    return pd.DataFrame(lines, columns=["cell", "arm", "savings", "relative cost", "quality", "gain on static [95 %]"])
+            lines.append(
+                (c.name, arm, savings_of(arm), f"{c.cost[arm]:.3f}", mean, e.shown())
+            )
+    return pd.DataFrame(
+        lines,
+        columns=[
+            "cell",
+            "arm",
+            "savings",
+            "relative cost",
+            "quality",
+            "gain on static [95 %]",
+        ],
+    )
 
 
 def figure(told: Sequence[Answer]) -> Figure:
@@ -125,7 +198,19 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "Small tasks, simulated arithmetic, eight seeds."
     )
     alt = (
-        "what schedules, and a late rise, gain on static number formats of their cost, for three tasks and two ladders"
+        "what schedules, and a late rise, gain on static number formats of their cost, "
+        "for three tasks and two ladders"
     )
-    yield Section("Schedules on other number formats", (note,), figure(told), alt, summary(told), "left")
-    yield Section("Schedules on other number formats: every arm", table=by_arm(parts), style="left folded")
+    yield Section(
+        "Schedules on other number formats",
+        (note,),
+        figure(told),
+        alt,
+        summary(told),
+        "left",
+    )
+    yield Section(
+        "Schedules on other number formats: every arm",
+        table=by_arm(parts),
+        style="left folded",
+    )

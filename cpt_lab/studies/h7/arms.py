@@ -14,12 +14,26 @@ BUDGETS = (3, 4, 5)  # bits of the static precisions whose costs are spent
 CYCLED = (3, 4)  # of them, those that H8 has
 
 CASES = {
-    "characters": Case("pydoc", "language_model", seeds=20, margin=1.0, changes={"steps": 640}),
+    "characters": Case(
+        "pydoc", "language_model", seeds=20, margin=1.0, changes={"steps": 640}
+    ),
     "digits": Case("digits", "image", seeds=40, margin=1.0),
     "gcn": Case(FACEBOOK, "graph", "gcn", 16, 0.2, {"steps": 64}, title="Facebook GCN"),
-    "sage": Case(FACEBOOK, "graph", "sage", 20, 0.2, {"steps": 120}, title="Facebook GraphSAGE"),
-    "cifar10-jpeg": Case("cifar10-jpeg/", "image", seeds=16, margin=1.0, title="CIFAR-10 copies"),
-    "ptb": Case("ptb", "language_model", None, 12, 1.0, {"steps": 300}, title="Penn Treebank, small"),
+    "sage": Case(
+        FACEBOOK, "graph", "sage", 20, 0.2, {"steps": 120}, title="Facebook GraphSAGE"
+    ),
+    "cifar10-jpeg": Case(
+        "cifar10-jpeg/", "image", seeds=16, margin=1.0, title="CIFAR-10 copies"
+    ),
+    "ptb": Case(
+        "ptb",
+        "language_model",
+        None,
+        12,
+        1.0,
+        {"steps": 300},
+        title="Penn Treebank, small",
+    ),
 }
 
 
@@ -35,12 +49,25 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
     that starts one bit below static and costs what static does.
     """
     steps = case.recipe.steps
-    pairs = [(b, Q_MAX) for b in BUDGETS] + [(b + 1, SPENT) for b in BUDGETS] + [(Q_MAX, Q_MAX)]
-    found: dict[str, tuple[Schedule, int]] = {f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs}
+    pairs = (
+        [(b, Q_MAX) for b in BUDGETS]
+        + [(b + 1, SPENT) for b in BUDGETS]
+        + [(Q_MAX, Q_MAX)]
+    )
+    found: dict[str, tuple[Schedule, int]] = {
+        f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs
+    }
     for q, g in [(4, Q_MAX), *((b + 1, SPENT) for b in CYCLED)]:
         found[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
     return found
 
 
-STUDY = Tuned("h7", "gradients that pay for forward bits", CASES, arms, tuning=range(50, 53), first=300)
+STUDY = Tuned(
+    "h7",
+    "gradients that pay for forward bits",
+    CASES,
+    arms,
+    tuning=range(50, 53),
+    first=300,
+)
 GRIDS = STUDY.grids()
