@@ -92,7 +92,7 @@ notebooks: setup  ## run the notebooks again and keep their outputs in place
 book: setup  ## the site, build/book/index.html: notebooks with their outputs, a reference, the pages; runs nothing
 	$(BIN)/python -m book
 	$(CPT) explorer build/book/explorer.html --home index.html
-	$(BIN)/python -m book.words
+	$(BIN)/python -m book.reading_length
 	@$(BIN)/python -m book.links build/book
 	@echo "book: build/book/index.html"
 

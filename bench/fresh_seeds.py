@@ -14,7 +14,7 @@ from cpt_extras.files import write_text
 from cpt_lab.analysis.preregistered import data_of, fresh, repeated
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir, runs_dir
-from cpt_lab.sweeps.lines import Row, load_rows
+from cpt_lab.sweeps.row_format import Row, load_rows
 
 
 def complete(grid: str) -> list[Row]:

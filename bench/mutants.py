@@ -9,7 +9,7 @@ once without a mutant: they must be green then, or their red says nothing.
     python -m bench.mutants --changed [COMMIT]  # made from the lines that a commit, or HEAD, does not have
 
 The list holds what its authors thought of; what was just written has no line there yet. So ``--changed`` makes mutants
-from the lines themselves (``bench.changes``): ``--most`` of them, drawn with ``--seed``, for the tests that stand
+from the lines themselves (``bench.mutation_operators``): ``--most`` of them, drawn with ``--seed``, for the tests
 nearest to their file. One that survives wants a test, or a look: some are no change of what the code does.
 
 Ends with 1 when a mutant survives, when its text is not in its file exactly once, or when its tests do not run.
@@ -34,8 +34,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.changes import changed_lines, changes
-from cpt_lab.machine import usable_cores
+from bench.mutation_operators import changed_lines, changes
+from cpt_lab.resources import usable_cores
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")

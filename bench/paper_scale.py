@@ -20,8 +20,8 @@ from cpt_extras.files import write_text
 from cpt_lab.experiments.grids import find_grids
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
-from cpt_lab.sweeps.calibration import kept
-from cpt_lab.sweeps.outlook import CURVE_BYTES, RUN_BYTES
+from cpt_lab.sweeps.forecast import CURVE_BYTES, RUN_BYTES
+from cpt_lab.sweeps.step_timing import kept
 
 OPERATIONS = 6  # of a training step, for every MAC of a forward pass
 OF_A_ROW = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()

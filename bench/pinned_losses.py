@@ -32,7 +32,7 @@ from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.rounding import GRANULARITIES, ZERO_POINT, num_steps
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_extras.kernels import backend, gemm_backend, operators
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.provenance import machine, version
 from cpt_lab.tasks.base import task_of

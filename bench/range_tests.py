@@ -15,7 +15,7 @@ import warnings
 import torch
 
 from cpt_extras.search.range_test import RangeTestWarning
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit
 from cpt_lab.training.recipe_trials import recipe_range_test

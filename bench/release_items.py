@@ -68,7 +68,7 @@ def stand_in_for_orjson() -> None:
 def tiny_spec(dataset: str, arm: str) -> Any:
     """Return a run of a few steps on embedded data."""
     recipe = find(
-        "cpt_lab.experiments.recipes.recipe",
+        "cpt_lab.experiments.registry.recipe",
         "cpt_core.experiments.recipes.recipe",
         "cpt_core.recipes.recipe",
     )

@@ -286,7 +286,7 @@ def stored(n: int, folder: Path) -> Path:
     """Write a store of n runs."""
     from cpt_lab.experiments.grids import grid_specs
     from cpt_lab.paths import results_dir
-    from cpt_lab.sweeps.lines import line_of, load_rows
+    from cpt_lab.sweeps.row_format import line_of, load_rows
 
     template = load_rows(results_dir() / "image_digits.jsonl")[0]
     specs = grid_specs(
@@ -305,7 +305,7 @@ def stored(n: int, folder: Path) -> Path:
 
 def appended(n: int, folder: Path) -> Call:
     """Return what appends 8 rows to n, of which the process has appended one before."""
-    from cpt_lab.sweeps.lines import load_rows
+    from cpt_lab.sweeps.row_format import load_rows
     from cpt_lab.sweeps.stores import append_row
 
     more = load_rows(stored(n + 9, folder))[n:]
@@ -316,7 +316,7 @@ def appended(n: int, folder: Path) -> Call:
 
 def read_rows(n: int, folder: Path) -> Call:
     """Return what reads a store."""
-    from cpt_lab.sweeps.lines import load_rows
+    from cpt_lab.sweeps.row_format import load_rows
 
     return partial(load_rows, stored(n, folder))
 
@@ -324,7 +324,7 @@ def read_rows(n: int, folder: Path) -> Call:
 def tabulated(n: int, folder: Path) -> Call:
     """Return what reads a store into a table, and summarises and writes that."""
     from cpt_lab.analysis.row_tables import by_arm
-    from cpt_lab.analysis.runs import load
+    from cpt_lab.analysis.run_table import load
     from cpt_lab.analysis.spreadsheets import write_csv
 
     store = stored(n, folder)
@@ -340,7 +340,7 @@ def tabulated(n: int, folder: Path) -> Call:
 def judged(n: int, folder: Path) -> Call:
     """Return what judges the claims of the paper by a table of runs."""
     from cpt_lab.analysis.claims import judged
-    from cpt_lab.analysis.runs import load
+    from cpt_lab.analysis.run_table import load
 
     frame = load(stored(n, folder))
     return partial(
@@ -367,7 +367,7 @@ def collected(n: int, folder: Path) -> Call:
 def read_text(n: int, folder: Path) -> Call:
     """Return what reads a text of 100 n words."""
     from cpt_lab.data.text import load_text
-    from cpt_lab.experiments.recipes import recipe
+    from cpt_lab.experiments.registry import recipe
 
     for split, part in (("train", n), ("valid", n // 4), ("test", n // 4)):
         (folder / f"{split}.txt").write_text(
@@ -383,7 +383,7 @@ def read_text(n: int, folder: Path) -> Call:
 def read_graph(n: int, folder: Path) -> Call:
     """Return what reads a graph of n nodes and 8 n edges."""
     from cpt_lab.data.graphs import load_graph
-    from cpt_lab.experiments.recipes import recipe
+    from cpt_lab.experiments.registry import recipe
 
     parts = {
         "train_idx": np.arange(n // 2),
@@ -407,7 +407,7 @@ def read_images(n: int, folder: Path) -> Call:
     from PIL import Image
 
     from cpt_lab.data.images import load_images
-    from cpt_lab.experiments.recipes import recipe
+    from cpt_lab.experiments.registry import recipe
 
     rng = np.random.default_rng(0)
     for i in range(n):

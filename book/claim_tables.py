@@ -11,7 +11,7 @@ from cpt_lab.analysis import reproduction
 from cpt_lab.analysis.claims import Entry
 from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.pages import markdown
+from cpt_lab.analysis.rendering import markdown
 
 UNDECIDED = "inconclusive"
 FEW_SEEDS = f"fewer than {LEAST_SEEDS} seeds"

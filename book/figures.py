@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import printed
+from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.figure_data import best_rows
-from cpt_lab.analysis.groups import at_q_max, title_of
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
 from cpt_lab.analysis.quality_cost import GROUPS, on_common_seeds, paired_difference
+from cpt_lab.analysis.run_groups import at_q_max, title_of
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, name_points
 
@@ -116,7 +116,7 @@ def paper_beside_ours() -> Figure:
 
 def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
     """Draw the printed differences as grey bars at the cost of their group, and write what has no number."""
-    numbers = printed.numbers()
+    numbers = paper_numbers.numbers()
     numbers = numbers[
         (numbers["artefact"] == "figure_3") & (numbers["minus"] == "static")
     ]

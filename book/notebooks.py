@@ -6,7 +6,7 @@ import time
 
 import nbformat
 
-from cpt_lessons import kernels
+from cpt_lessons import jupyter_kernel
 from cpt_lessons.export import without_widgets
 from cpt_lessons.notebooks import notebooks
 
@@ -27,7 +27,7 @@ def main() -> None:
     """Run, save, and say how long each took."""
     for path in notebooks():
         started = time.monotonic()
-        nbformat.write(clean(kernels.execute(path, None, {})), path)
+        nbformat.write(clean(jupyter_kernel.execute(path, None, {})), path)
         print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
 
 

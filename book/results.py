@@ -26,10 +26,10 @@ from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import RULES, Estimate, holm, unit_of
 from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
-from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.preregistered import Answer, Repeated
+from cpt_lab.analysis.rendering import render
 from cpt_lab.analysis.report import differences
-from cpt_lab.analysis.runs import committed, load
+from cpt_lab.analysis.run_table import committed, load
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import find_grids, grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec

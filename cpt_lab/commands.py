@@ -185,7 +185,7 @@ def plan(
 
     check_choices(find_grids(grid), selection.choices)
     typer.echo("reading grids and stored rows", err=True)
-    from cpt_lab.sweeps.outlook import plan, text
+    from cpt_lab.sweeps.forecast import plan, text
 
     frame = plan(grid, scale, device=device, measured=measure, selection=selection)
     typer.echo(text(frame))
@@ -368,8 +368,8 @@ def rows(
     from cpt_lab.experiments import grids
 
     specs = _selected_specs(grids, grid, scale, selection)
-    from cpt_lab.analysis import runs
-    from cpt_lab.analysis.pages import terminal
+    from cpt_lab.analysis import run_table
+    from cpt_lab.analysis.rendering import terminal
     from cpt_lab.analysis.row_tables import by_arm
     from cpt_lab.analysis.spreadsheets import write_csv
     from cpt_lab.sweeps.stores import store_path
@@ -378,7 +378,7 @@ def rows(
     smoke = {
         store_path("smoke", spec.recipe.task) for spec in specs if spec.scale == "smoke"
     }
-    frame = runs.load(*all_stores(), *sorted(smoke), every_rate=True).set_index(
+    frame = run_table.load(*all_stores(), *sorted(smoke), every_rate=True).set_index(
         "key", drop=False
     )
     found = frame.loc[[key for key in keys if key in frame.index]].reset_index(
@@ -420,7 +420,7 @@ def verify(
     With --verdict, run a preregistered grid with fresh seeds and say whether its effects repeat.
     """
     from cpt_lab.sweeps import verify as v
-    from cpt_lab.sweeps.lines import integrity
+    from cpt_lab.sweeps.row_format import integrity
 
     if (verdict is None) == (not store):
         raise ValueError("give files of rows, or a preregistered grid with --verdict")
@@ -508,8 +508,8 @@ def report(
 def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> Any:
     """Return the recipe of a data set, which is there."""
     from cpt_lab.data.files import check_data, task_of_data
-    from cpt_lab.experiments.recipe import is_own
-    from cpt_lab.experiments.recipes import recipe
+    from cpt_lab.experiments.registry import recipe
+    from cpt_lab.experiments.schema import is_own
 
     if task and not is_own(dataset):
         raise ValueError(
@@ -574,7 +574,7 @@ def try_(
     device: Device = "auto",
 ) -> None:
     """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
-    from cpt_lab.experiments.recipe import is_own
+    from cpt_lab.experiments.schema import is_own
 
     r = _recipe(dataset, model, scale, task)
     from cpt_lab.tasks.base import read_whole
@@ -584,8 +584,8 @@ def try_(
     )  # before longer imports: a defect is said within seconds
     from functools import partial
 
-    from cpt_lab.analysis.trying import try_recipe
-    from cpt_lab.machine import usable_cores
+    from cpt_lab.analysis.precision_search_report import try_recipe
+    from cpt_lab.resources import usable_cores
     from cpt_lab.sweeps.options import SweepOptions
     from cpt_lab.sweeps.sweep import run_grid
 
@@ -688,7 +688,7 @@ def range_test(
 
     from cpt_extras.search.range_test import RangeTestWarning
     from cpt_lab.experiments.spec import run_spec
-    from cpt_lab.machine import usable_cores
+    from cpt_lab.resources import usable_cores
     from cpt_lab.training.device import choose_device
     from cpt_lab.training.recipe_trials import recipe_range_test
 
@@ -741,9 +741,9 @@ def claims(
             )
         return
     typer.echo("judging all rows, for about half a minute", err=True)
-    from cpt_lab.analysis import claims, preregistered, runs
+    from cpt_lab.analysis import claims, preregistered, run_table
 
-    frame = runs.load(*all_stores())
+    frame = run_table.load(*all_stores())
     typer.echo(
         "\n".join(
             told(
@@ -770,7 +770,7 @@ def told(
 ) -> Iterator[str]:
     """Yield the lines of ``cpt claims``: of claims that were judged, and what became of our own questions."""
     from cpt_lab.analysis.claims import summed
-    from cpt_lab.sweeps.lines import integrity
+    from cpt_lab.sweeps.row_format import integrity
 
     yield f"{summed(entries)} (--all lists them, --evidence with effects)"
     for entry in entries if every or evidence else []:

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cpt_extras import files
-from cpt_lab.machine import (
+from cpt_lab.paths import CHECKOUT, runs_dir
+from cpt_lab.provenance import find_commit, told_of_commit
+from cpt_lab.resources import (
     DRIVERS,
     MachineWarning,
     existing_cores,
@@ -30,8 +32,6 @@ from cpt_lab.machine import (
     usable_cores,
     usable_memory,
 )
-from cpt_lab.paths import CHECKOUT, runs_dir
-from cpt_lab.provenance import find_commit, told_of_commit
 
 State = Literal["fine", "degraded", "refused"]
 LITTLE_DISK = 2 * 10**9  # bytes: checkpoints, curves and logs of a grid

@@ -15,8 +15,8 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from cpt_extras.cpu_info import cpu
-from cpt_lab.machine import MachineWarning
 from cpt_lab.paths import CHECKOUT, ROOT, results_dir
+from cpt_lab.resources import MachineWarning
 
 # Modules that may take part in a run, by the distribution that installs them.
 LIBRARIES = {

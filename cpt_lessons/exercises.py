@@ -11,13 +11,13 @@ from cpt_lab.analysis.effects import LEAST_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.paths import results_dir
-from cpt_lessons import checks_of_lessons, checks_of_paper
-from cpt_lessons.answers import Exercise, Refused, Unanswered
+from cpt_lessons import exercise_checks, paper_exercise_checks
+from cpt_lessons.answer_parsing import Exercise, Refused, Unanswered
 from cpt_lessons.predictions import PREDICTIONS
 
 EXERCISES: dict[str, Exercise] = {
-    **checks_of_lessons.EXERCISES,
-    **checks_of_paper.EXERCISES,
+    **exercise_checks.EXERCISES,
+    **paper_exercise_checks.EXERCISES,
 }
 
 OPTIONS = ("a", "b", "c")  # of every prediction

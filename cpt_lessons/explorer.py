@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from cpt_core.schedules.profiles import SUITE, Exponential, Rex
 from cpt_extras.files import write_text
-from cpt_lab.analysis.pages import render
+from cpt_lab.analysis.rendering import render
 from cpt_lab.analysis.statistics import ALPHA
 
 STEPS, BATCH, LEARN = 400, 32, 1000  # of notebook 00

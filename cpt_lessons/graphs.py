@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis.style import COLORS, TEXT, drawing
 from cpt_lab.data.graphs import GraphData, load_graph
 from cpt_lab.experiments.graph import GraphRecipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 
 def digits() -> GraphData:

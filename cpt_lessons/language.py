@@ -8,7 +8,7 @@ from torch import Tensor
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
 from cpt_lab.data.text import columns, load_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 
 def characters() -> tuple[Tensor, Tensor, int]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cpt_extras.files import write_text
-from cpt_lab.analysis.pages import plain
+from cpt_lab.analysis.rendering import plain
 from cpt_lab.commands import digest
 from cpt_lab.data.files import fingerprint_of, own_path
-from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 
 DATA = ("dataset", "pairs", "graph")  # parameters that can name data of the user's own

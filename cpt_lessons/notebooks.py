@@ -21,11 +21,11 @@ import typer
 from cpt_core.validation import offer
 from cpt_extras.files import write_text
 from cpt_extras.optional_libraries import library
-from cpt_lab.analysis import report, trying
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis import precision_search_report, report
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.commands import digest, try_
-from cpt_lab.experiments.recipe import is_own
-from cpt_lab.experiments.recipes import task_of_dataset
+from cpt_lab.experiments.registry import task_of_dataset
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import (
     cards_dir,
     notebooks_dir,
@@ -35,9 +35,9 @@ from cpt_lab.paths import (
     solutions_dir,
     sweeps_dir,
 )
+from cpt_lessons.notebook_progress import AT_ONCE, Place, Progress
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
-from cpt_lessons.places import AT_ONCE, Place, Progress
 from cpt_lessons.submissions import read_submissions
 
 # Measured on two cores, two side by side: (smoke, demo) seconds, for the estimates that are shown.
@@ -243,7 +243,11 @@ def reproduce(
         }
         jobs.append(NotebookRun(path, values, given, folder))
     own = wanted.get("dataset", "")
-    if is_own(own) and scale == "demo" and not trying.answered(own, scale):
+    if (
+        is_own(own)
+        and scale == "demo"
+        and not precision_search_report.answered(own, scale)
+    ):
         typer.echo(f"first cpt try {own}, {TRY_MINUTES:.0f} minutes at most")
         try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +257,7 @@ def reproduce(
     # what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer
     rows, answers = (
         (runs_dir() / scale).glob("*.jsonl"),
-        runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}"),
+        runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER}"),
     )
     index, key = (
         folder / "index.key",
@@ -270,7 +274,7 @@ def reproduce(
     former = {o.name: o for o in earlier(folder, [path.stem for path in notebooks()])}
     shown = former | {o.name: o for o in outcomes}
     pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
-    own_data = trying.answered(own, scale) if own else []
+    own_data = precision_search_report.answered(own, scale) if own else []
     page = report.write(folder, scale, pages, [] if own_data else _kept(), own_data)
     write_text(index, key)
     return outcomes, page
@@ -278,7 +282,7 @@ def reproduce(
 
 def _kept() -> list[Section]:
     """What the kept results answer, in a figure."""
-    from cpt_lessons.choosing import static_or_cycle
+    from cpt_lessons.evidence_figures import static_or_cycle
 
     figure = static_or_cycle()
     return [Section(figure.get_suptitle(), (), figure, figure.get_suptitle())]
@@ -354,19 +358,19 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
         return job.outcome("up to date")
     import nbformat
 
-    from cpt_lessons import export, kernels
+    from cpt_lessons import export, jupyter_kernel
 
     started = place.started = time.monotonic()
     copy, error = job.file("running.ipynb"), ""
     try:
         try:
-            kernels.execute(job.notebook, copy, dict(job.values), place)
+            jupyter_kernel.execute(job.notebook, copy, dict(job.values), place)
         except (
             Exception
         ) as failure:  # whatever it is, the report of the others is worth having
             if place.stopped:  # that is no failure
                 raise
-            error = kernels.reason(failure, place)
+            error = jupyter_kernel.reason(failure, place)
         seconds = round(time.monotonic() - started, 1)
         book = nbformat.read(copy if copy.exists() else job.notebook, as_version=4)
     finally:

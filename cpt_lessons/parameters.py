@@ -23,7 +23,7 @@ import pandas as pd
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.analysis.runs import table, tuned
+from cpt_lab.analysis.run_table import table, tuned
 from cpt_lab.data.files import check_data, task_of_data
 from cpt_lab.experiments import parameters as experiment_parameters
 from cpt_lab.experiments.parameters import (
@@ -37,8 +37,8 @@ from cpt_lab.experiments.parameters import (
     read_list,
     whole_parameter,
 )
-from cpt_lab.experiments.recipe import is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS, recipe, task_of_dataset
+from cpt_lab.experiments.registry import EXPERIMENTS, recipe, task_of_dataset
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.stores import store_path
 
@@ -94,7 +94,7 @@ class Parameters(SimpleNamespace):
     store: Path
 
     def run(self, specs: Sequence[RunSpec], watch: bool = False) -> pd.DataFrame:
-        """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
+        """Run the missing specs of this scale's store; return a row per run (see ``run_table.table``).
 
         Smoke runs go one by one in this process, others in processes of their own, ``workers`` at a time. A bar shows
         how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
@@ -123,7 +123,7 @@ class Parameters(SimpleNamespace):
         for spec in specs:
             by_task.setdefault(spec.recipe.task, []).append(spec)
         if watch and self.scale in ("smoke", "demo") and device != "cuda":
-            from cpt_lessons.watching import watch as watched
+            from cpt_lessons.live_figures import watch as watched
 
             watched(
                 [spec for spec in specs if spec.seed == specs[0].seed],

@@ -21,10 +21,10 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipe import SCALES
-from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
+from cpt_lab.experiments.registry import EXPERIMENTS, recipe
+from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.sweeps.outlook import total_bitops
+from cpt_lab.sweeps.forecast import total_bitops
 
 WITH_CUDA = [
     pytest.mark.gpu,

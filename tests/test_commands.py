@@ -14,17 +14,17 @@ import torch
 from helpers import refused, said_by, specs_of
 
 from cpt_extras.optional_libraries import install_hint
-from cpt_lab.analysis import data_reports, pages, trying
+from cpt_lab.analysis import data_reports, precision_search_report, rendering
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
-from cpt_lab.analysis.runs import TYPES, load, table
+from cpt_lab.analysis.run_table import TYPES, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import paper_dir, results_dir
-from cpt_lab.sweeps import calibration, outlook, stores, sweep
-from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
+from cpt_lab.sweeps import forecast, step_timing, stores, sweep
 from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.step_timing import Calibration, kept, measure, runs_per_gpu
 from cpt_lab.tasks.image import ImageTask
 from cpt_lessons.parameters import parse
 
@@ -271,7 +271,7 @@ def test_wrong_input_ends_with_one_clear_line_before_any_work(
 
 def test_a_command_names_the_extra_of_what_its_modules_import(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.delitem(sys.modules, "cpt_lab.sweeps.outlook")
+    monkeypatch.delitem(sys.modules, "cpt_lab.sweeps.forecast")
     said = f"error: pandas cannot be imported; {install_hint('lab')}"
     status, _, err = command("plan")
     assert (status, err.splitlines()[-1]) == (2, said)
@@ -530,19 +530,19 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
         macs=1024 * 1000,
         measured=time.time() - 3 * 86400,
     )
-    monkeypatch.setattr(outlook, "kept", lambda spec, device: known)
-    (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
+    monkeypatch.setattr(forecast, "kept", lambda spec, device: known)
+    (line,) = forecast.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
     squares = sum(int(q * q + 16 * q) for spec in specs for q in spec.schedule.bits())
     assert line.bitops == 1000 * squares
     assert line.hours == pytest.approx(12 * 190 * 0.5 / 3600)
     keep(specs[0], seconds=7.0, device="cpu")
-    frame = outlook.plan("digits/mlp6", "smoke")
+    frame = forecast.plan("digits/mlp6", "smoke")
     assert frame.hours[0] == pytest.approx(
         11 * 7.0 / 3600
     )  # what runs really took counts more than measured steps
     said = "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago"
-    assert said in outlook.text(frame)
+    assert said in forecast.text(frame)
 
 
 def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, place):
@@ -551,7 +551,7 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
         raise RuntimeError("no luck")
 
     asked = []
-    monkeypatch.setattr(outlook, "measure", measured)
+    monkeypatch.setattr(forecast, "measure", measured)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert (status, asked) == (0, [])
     assert (
@@ -559,18 +559,18 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
         in out
     )
     assert "hours (" not in out
-    (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
+    (line,) = forecast.plan("digits/mlp6", "smoke").itertuples()
     assert [
         math.isnan(value) for value in (line.bitops, line.hours, line.disk, line.age)
     ] == [True] * 4
     keep(grids.grid_specs("digits/mlp6", "smoke")[0], seconds=7.0, device="cpu")
-    frame = outlook.plan("digits/mlp6", "smoke")  # but stored runs tell hours
+    frame = forecast.plan("digits/mlp6", "smoke")  # but stored runs tell hours
     assert frame.hours.tolist() == [pytest.approx(11 * 7.0 / 3600)]
     assert (
         "missing runs of 1 grids one after the other here: 0.0 hours ("
-        in outlook.text(frame)
+        in forecast.text(frame)
     )
-    assert "MB" not in outlook.text(frame)
+    assert "MB" not in forecast.text(frame)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
     assert (status, asked) == (0, ["mlp6"])
     assert "no luck" in out
@@ -596,9 +596,9 @@ def test_every_figure_and_table_has_its_grids():
                 assert len(specs) == {"paper": 6, "demo": 6, "smoke": 2}[scale]
             else:
                 assert len(specs) >= 3  # a window, and both controls
-    frame = outlook.plan(measured=False)
+    frame = forecast.plan(measured=False)
     assert list(frame["grid"]) == [*GRIDS, *grids.QUESTIONS]
-    assert f"grids: {len(frame)};" in outlook.text(frame)
+    assert f"grids: {len(frame)};" in forecast.text(frame)
 
 
 @pytest.mark.slow
@@ -662,8 +662,8 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
             return optimizer, lambda step, evaluations: 0.0125
 
     monkeypatch.setattr("cpt_lab.tasks.base.task_of", lambda spec: Watched)
-    monkeypatch.setattr(calibration, "SECONDS", 0.1)
-    calibration._steps(spec, "cpu")
+    monkeypatch.setattr(step_timing, "SECONDS", 0.1)
+    step_timing._steps(spec, "cpu")
     assert len(seen) > 1
     assert all(norm == pytest.approx(0.001, rel=1e-3) for norm, _ in seen)
     assert all(rates == {0.0125} for _, rates in seen)
@@ -685,29 +685,29 @@ def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(
     monkeypatch,
 ):
     (spec,) = specs_of("CR")
-    former = calibration._key(spec, "cpu")
-    assert calibration._key(replace(spec, seed=1), "cpu") == former
+    former = step_timing._key(spec, "cpu")
+    assert step_timing._key(replace(spec, seed=1), "cpu") == former
     assert (
-        calibration._key(replace(spec, recipe=replace(spec.recipe, batch=32)), "cpu")
+        step_timing._key(replace(spec, recipe=replace(spec.recipe, batch=32)), "cpu")
         != former
     )
     changes = {
-        "VERSION": calibration.VERSION + 1,
+        "VERSION": step_timing.VERSION + 1,
         "cpu": lambda: {"cpu": "another", "instructions": []},
         "torch.__version__": "1.0",
         "SweepOptions": lambda: SweepOptions(threads=2),
     }
     for name, value in changes.items():
         with monkeypatch.context() as changed:
-            changed.setattr(f"cpt_lab.sweeps.calibration.{name}", value)
-            assert calibration._key(spec, "cpu") != former, name
+            changed.setattr(f"cpt_lab.sweeps.step_timing.{name}", value)
+            assert step_timing._key(spec, "cpu") != former, name
 
 
 def test_random_data_on_which_training_diverges_are_no_measurement():
     (spec,) = specs_of("CR", clip=None, lr=1e30)
     refused(
         "the loss of random data is not finite",
-        calibration._steps,
+        step_timing._steps,
         spec,
         "cpu",
         error=ArithmeticError,
@@ -871,7 +871,7 @@ def test_a_try_of_boxes_says_that_it_takes_hours(command, monkeypatch):
     def stopped(*given, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cpt_lab.analysis.trying.try_recipe", stopped)
+    monkeypatch.setattr("cpt_lab.analysis.precision_search_report.try_recipe", stopped)
     status, _, said = command("try", "digit-scenes")
     assert status == 130
     assert "a training takes minutes, an answer hours (--minutes 300)" in said
@@ -901,8 +901,8 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert trainings.count("<tr>") == 1 + 11  # all but float32
     assert data.count("<tr>") > 1
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")
-    (told,) = trying.answered("digits", "smoke")
-    shown = pages.render("page.html.j2", title="", notes=[], sections=[told])
+    (told,) = precision_search_report.answered("digits", "smoke")
+    shown = rendering.render("page.html.j2", title="", notes=[], sections=[told])
     (figure,) = re.findall("<img[^>]* src='([^']*)' width='480'", shown)
     index = place / "runs/reproduce/smoke"  # from where it is seen
     index.mkdir(parents=True)
@@ -923,7 +923,7 @@ def test_tries_of_folders_with_names_that_are_alike_are_apart(place):
         own = replace(recipe("smoke"), dataset=dataset)
         refused(
             "enough",
-            trying.try_recipe,
+            precision_search_report.try_recipe,
             own,
             "smoke",
             run,
@@ -963,7 +963,7 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     monkeypatch.setattr(
         "cpt_lab.analysis.claims.judged", lambda runs: asked.append(runs) or entries
     )
-    monkeypatch.setattr("cpt_lab.analysis.runs.load", lambda *stores: stores)
+    monkeypatch.setattr("cpt_lab.analysis.run_table.load", lambda *stores: stores)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(
         "cpt_lab.analysis.preregistered.all_answers",
@@ -1052,7 +1052,7 @@ def test_try_names_its_model_and_says_every_training(command, place, monkeypatch
 )
 def test_try_writes_into_a_folder_that_is_shown(dataset, place):
     made = replace(recipe("smoke"), dataset=dataset)
-    folder = trying._folder(made, "smoke")
+    folder = precision_search_report._folder(made, "smoke")
     assert folder.name[0].isalnum()
     assert folder.parent == place / "runs/try"
     former = folder.with_name(

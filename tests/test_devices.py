@@ -9,7 +9,7 @@ from helpers import WITH_CUDA
 import cpt_core as cpt
 from bench.gpu import checks
 from cpt_lab.data.graph_batches import sample_blocks
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.options import SweepOptions

@@ -13,16 +13,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from flow import PAPER
+from notebook_dataflow import PAPER
 from scipy.stats import ttest_1samp
 
 import cpt_core
-from bench import order_of_bits, paper_scale, roles
+from bench import paper_scale, rising_vs_falling, roles
 from book import figures as readme_figure
 from book import results
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_extras.search.sensitivity_result import Sensitivity
-from cpt_lab.analysis import claims, figure_data, printed, report
+from cpt_lab.analysis import claims, figure_data, paper_numbers, report
 from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
@@ -185,14 +185,14 @@ def test_the_page_of_small_studies_says_in_which_order_bits_come():
     }
     assert (len(found), {seed for *_, seed in found}) == (
         7 * 4 * 12,
-        set(order_of_bits.SEEDS),
+        set(rising_vs_falling.SEEDS),
     )
     gains = {
         (task, pair): [
             found[task, pair[0], s] - found[task, pair[1], s]
-            for s in order_of_bits.SEEDS
+            for s in rising_vs_falling.SEEDS
         ]
-        for task in order_of_bits.RECIPES
+        for task in rising_vs_falling.RECIPES
         for pair in (
             ("rising", "even"),
             ("rising", "falling"),
@@ -201,7 +201,7 @@ def test_the_page_of_small_studies_says_in_which_order_bits_come():
         )
     }
     bold = standing({key: x for key, x in gains.items() if key[1][1] != "static"})
-    for task in order_of_bits.RECIPES:
+    for task in rising_vs_falling.RECIPES:
         cells = {
             key: f"{interval_text(*interval(x))} %"
             for key, x in gains.items()
@@ -424,7 +424,7 @@ def test_readme_figure_states_what_the_paper_says():
     words = " ".join(text.get_text() for text in paper.texts)
     (number,) = [
         n
-        for n in printed.numbers().itertuples()
+        for n in paper_numbers.numbers().itertuples()
         if n.artefact == "figure_3" and n.unit == "points"
     ]
     assert f"{number.value:g} to {number.to:g}" in words

@@ -15,7 +15,7 @@ from helpers import refused, specs_of
 
 from cpt_extras import files
 from cpt_extras.kernels.cpp import build, spare_folders
-from cpt_lab import doctor, machine, provenance
+from cpt_lab import doctor, provenance, resources
 from cpt_lab.doctor import Check, MachineError, MachineWarning
 from cpt_lab.provenance import Commit
 from cpt_lab.sweeps.sweep import run_grid
@@ -327,7 +327,7 @@ def test_checks_of_cores_and_memories_say_what_is_granted(monkeypatch):
     assert "--ipc=host" in doctor.check_shared_memory().remedy
     monkeypatch.setattr(doctor, "shared_memory", lambda: None)
     assert doctor.check_shared_memory().state == "fine"
-    assert machine.existing_cores() >= machine.usable_cores()
+    assert resources.existing_cores() >= resources.usable_cores()
 
 
 def test_check_processes_asks_whether_python_can_be_started(tmp_path, monkeypatch):

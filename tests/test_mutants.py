@@ -6,8 +6,8 @@ import pytest
 from helpers import refused, said_by
 
 from bench import mutants
-from bench.changes import changed_lines, changes
 from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
+from bench.mutation_operators import changed_lines, changes
 from cpt_lab.paths import ROOT
 
 PROJECT = {

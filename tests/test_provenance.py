@@ -10,7 +10,7 @@ from helpers import said_by
 
 from cpt_extras import cpu_info
 from cpt_lab import provenance
-from cpt_lab.machine import MachineWarning
+from cpt_lab.resources import MachineWarning
 
 TEXT = """processor	: 0
 vendor_id	: GenuineIntel

@@ -22,8 +22,8 @@ from cpt_extras.formats.quantizer import Quantizer
 from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.operators import fake_quantize
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session

@@ -20,8 +20,8 @@ from bench.gpu.stages import LeftOutError
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.quantization.convert import restore_
 from cpt_extras.kernels.backend import reference
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session

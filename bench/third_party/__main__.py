@@ -22,7 +22,11 @@ import torch
 
 from bench.third_party import databases, examination, invariances, suites
 from bench.third_party.foreign_models import FAMILIES
-from bench.third_party.known import reason_of, unexpected_answers, unexpected_rows
+from bench.third_party.known_failures import (
+    reason_of,
+    unexpected_answers,
+    unexpected_rows,
+)
 from bench.third_party.results import FILE
 from cpt_extras.files import write_text
 from cpt_lab.paths import results_dir

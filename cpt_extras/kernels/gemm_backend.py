@@ -2,7 +2,7 @@
 
 MKL takes a slow path on AMD's processors with AVX-512. The two round sums differently in the last digit, and a race
 between them would make rows that do not repeat: the library is looked up by the kind of processor, in a table that
-measurements filled, and is part of where a row comes from. ``python -m bench.products`` measures a line of the table.
+measurements filled, and is part of where a row comes from. ``python -m bench.gemm_shapes`` measures a row of it.
 
 ``CPT_PRODUCTS=torch`` (or ``onednn``) forces one; what is forced and not there is an error.
 
@@ -28,7 +28,10 @@ RATIOS: dict[tuple[str, ...], float] = {
         "AuthenticAMD",
         "AVX512",
     ): 0.50,  # nn.LSTM 800: 113 ms, 224 without oneDNN; 20 x 800 by 800 x 3200: 0.61, 1.15
-    ("AuthenticAMD", "AVX2"): 1.32,  # the geometric mean of bench.products on a Zen 3
+    (
+        "AuthenticAMD",
+        "AVX2",
+    ): 1.32,  # the geometric mean of bench.gemm_shapes on a Zen 3
 }
 WORTH_IT = 0.9  # of a ratio
 LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.captions import caption, warned
-from cpt_lab.analysis.groups import AGGREGATIONS, aggregation_groups, named
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
+from cpt_lab.analysis.run_groups import AGGREGATIONS, aggregation_groups, named
 from cpt_lab.analysis.statistics import interval, paired
 from cpt_lab.analysis.style import (
     COLORS,

@@ -10,11 +10,11 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import levels
-from cpt_lab.analysis.groups import AGGREGATIONS, title_of
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.runs import _recipe_key as recipe_key
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.analysis.run_groups import AGGREGATIONS, title_of
+from cpt_lab.analysis.run_table import _recipe_key as recipe_key
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import Recipe
 
 # training images of data sets whose recipes take all of them; held-out images are taken from these
 TRAIN_IMAGES = {

@@ -46,14 +46,14 @@ from functools import cache
 import pandas as pd
 
 from cpt_core.validation import choose
-from cpt_lab.analysis import groups, levels
+from cpt_lab.analysis import levels, run_groups
+from cpt_lab.analysis.claim_measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect, Interval
-from cpt_lab.analysis.measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import GRIDS
-from cpt_lab.experiments.recipes import DATASETS
+from cpt_lab.experiments.registry import DATASETS
 from cpt_lab.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
@@ -301,7 +301,7 @@ def judged(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
         runs: as of ``runs.table``.
         only: ids of claims; none of them for all.
     """
-    asked = runs["key"].isin(groups.preregistered())
+    asked = runs["key"].isin(run_groups.preregistered())
     read = runs.loc[
         :, ~runs.columns.str.fullmatch(UNREAD)
     ]  # all rows and columns take twice as long

@@ -11,9 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis import printed
+from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.captions import caption, warned
-from cpt_lab.analysis.groups import deficit_groups, named
 from cpt_lab.analysis.metrics import (
     counted,
     intervals,
@@ -21,7 +20,8 @@ from cpt_lab.analysis.metrics import (
     metric_of,
     spread_text,
 )
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
+from cpt_lab.analysis.run_groups import deficit_groups, named
 from cpt_lab.analysis.statistics import interval, paired
 from cpt_lab.analysis.style import (
     COLORS,
@@ -31,8 +31,8 @@ from cpt_lab.analysis.style import (
     set_finding,
     write_caption,
 )
-from cpt_lab.experiments.recipe import Metric
-from cpt_lab.experiments.recipes import DATASETS
+from cpt_lab.experiments.registry import DATASETS
+from cpt_lab.experiments.schema import Metric
 
 MIN_SEEDS = 3  # fewer compare nothing
 
@@ -161,7 +161,7 @@ def table_1(runs: pd.DataFrame) -> pd.DataFrame:
     """
     found, known = (
         deficits(runs),
-        printed.of_experiment(runs, "table_1").set_index("arm")["value"],
+        paper_numbers.of_experiment(runs, "table_1").set_index("arm")["value"],
     )
     found[["mean", "std", "difference", "low", "high"]] *= metric_named(
         metric_of(runs)
@@ -236,7 +236,7 @@ def table_1_beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
     Paper: table 1.
     """
     dataset = "imagenet" if runs["dataset"].iloc[0] == "imagenet" else "cifar10"
-    numbers = printed.numbers()
+    numbers = paper_numbers.numbers()
     numbers = numbers[
         (numbers["artefact"] == "table_1") & (numbers["dataset"] == dataset)
     ]
@@ -244,7 +244,7 @@ def table_1_beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
         minus_no_deficit(runs),
         replace(metric_named(metric_of(runs)), digits=2),
     )
-    same = len(printed.of_experiment(runs, "table_1")) > 0
+    same = len(paper_numbers.of_experiment(runs, "table_1")) > 0
     lines = []
     for p in numbers.itertuples():
         if same:

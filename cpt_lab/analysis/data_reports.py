@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.data.report import DataReport, count_of
-from cpt_lab.sweeps.lines import Row, load_rows
+from cpt_lab.sweeps.row_format import Row, load_rows
 from cpt_lab.sweeps.stores import load_data_report, place
 
 TITLE = "What was read of"

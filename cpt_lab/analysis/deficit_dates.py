@@ -20,11 +20,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis import groups, levels, statistics
+from cpt_lab.analysis import levels, run_groups, statistics
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, unit_of
 from cpt_lab.analysis.metrics import metric_named, metric_of
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
 
 DECAYS = (
@@ -72,7 +72,7 @@ def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     Preregistered runs are an experiment of their own: they are not pooled with others.
     """
     found = with_decay(runs[(runs["kind"] == "deficit") & runs["start"].notna()])
-    asked = found["key"].isin(groups.preregistered()).rename("asked")
+    asked = found["key"].isin(run_groups.preregistered()).rename("asked")
     columns = [found[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")]
     parts = [part for _, part in found.groupby([*columns, asked], sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
@@ -363,7 +363,8 @@ def _caption(group: pd.DataFrame, found: DateOutcome) -> str:
     n = min(len(loss.values) for loss in found.losses.values())
     reached = levels.reached(group[group["stop"] == 0])
     return (
-        f"{groups.title_of(group)}; {found.deficit_steps} steps at {first['q_min']} instead of {first['q_max']} bits, "
+        f"{run_groups.title_of(group)}; {found.deficit_steps} steps at {first['q_min']} "
+        f"instead of {first['q_max']} bits, "
         f"{found.recovery_steps} steps after each; n = {n}; 95 % intervals;\n"
         f"without a deficit {reached}. Secondary effects, without correction."
     )
@@ -379,7 +380,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         if not list(at_equal_recovery(costs(group))):
             continue
         found = outcome(group)
-        title = f"Costs of a deficit by date and learning-rate decay: {groups.title_of(group)}"
+        title = f"Costs of a deficit by date and learning-rate decay: {run_groups.title_of(group)}"
         note = f"{finding(found)}. Secondary effects: without correction for several tests."
         yield Section(
             title, (note,), decay_figure(group), _described(found), loss_table(found)

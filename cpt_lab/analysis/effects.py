@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import groups, levels, quality_cost, statistics
+from cpt_lab.analysis import levels, quality_cost, run_groups, statistics
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.paths import results_dir
 
@@ -143,7 +143,7 @@ def effect_at(
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
     return Effect(
-        f"{groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
+        f"{run_groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
         str(first["scale"]),
         at,
         n,

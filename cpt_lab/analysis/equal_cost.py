@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from cpt_lab.analysis.groups import equal_cost_groups, named
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
+from cpt_lab.analysis.run_groups import equal_cost_groups, named
 from cpt_lab.analysis.statistics import interval, paired
 
 WITHIN = 0.05  # how much dearer or cheaper than RR an arm may be to be compared with it

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import groups
-from cpt_lab.analysis.runs import committed
-from cpt_lab.experiments.recipe import SCALES
-from cpt_lab.experiments.recipes import DATASETS
+from cpt_lab.analysis import run_groups
+from cpt_lab.analysis.run_table import committed
+from cpt_lab.experiments.registry import DATASETS
+from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps.stores import load_rows
@@ -39,11 +39,11 @@ def experiments(
         found = found[found["model"] == model]
     figure, _, task = artefact.partition("/")
     if figure in ("figure_8", "table_1"):
-        parts = groups.deficit_groups(
+        parts = run_groups.deficit_groups(
             found[found["task"] == "image"] if figure == "table_1" else found
         )
     elif figure == "figure_5":
-        parts = groups.aggregation_groups(found)
+        parts = run_groups.aggregation_groups(found)
     else:
         tasks = (
             [task]
@@ -87,7 +87,7 @@ def all_committed() -> pd.DataFrame:
 
 def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Split runs of quality against cost by recipe, preset and scale: q_max and aggregation stay together."""
-    parts = groups.quality_cost_groups(runs)
+    parts = run_groups.quality_cost_groups(runs)
     if not parts:
         return []
     columns = ["recipe_but_aggregation", "preset", "scale"]

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cpt_lab.analysis.metrics import metric_named, metric_of
-from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.schema import Recipe
 
 FULL_COST = 1 - 1e-9  # relative cost from which on a run counts as one at full bits
 # runs that share them share a level; at full bits the number of cycles changes nothing

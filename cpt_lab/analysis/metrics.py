@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_lab.experiments.recipe import ACCURACY, LOSS, Metric
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import ACCURACY, LOSS, Metric
 
 METRICS: dict[str, Metric] = {
     m.name: m for e in EXPERIMENTS.values() for m in e.metrics

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_of
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
+from cpt_lab.analysis.run_groups import at_q_max, named, quality_cost_groups, title_of
 from cpt_lab.analysis.statistics import ALPHA, spearman
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar
 

@@ -16,11 +16,11 @@ from scipy import stats
 
 from cpt_core.validation import choose
 from cpt_lab.analysis.estimates import Estimate, holm, standing
-from cpt_lab.analysis.runs import committed, table
+from cpt_lab.analysis.run_table import committed, table
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing, interval_bar
 from cpt_lab.experiments.grids import grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.sweeps.lines import Row
+from cpt_lab.sweeps.row_format import Row
 
 LEVEL = 0.05  # of the tests of a study together
 EVALUATED_ALIKE = "outcome if both sides are evaluated alike"  # header of the column, see ``Answer.by_rule``

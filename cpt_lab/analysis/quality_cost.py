@@ -10,11 +10,16 @@ from matplotlib.figure import Figure
 
 from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.profiles import SCHEDULES
-from cpt_lab.analysis import printed
+from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.captions import caption, warned
-from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.rendering import Section
+from cpt_lab.analysis.run_groups import (
+    AGGREGATIONS,
+    at_q_max,
+    named,
+    quality_cost_groups,
+)
 from cpt_lab.analysis.statistics import ALPHA, interval, paired, spearman
 from cpt_lab.analysis.style import (
     COLORS,
@@ -29,8 +34,8 @@ from cpt_lab.analysis.style import (
     set_finding,
     write_caption,
 )
-from cpt_lab.experiments.recipe import Metric
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import Metric
 
 GROUPS = ("large", "medium", "small")  # of savings
 MIN_SEEDS = 3  # fewer compare nothing
@@ -178,7 +183,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
     """What the paper prints of every arm (``data/paper/numbers.csv``), and where; or that it has no number of it."""
     first = runs.iloc[0]
-    lines = printed.of_experiment(
+    lines = paper_numbers.of_experiment(
         runs, EXPERIMENTS[first["task"]].artefact
     ).drop_duplicates(["arm", "q_max"])
     known = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
@@ -554,7 +559,7 @@ def _draw_bitops(ax: Axes, panel: _Panel) -> None:
 
 def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
     """Draw what the paper prints, in grey: differences to static precision, values, and costs at paper scale."""
-    lines = printed.of_figure(panel.runs)
+    lines = paper_numbers.of_figure(panel.runs)
     differences = lines[
         (lines["minus"] == "static")
         & (lines["metric"] == metric.name)

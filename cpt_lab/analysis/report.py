@@ -17,21 +17,21 @@ from cpt_lab.analysis import (
     critical_periods,
     data_reports,
     equal_cost,
-    execution,
-    groups,
-    paper,
+    int8_comparison,
+    paper_comparison,
     predictors,
     quality_cost,
     reproduction,
+    run_groups,
 )
 from cpt_lab.analysis.claims import section as of_claims
 from cpt_lab.analysis.metrics import counted, metric_of
-from cpt_lab.analysis.pages import Section, render
-from cpt_lab.analysis.runs import load, table, tuned
+from cpt_lab.analysis.rendering import Section, render
+from cpt_lab.analysis.run_table import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import ROOT, all_stores, runs_dir
-from cpt_lab.sweeps.lines import integrity
+from cpt_lab.sweeps.row_format import integrity
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 ANSWER = (  # of H2, a test holds it to the rows
@@ -55,7 +55,7 @@ TASKS = {  # of the sections of the paper on quality against cost
     "language": ("language_model",),
     "entailment": ("entailment",),
 }
-QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
+QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, int8_comparison)
 
 
 def write(
@@ -170,10 +170,10 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
         return
     if topic == "schedules":
         yield from equal_cost.sections(runs)
-        yield from execution.sections(runs)
+        yield from int8_comparison.sections(runs)
         return
     part = runs[runs["task"].isin(TASKS[topic])]
-    for name, group in groups.named(groups.quality_cost_groups(part)):
+    for name, group in run_groups.named(run_groups.quality_cost_groups(part)):
         drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
         seeds = int(group.groupby("arm")["seed"].nunique().max())
         notes = (
@@ -214,7 +214,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     stored = found[found["scale"] != "smoke"]
     runs = tuned(stored)
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
-    printed, title = paper.summary(runs), "Numbers printed in the paper"
+    printed, title = paper_comparison.summary(runs), "Numbers printed in the paper"
     missing = printed.eq("not run").any(axis=1)
     parts = (
         (title, printed[~missing], "left"),

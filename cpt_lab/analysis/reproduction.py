@@ -18,13 +18,13 @@ import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.validation import choose
-from cpt_lab.analysis import claims, paper, printed
+from cpt_lab.analysis import claims, paper_comparison, paper_numbers
 from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.experiments.recipe import SCALES, Recipe
-from cpt_lab.experiments.recipes import DATASETS, deficits, recipe
+from cpt_lab.experiments.registry import DATASETS, deficits, recipe
+from cpt_lab.experiments.schema import SCALES, Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.experiments.stand_ins import STAND_IN_TITLES
 
@@ -461,13 +461,13 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         runs: None takes all committed rows.
     """
     found = all_committed() if runs is None else runs
-    numbers = paper.summary(found)
+    numbers = paper_comparison.summary(found)
     if not topic:
         return numbers
     section = SECTIONS[choose("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
     mine = [
         p.artefact in section.artefacts and p.dataset in datasets
-        for p in printed.numbers().itertuples()
+        for p in paper_numbers.numbers().itertuples()
     ]
     return numbers[mine]

@@ -10,7 +10,7 @@ from urllib.error import URLError
 
 from cpt_core.validation import offer
 from cpt_extras.optional_libraries import library
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
 
 # what can be downloaded, among it pretrained models -> its task
 DOWNLOADS: dict[str, str] = {

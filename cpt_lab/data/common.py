@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cpt_lab.data.files import DataNotFoundError, fingerprint
-from cpt_lab.experiments.recipe import Recipe, is_own
-from cpt_lab.machine import shared_memory, usable_cores
+from cpt_lab.experiments.schema import Recipe, is_own
 from cpt_lab.paths import data_dir, work_dir
+from cpt_lab.resources import shared_memory, usable_cores
 
 SPLITS = ("train", "valid", "test")
 MOST_CLASSES = 10_000  # where there are not as many samples

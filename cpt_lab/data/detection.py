@@ -53,7 +53,7 @@ from cpt_lab.data.voc_layout import (
     voc_folder,
 )
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
-from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)

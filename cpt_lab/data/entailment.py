@@ -34,7 +34,7 @@ from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
-from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)

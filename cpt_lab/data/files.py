@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from cpt_lab.experiments.recipe import Recipe, is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS, task_of_dataset
+from cpt_lab.experiments.registry import EXPERIMENTS, task_of_dataset
+from cpt_lab.experiments.schema import Recipe, is_own
 from cpt_lab.paths import command, data_dir, work_dir
 
 

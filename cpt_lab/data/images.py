@@ -37,7 +37,7 @@ from cpt_lab.data.split_facts import (
     report_values,
 )
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
-from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)

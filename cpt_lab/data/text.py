@@ -32,7 +32,7 @@ from cpt_lab.experiments.language_model import (
     LanguageModelRecipe,
     known_words,
 )
-from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_core.validation import check_bits, declared, whole
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.image import ImageRecipe
-from cpt_lab.experiments.recipe import EXECUTIONS, Deficits, Recipe
-from cpt_lab.experiments.recipes import deficits, recipe
+from cpt_lab.experiments.registry import deficits, recipe
+from cpt_lab.experiments.schema import EXECUTIONS, Deficits, Recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 
 # Fields of recipes that are parameters of experiments: None leaves them as they are.

@@ -14,7 +14,7 @@ Differs: the authors' script prints the last and the best evaluation, at the bit
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
+from cpt_lab.experiments.schema import Changes, Dataset, Experiment, Metric, Recipe
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a
 from dataclasses import dataclass, replace
 
 from cpt_core.validation import choose
-from cpt_lab.experiments.recipe import ACCURACY, Changes, Dataset, Experiment, Recipe
+from cpt_lab.experiments.schema import ACCURACY, Changes, Dataset, Experiment, Recipe
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpt_core.validation import choose, whole
-from cpt_lab.experiments.recipe import (
+from cpt_lab.experiments.schema import (
     ACCURACY,
     LATER,
     Changes,

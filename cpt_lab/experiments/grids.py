@@ -15,8 +15,8 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.validation import offer
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.parameters import checked
-from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, task_of_dataset
+from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, task_of_dataset
+from cpt_lab.experiments.schema import SCALES, Dataset, Recipe
 from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.experiments.stand_ins import STAND_INS
 

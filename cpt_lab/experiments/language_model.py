@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpt_core.validation import choose
-from cpt_lab.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
+from cpt_lab.experiments.schema import Changes, Dataset, Experiment, Metric, Recipe
 
 
 @dataclass(frozen=True)

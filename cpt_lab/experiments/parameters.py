@@ -17,8 +17,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from cpt_core.schedules.profiles import SCHEDULES
-from cpt_lab.experiments.recipe import DECAYS, PRESETS, SCALES, is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import DECAYS, PRESETS, SCALES, is_own
 
 MAX_SEED = 2**31 - 1
 MAX_STEPS = 10_000_000

@@ -1,6 +1,6 @@
 """A training run as a value: everything that decides its result, with a key to store the result under.
 
->>> from cpt_lab.experiments.recipes import recipe
+>>> from cpt_lab.experiments.registry import recipe
 >>> spec = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
 >>> RunSpec.from_dict(spec.to_dict()) == spec
 True
@@ -19,8 +19,8 @@ from cpt_core.validation import check_bits, choose, whole
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_extras.search.layered import LayeredSchedule
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import Recipe
 
 SPEC_VERSION = 1
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import Recipe
 
 FACEBOOK = "facebook_ogb_layout/"  # Facebook's page-page graph in OGB's raw layout, below the data folder
 # classes, characters or words: a run that diverged counts as chance

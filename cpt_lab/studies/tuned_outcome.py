@@ -22,8 +22,8 @@ from cpt_lab.analysis.estimates import (
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, corrected, ruled, secondary, summary
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.tuned import Tuned, held_out, settings

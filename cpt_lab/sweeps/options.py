@@ -7,7 +7,7 @@ from typing import Any
 from cpt_core.validation import choose, declared, whole
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import is_comparable
-from cpt_lab.sweeps.lines import never_began
+from cpt_lab.sweeps.row_format import never_began
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from cpt_lab.experiments.recipes import EXPERIMENTS
-from cpt_lab.machine import share_with
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.resources import share_with
 from cpt_lab.signals import PASSED_ON
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.row_index import StoreIndex, index_part, remember

@@ -31,11 +31,18 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import numerics_of
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
-from cpt_lab.sweeps.lines import SCHEMA_VERSION, TORN, Row, line_of, linked_file, look
-from cpt_lab.sweeps.lines import STATUSES as STATUSES
-from cpt_lab.sweeps.lines import find_row as find_row
-from cpt_lab.sweeps.lines import load_rows as load_rows
-from cpt_lab.sweeps.lines import newest as newest
+from cpt_lab.sweeps.row_format import (
+    SCHEMA_VERSION,
+    TORN,
+    Row,
+    line_of,
+    linked_file,
+    look,
+)
+from cpt_lab.sweeps.row_format import STATUSES as STATUSES
+from cpt_lab.sweeps.row_format import find_row as find_row
+from cpt_lab.sweeps.row_format import load_rows as load_rows
+from cpt_lab.sweeps.row_format import newest as newest
 
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 TORN_SECONDS = 0.05  # after which half a row is that of a writer who is gone: others write theirs in microseconds

@@ -22,24 +22,24 @@ from cpt_core.numerics import NUMERICS
 from cpt_lab.data.files import check_data
 from cpt_lab.data.report import DataReport
 from cpt_lab.doctor import check_sweep
-from cpt_lab.experiments.recipe import is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import is_own
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.machine import usable_cores, usable_memory
 from cpt_lab.numerics import OtherNumericsWarning, count_numerics, describe_counts
 from cpt_lab.provenance import commit
+from cpt_lab.resources import usable_cores, usable_memory
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
-from cpt_lab.sweeps.lines import linked_file
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import check_start, supervise
 from cpt_lab.sweeps.progress import Live, Signals, note
+from cpt_lab.sweeps.row_format import linked_file
+from cpt_lab.sweeps.step_timing import kept, measure, runs_per_gpu
 from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
+from cpt_lab.training.batched_runs import pays
 from cpt_lab.training.device import choose_device, lay_out
-from cpt_lab.training.together import pays
 
 MOST = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
 Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]

@@ -24,13 +24,13 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.validation import whole
 from cpt_extras.kernels import gemm_backend
 from cpt_lab.data.files import DataNotFoundError, check_data
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import is_comparable, name_numerics, numerics_of
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit, version
-from cpt_lab.sweeps.lines import Row, load_rows
 from cpt_lab.sweeps.process import unless_set
+from cpt_lab.sweeps.row_format import Row, load_rows
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.tasks.base import task_of
 

@@ -23,6 +23,7 @@ from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
+from cpt_lab.training.batched_runs import Steps, alone, together
 from cpt_lab.training.device import (
     choose_device,
     cuda_provenance,
@@ -30,7 +31,6 @@ from cpt_lab.training.device import (
     fix_order_of_sums,
     peak_memory,
 )
-from cpt_lab.training.together import Steps, alone, together
 from cpt_lab.training.train import Run, Stopped, steps_of
 
 WAIT_SECONDS = (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cpt_extras.optional_libraries import library
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 
 Batch = Any

@@ -27,7 +27,7 @@ from cpt_lab.data.graph_readers import evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.machine import usable_cores
+from cpt_lab.resources import usable_cores
 from cpt_lab.tasks.base import (
     LearningRate,
     Metrics,

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils import collect_env
 
 from cpt_core.validation import choose
-from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.machine import DRIVERS
+from cpt_lab.resources import DRIVERS
 
 DEVICES = ("auto", "cpu", "cuda")
 TF32_SINCE = (8, 0)

@@ -1,6 +1,6 @@
 """Range test and sensitivity of a recipe: its data, model and learning rates instead of a training loop of one's own.
 
->>> from cpt_lab.experiments.recipes import recipe
+>>> from cpt_lab.experiments.registry import recipe
 >>> trial, first = next(of_recipe(recipe("smoke", "digits"), "cpu", 8, (0,), 0))
 >>> trial.title, first
 ('mlp6 on scikit-learn digits, 8 x 8', 0)
@@ -20,7 +20,7 @@ from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_extras.search.restartable import Judge, Trial
 from cpt_extras.search.sensitivity_analysis import measured
 from cpt_extras.search.sensitivity_result import Sensitivity
-from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session

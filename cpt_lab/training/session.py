@@ -17,11 +17,11 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.experiments.graph import GraphRecipe
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.capture import Capture, CudaRecorder, why_not
+from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, why_not
 from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import

@@ -1,6 +1,6 @@
 """One training loop for all tasks: quantised training under a precision schedule, checkpointed and resumable.
 
->>> from cpt_lab.experiments.recipes import recipe
+>>> from cpt_lab.experiments.registry import recipe
 >>> from cpt_lab.experiments.spec import run_spec
 >>> from cpt_lab.tasks.base import task_of
 >>> spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
@@ -29,9 +29,9 @@ from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
+from cpt_lab.training.batched_runs import Asked, Steps, alone
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
 from cpt_lab.training.session import Session
-from cpt_lab.training.together import Asked, Steps, alone
 
 if TYPE_CHECKING:
     from cpt_lab.tasks.base import Task

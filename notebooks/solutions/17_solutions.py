@@ -2,7 +2,7 @@
 
 import math
 
-from cpt_lab.analysis import quality_cost, runs
+from cpt_lab.analysis import quality_cost, run_table
 from cpt_lessons import exercises
 
 
@@ -21,7 +21,7 @@ def products(inputs, units):
 
 # 3. The difference is taken seed by seed, so that what a seed brings to both of them cancels. Three seeds leave the
 #    interval wide.
-eight = runs.committed("language_pydoc").query("q_max == 8")
+eight = run_table.committed("language_pydoc").query("q_max == 8")
 worse = quality_cost.paired_difference(eight, "static 4", "static 8", metric="loss")
 
 exercises.check("17.1", perplexity)

@@ -3,7 +3,7 @@
 import pytest
 
 from cpt_lab.analysis import captions
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
 from tests.helpers import row_of
 

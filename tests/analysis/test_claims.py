@@ -9,6 +9,7 @@ from scipy import stats
 
 from cpt_lab.analysis import claims as rules
 from cpt_lab.analysis import statistics
+from cpt_lab.analysis.claim_measures import MEASURES
 from cpt_lab.analysis.claims import (
     CONFIRMED,
     CONTRADICTED,
@@ -22,8 +23,7 @@ from cpt_lab.analysis.claims import (
 )
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.estimates import holm
-from cpt_lab.analysis.measures import MEASURES
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import stores

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_lab.analysis import claims, deficit_dates, runs
+from cpt_lab.analysis import claims, deficit_dates, run_table
 from cpt_lab.analysis.deficit_dates import decay_name
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
@@ -22,7 +22,7 @@ DECAYS = ("step", "cosine", "constant")
 
 @pytest.fixture(scope="module")
 def committed():
-    return runs.committed("h3")
+    return run_table.committed("h3")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def made(slopes):
         if spec.schedule.windows:
             loss = 1 + slopes[spec.recipe.lr_rule] * spec.schedule.windows[0][0] / 48
         rows.append(row_of(spec, 0.9 - loss / 100 + 1e-4 * rng.normal()))
-    return runs.table(rows)
+    return run_table.table(rows)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_outcome_refuses_runs_of_fixed_length():
     refused(
         "expected one experiment with deficits at 3 dates or more, got 0",
         deficit_dates.outcome,
-        runs.table(rows),
+        run_table.table(rows),
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from cpt_lab.analysis import claims, levels
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.studies.h7.arms import CASES
 from tests.analysis.test_claims import rows_of
 

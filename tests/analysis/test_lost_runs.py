@@ -7,16 +7,16 @@ from cpt_lab.analysis import (
     aggregation,
     critical_periods,
     equal_cost,
-    groups,
-    paper,
+    paper_comparison,
     predictors,
     quality_cost,
+    run_groups,
 )
 from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, OPEN
 from cpt_lab.analysis.metrics import METRICS
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, recipe
 from tests.analysis.test_claims import by_arm, entry, rows_of
 from tests.helpers import row_of
 
@@ -246,7 +246,7 @@ def test_aggregations_that_diverge_are_compared_and_drawn():
         }
         for s in specs
     ]
-    (group,) = groups.aggregation_groups(table(rows))
+    (group,) = run_groups.aggregation_groups(table(rows))
     assert aggregation.aggregation_difference(
         group
     ).difference.tolist() == pytest.approx([-0.7] * 3)
@@ -280,7 +280,7 @@ def test_every_table_counts_them():
         "paper", "ptb", q_max=[8], schedules=["CR"], static_bits=[], seeds=[0, 1]
     )
     rows = [row_of(s, 90.0, "perplexity") | {"bitops": {"paper": 7e13}} for s in costs]
-    said = paper.summary(table(lost(rows, lambda arm, seed: seed == 1)))[
+    said = paper_comparison.summary(table(lost(rows, lambda arm, seed: seed == 1)))[
         "ours (+- std, or [95 %])"
     ]
     assert "7.00 +- 0.00 (n = 2), 1 diverged" in set(said)

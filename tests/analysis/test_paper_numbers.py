@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from cpt_lab.analysis import paper
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis import paper_comparison
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
 from cpt_lab.paths import paper_dir
 from tests.helpers import row_of
@@ -46,7 +46,7 @@ def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
         }
         for s in specs
     ]
-    found = paper.summary(table(rows)).set_index(["what", "arm"])[
+    found = paper_comparison.summary(table(rows)).set_index(["what", "arm"])[
         "ours (+- std, or [95 %])"
     ]
     assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (n = 2)"
@@ -71,7 +71,7 @@ def test_what_the_paper_compares_is_compared_in_our_rows():
         row_of(s, 0.1)
         for s in designs.quality_cost("demo", "ogbn-arxiv", schedules=["RR", "RTH"])
     ]
-    found = paper.summary(table([*rows, *small])).set_index(["what", "arm"])[
+    found = paper_comparison.summary(table([*rows, *small])).set_index(["what", "arm"])[
         "ours (+- std, or [95 %])"
     ]
     assert found["figure 4: voc2012, retinanet", "ETV minus static"].startswith(
@@ -102,7 +102,7 @@ def test_the_best_epoch_stands_beside_the_last_and_is_called_what_it_is():
     row = row_of(spec, 0.67)
     row["metrics"].append({**row["metrics"][0], "when": "best_test", "value": 0.68})
     found = (
-        paper.summary(table([row]))
+        paper_comparison.summary(table([row]))
         .set_index(["what", "arm"])
         .loc[("table 1: imagenet, resnet18", "no deficit")]
     )

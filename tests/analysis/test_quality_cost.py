@@ -9,13 +9,13 @@ from cpt_lab.analysis import (
     captions,
     figures,
     metrics,
+    paper_numbers,
     predictors,
-    printed,
     quality_cost,
     statistics,
     style,
 )
-from cpt_lab.analysis.runs import OtherDataWarning, committed, load, table, tuned
+from cpt_lab.analysis.run_table import OtherDataWarning, committed, load, table, tuned
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import paper_dir
@@ -188,7 +188,7 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
         pd.DataFrame([against, made_up_line]),
     ]
     pd.concat(lines).to_csv(tmp_path / "numbers.csv", index=False)
-    monkeypatch.setattr("cpt_lab.analysis.printed.paper_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.analysis.paper_numbers.paper_dir", lambda: tmp_path)
     rows = rows_of(lambda arm, seed, cost: 0.6)
     small = quality_cost.summary(table(rows))
     assert set(small["paper"]) == {
@@ -497,7 +497,7 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
 def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("cpt_lab.analysis.runs.results_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.analysis.run_table.results_dir", lambda: tmp_path)
     spec, other = designs.quality_cost(
         "demo", "digits", "mlp6", schedules=["CR", "RR"], static_bits=[], seeds=[0]
     )
@@ -740,8 +740,8 @@ def test_printed_numbers_are_of_the_same_task():
         row_of(s, 0.7)
         for s in designs.quality_cost("paper", "ogbn-arxiv", seeds=[0], q_max=[8])
     )
-    assert set(printed.of_figure(graph)["dataset"]) == {"ogbn-arxiv"}
-    assert not printed.of_figure(graph)["own_data"].any()
+    assert set(paper_numbers.of_figure(graph)["dataset"]) == {"ogbn-arxiv"}
+    assert not paper_numbers.of_figure(graph)["own_data"].any()
     assert bars_of(quality_cost.figure_3(graph)).keys() == {
         "paper: large savings minus static 8"
     }
@@ -749,7 +749,7 @@ def test_printed_numbers_are_of_the_same_task():
         row_of(s, 0.7)
         for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])
     )
-    lines = printed.of_figure(small)
+    lines = paper_numbers.of_figure(small)
     assert set(lines["model"]) == {"gcn"}
     assert lines["own_data"].all()
 

@@ -14,15 +14,15 @@ from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_lab.analysis import (
     claims,
     figures,
-    groups,
     predictors,
     report,
     reproduction,
-    runs,
+    run_groups,
+    run_table,
     style,
 )
-from cpt_lab.analysis.measures import MEASURES
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.claim_measures import MEASURES
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
@@ -75,7 +75,7 @@ STORES = [
 
 @pytest.fixture(scope="module")
 def stored():
-    return runs.load(*STORES, every_rate=True)
+    return run_table.load(*STORES, every_rate=True)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     assert len(images) == asked + 19  # figure 2, and those of experiments
     assert len(images) == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
-    digits = runs.committed("image_digits")
+    digits = run_table.committed("image_digits")
     network = digits[
         (digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")
     ]
@@ -227,8 +227,8 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
     ]
     names = [
         name
-        for name, _ in groups.named(
-            groups.quality_cost_groups(runs.table(rows_of(specs)))
+        for name, _ in run_groups.named(
+            run_groups.quality_cost_groups(run_table.table(rows_of(specs)))
         )
     ]
     assert len(set(names)) == 2
@@ -238,8 +238,10 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
         for n in (4, 8)
         for s in designs.quality_cost("demo", static_bits=[8], seeds=[0, 1], n_cycles=n)
     ]
-    table = runs.table(rows_of(specs))
-    names = [name for name, _ in groups.named(groups.quality_cost_groups(table))]
+    table = run_table.table(rows_of(specs))
+    names = [
+        name for name, _ in run_groups.named(run_groups.quality_cost_groups(table))
+    ]
     assert [
         f"600 steps, {n} cycles, q_min 3" in name
         for n, name in zip((4, 8), names, strict=True)
@@ -411,7 +413,7 @@ def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
     correlations = [
         claim for claim in claims.claims() if claim.measure == "correlation"
     ]
-    text, shown = plain(page), runs.tuned(stored)
+    text, shown = plain(page), run_table.tuned(stored)
     ledger = "\n".join(
         line for claim in correlations for line in claims.judge(claim, shown).evidence()
     )
@@ -441,7 +443,9 @@ def test_an_own_arm_has_a_colour_and_a_name():
         designs.quality_cost("demo", static_bits=[2, 8], seeds=[0, 1])
     )
     figure = figures.figure_3(
-        runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True
+        run_table.table(rows_of(specs)),
+        xs=("relative_cost", "noise_exposure"),
+        front=True,
     )
     assert "mine" in {t.get_text() for t in figure.axes[0].texts}
     assert "own schedule" in {t.get_text() for t in figure.legends[0].get_texts()}
@@ -473,7 +477,7 @@ def test_every_figure_is_drawn_with_an_own_arm(specs, draw):
             {"step": s, "valid": {"accuracy": 0.5}, "test": {"accuracy": 0.5}}
             for s in (1, 2)
         ]
-    table = runs.table(rows)
+    table = run_table.table(rows)
     drawn = draw(
         table[table["kind"] == "deficit"] if draw is figures.figure_8 else table
     )

@@ -5,7 +5,7 @@ import pytest
 
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import claims, figure_data, reproduction
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
 from tests.helpers import row_of

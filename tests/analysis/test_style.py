@@ -17,9 +17,9 @@ from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_lab.analysis.rounding import error_over_training
-from cpt_lab.analysis.runs import load
+from cpt_lab.analysis.run_table import load
 from cpt_lab.paths import ROOT, results_dir
-from cpt_lessons import detection, diagrams, graphs, images, pictures
+from cpt_lessons import detection, diagrams, graphs, images, teaching_figures
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +88,11 @@ FIGURES = {
     "figure 8": lambda: figure_8(kept("deficit_facebook")),
     "figure 8 without controls": lambda: figure_8(uncontrolled(kept("deficit_digits"))),
     "cost and noise": schedules.jensen_figure,
-    "number lines": pictures.number_lines,
+    "number lines": teaching_figures.number_lines,
     "slopes": diagrams.slopes,
     "random rounding": diagrams.random_rounding,
     "three products": lambda: diagrams.three_products(12, 16),
-    "accuracy by cost": lambda: pictures.by_cost(
+    "accuracy by cost": lambda: teaching_figures.by_cost(
         {"static 8": 1.0, "CR": 0.57}, {"static 8": [0.9, 0.92], "CR": [0.91]}
     ),
     "seeds": lambda: images.seed_by_seed(digits(), "CR", "RR"),

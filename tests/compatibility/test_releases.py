@@ -16,11 +16,11 @@ from bench import release_corpus
 from bench.release_items import STATE_AT, make_batch, make_trainer, train_on
 from cpt_core.numerics import NUMERICS
 from cpt_extras.kernels import backend, gemm_backend
-from cpt_lab.analysis.runs import load
+from cpt_lab.analysis.run_table import load
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import OtherNumericsWarning, numerics_of
 from cpt_lab.sweeps import verify
-from cpt_lab.sweeps.lines import load_rows
+from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.sweep import run_grid
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from layouts import (
+from dataset_layouts import (
     annotated_picture,
     archive,
     boxes,
@@ -25,7 +25,7 @@ from cpt_lab.data.graphs import load_graph
 from cpt_lab.data.images import load_images
 from cpt_lab.data.report import NOTICES, TOPICS, DataReport, list_counts, list_some
 from cpt_lab.data.text import load_text
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.tasks.base import load_data
 
 LOAD = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from dataset_layouts import annotated_picture, boxes, write
 from helpers import identical
-from layouts import annotated_picture, boxes, write
 from PIL import Image
 
 from cpt_lab import data as data_sets
@@ -23,7 +23,7 @@ from cpt_lab.data.detection_batches import (
 )
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments.detection import DetectionRecipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 
 def small(dataset, **changes):

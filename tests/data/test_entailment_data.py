@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 import pyarrow
 import pytest
-from layouts import PAIRS, pair_files, pair_rows, tsv, write
+from dataset_layouts import PAIRS, pair_files, pair_rows, tsv, write
 from pyarrow import parquet
 
 from cpt_lab import data
@@ -17,7 +17,7 @@ from cpt_lab.data import entailment, templates
 from cpt_lab.data.entailment import LABELS, load_entailment
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.templates import sentence_pairs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import refused
-from layouts import (
+from dataset_layouts import (
     annotated_picture,
     archive,
     boxes,
@@ -26,6 +25,7 @@ from layouts import (
     table,
     write,
 )
+from helpers import refused
 from PIL import Image
 
 from cpt_lab.data import common
@@ -37,7 +37,7 @@ from cpt_lab.data.graphs import load_graph
 from cpt_lab.data.image_readers import rgb
 from cpt_lab.data.images import load_images
 from cpt_lab.data.text import SPLITS, load_text
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.paths import cards_dir
 from cpt_lab.tasks.base import read_whole
 

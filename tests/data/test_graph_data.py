@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from dataset_layouts import archive, graph_arrays, ogb_folder, planetoid, table, write
 from helpers import said_by
-from layouts import archive, graph_arrays, ogb_folder, planetoid, table, write
 
 from cpt_lab import data
 from cpt_lab.data import graph_readers
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.graphs import bidirected, load_graph, random_graph
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 NODES = 60
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from dataset_layouts import archive, class_folders, image_archives, image_folder, write
 from helpers import refused
-from layouts import archive, class_folders, image_archives, image_folder, write
 from PIL import Image, ImageOps
 
 from cpt_lab import data
@@ -30,7 +30,7 @@ from cpt_lab.data.image_batches import array_batches, evaluation_batches, file_b
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import load_images
 from cpt_lab.data.pictures import inspect_picture, open_rgb
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from dataset_layouts import picture, write
+from fake_gpu import CUDA, Phantom
 from helpers import refused, smoke_spec
-from layouts import picture, write
-from phantom import CUDA, Phantom
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2

@@ -5,13 +5,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from dataset_layouts import write
 from helpers import refused
-from layouts import write
 
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.text import load_text
 from cpt_lab.data.text_lines import long_lines
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 
 WORDS = "the cat sat on a mat and saw dogs run far away home".split()
 COUNTS = {"train": 60, "valid": 20, "test": 20}

@@ -15,7 +15,7 @@ from torch import nn
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.graph import DEFICITS_OWN
 from cpt_lab.experiments.image import DEFICITS_CIFAR, ImageRecipe
-from cpt_lab.experiments.recipes import deficits, recipe, task_of_dataset
+from cpt_lab.experiments.registry import deficits, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.image import ImageTask
 

@@ -8,7 +8,7 @@ from helpers import NAN, make, price, quietly
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantization.test_integer import SOME_KIND, drawn, values64
+from quantization.test_int8 import SOME_KIND, drawn, values64
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flow import NOTEBOOKS
+from notebook_dataflow import NOTEBOOKS
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)

@@ -9,14 +9,14 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from flow import FOLDER, NOTEBOOKS, PAPER, PREDICTING, code_cells, read
+from notebook_dataflow import FOLDER, NOTEBOOKS, PAPER, PREDICTING, code_cells, read
 
 import cpt_core as cpt
 from cpt_lab.data.common import one_thread
 from cpt_lessons import exercises
-from cpt_lessons.answers import told
-from cpt_lessons.checks_of_lessons import OPERANDS, library_layer, trained
+from cpt_lessons.answer_parsing import told
 from cpt_lessons.demonstrations import held_out, tiny_problem
+from cpt_lessons.exercise_checks import OPERANDS, library_layer, trained
 from cpt_lessons.exercises import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS, with_answers
 

@@ -6,16 +6,16 @@ import re
 import nbclient
 import nbformat
 import pytest
-from flow import NOTEBOOKS, read
+from notebook_dataflow import NOTEBOOKS, read
 
 from bench import demo_check
 
 PAPER = [p for p in NOTEBOOKS if p.name[:2] in demo_check.PAPER]
 OWN_RUNS = """
 from cpt_lab.analysis import runs
-from cpt_lessons import own_runs
+from cpt_lessons import run_reports
 rows = runs.committed("{store}").query("{condition}")
-own_runs.compared(rows)
+run_reports.compared(rows)
 """
 
 

@@ -8,7 +8,7 @@ import sys
 import nbformat
 import papermill
 import pytest
-from flow import (
+from notebook_dataflow import (
     COURSE,
     FOLDER,
     NOTEBOOKS,
@@ -22,7 +22,7 @@ from flow import (
     read,
 )
 
-from cpt_lab.experiments.recipes import task_of_dataset
+from cpt_lab.experiments.registry import task_of_dataset
 from cpt_lessons.notebooks import parameters_of
 from cpt_lessons.parameters import check_parameters
 

@@ -7,13 +7,13 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import schedules
 from cpt_lessons import (
-    choosing,
     demonstrations,
     detection,
     diagrams,
+    evidence_figures,
     graphs,
     language,
-    pictures,
+    teaching_figures,
 )
 
 
@@ -58,7 +58,7 @@ def test_words_that_stand_inside_figures_where_nbval_does_not_look():
         for ax in figure.axes
     ]
     assert bits == [[5, 5], [5, 6], [5, 6]]
-    (ax,) = choosing.bisection(
+    (ax,) = evidence_figures.bisection(
         np.array([0.25, 1, 4]), [0.9, 0.5, 0.1], [1, 0.5], budget=0.6
     ).axes
     assert [text.get_text() for text in ax.texts] == ["1", "2"]
@@ -75,7 +75,7 @@ def test_the_data_of_the_plain_loops():
 
 def test_promise_and_machine_is_relative_to_8_bits():
     seconds, saved_bytes = {3: 2.0, 8: 4.0, 16: 5.0}, {3: 10, 8: 10, 16: 40}
-    (ax,) = pictures.promise_and_machine(seconds, saved_bytes, q_grad=8).axes
+    (ax,) = teaching_figures.promise_and_machine(seconds, saved_bytes, q_grad=8).axes
     drawn = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert drawn["bit operations"] == pytest.approx([57 / 192, 1, 512 / 192])
     assert drawn["seconds"] == [0.5, 1, 1.25]

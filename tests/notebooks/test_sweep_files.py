@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from bench.paper_scale import OPERATIONS
-from cpt_lab.experiments.recipes import task_of_dataset
+from cpt_lab.experiments.registry import task_of_dataset
 from cpt_lab.paths import notebooks_dir, results_dir, sweeps_dir
 from cpt_lessons import paper_runs, parameters
 from cpt_lessons.notebooks import notebooks, parameters_of

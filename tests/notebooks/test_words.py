@@ -4,7 +4,7 @@ import re
 from functools import cache
 
 import pytest
-from flow import read
+from notebook_dataflow import read
 
 WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger", "rank correlation")
 PAPER = "](https://arxiv.org/abs/2403.02243)"

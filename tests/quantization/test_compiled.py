@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import RING, WITH_CUDA, Does, OnRing, Ran, identical
-from quantization.test_integer import attention, first
+from quantization.test_int8 import attention, first
 from torch import nn
 
 from cpt_core.graphs.layers import GraphConv, SAGEConv

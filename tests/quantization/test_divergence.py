@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import INF, NAN, normal
-from quantization.test_integer import attention
+from quantization.test_int8 import attention
 from torch import nn
 
 import cpt_core as cpt

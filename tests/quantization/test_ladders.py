@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import OnRing, losses_of, refused
-from search.test_trials import problem
+from search.test_restartable import problem
 from torch import nn
 
 import cpt_core as cpt

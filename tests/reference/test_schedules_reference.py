@@ -7,7 +7,7 @@ from helpers import quietly
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
-from cpt_lab.sweeps.outlook import total_bitops
+from cpt_lab.sweeps.forecast import total_bitops
 
 
 def rows_of(path):

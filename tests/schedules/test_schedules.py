@@ -29,7 +29,7 @@ from cpt_extras.search.solved_schedules import (
     Warped,
     delay_steps,
 )
-from cpt_lab.sweeps.outlook import total_bitops
+from cpt_lab.sweeps.forecast import total_bitops
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
 GROUPS = (

@@ -14,10 +14,10 @@ from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.make import make_schedule
 from cpt_extras.search.range_test import RangeTestWarning
 from cpt_extras.search.range_test_result import judge
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.training.recipe_trials import recipe_range_test
-from tests.search.test_trials import problem
-from tests.search.test_trials import range_test as run
+from tests.search.test_restartable import problem
+from tests.search.test_restartable import range_test as run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::cpt_extras.search.range_test.RangeTestWarning"

@@ -17,9 +17,9 @@ from cpt_core.quantization.scheduler import precision
 from cpt_extras.search.sensitivity_analysis import sensitivity
 from cpt_extras.search.sensitivity_estimate import gradients_recorded
 from cpt_extras.search.sensitivity_result import Sensitivity
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.training.recipe_trials import recipe_range_test, recipe_sensitivity
-from tests.search.test_trials import problem
+from tests.search.test_restartable import problem
 
 SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))
 

@@ -7,7 +7,7 @@ import pytest
 
 from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import arms
-from tests.studies.made import rates
+from tests.studies.study_rows import rates
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpt_lab.analysis import groups
+from cpt_lab.analysis import run_groups
 from cpt_lab.analysis.estimates import Estimate, holm
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import grids
 from cpt_lab.studies.h1_to_h4 import arms, outcome
-from tests.studies.made import row_at
+from tests.studies.study_rows import row_at
 
 pytestmark = pytest.mark.slow
 
@@ -335,8 +335,8 @@ def test_nothing_is_said_before_all_runs_are_there():
 def test_their_runs_are_pooled_with_no_other():
     runs = table(rows("h1/characters", lambda s: 0.0))
     assert len(runs) == 192
-    assert groups.quality_cost_groups(runs) == []
-    assert groups.deficit_groups(table(rows("h3/facebook", lambda s: 0.0))) == []
+    assert run_groups.quality_cost_groups(runs) == []
+    assert run_groups.deficit_groups(table(rows("h3/facebook", lambda s: 0.0))) == []
 
 
 def test_the_page_and_the_figure_show_what_is_answered():

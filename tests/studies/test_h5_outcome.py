@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5 import outcome
 from cpt_lab.studies.h5.arms import CASES, allocated
@@ -19,7 +19,7 @@ from cpt_lab.studies.h5.outcome import (
     summary,
     verdict,
 )
-from tests.studies.made import row_at
+from tests.studies.study_rows import row_at
 from tests.studies.test_h5_arms import made_up
 
 pytestmark = pytest.mark.slow

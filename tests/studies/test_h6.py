@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.studies.h6 import outcome
 from cpt_lab.studies.h6.arms import CASES, LATE, on_ladders
-from tests.studies.made import row_at
+from tests.studies.study_rows import row_at
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import outcome
 from cpt_lab.studies.h7.arms import CASES, STUDY
-from tests.studies.made import row_at
+from tests.studies.study_rows import row_at
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from helpers import written
 
 from bench import fresh_seeds
 from cpt_lab.analysis import preregistered as repeated
-from cpt_lab.analysis.runs import committed, table
+from cpt_lab.analysis.run_table import committed, table
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
 from tests.studies.test_h1_to_h4_outcome import deficit_loss, rows

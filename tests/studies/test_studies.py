@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from cpt_lab.analysis import preregistered
-from cpt_lab.analysis.runs import load, table
+from cpt_lab.analysis.run_table import load, table
 from cpt_lab.experiments import grids
 from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.studies.h7.arms import STUDY as H7

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cpt_extras import files
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.sweeps import row_index, stores
-from cpt_lab.sweeps.lines import NotIntactWarning, line_of
+from cpt_lab.sweeps.row_format import NotIntactWarning, line_of
 from cpt_lab.sweeps.stores import StoreError
 
 

@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from dataset_layouts import image_archives, write
 from helpers import specs_of
-from layouts import image_archives, write
 
-from cpt_lab.analysis import data_reports, report, trying
+from cpt_lab.analysis import data_reports, precision_search_report, report
 from cpt_lab.data.report import DataReport
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import stores, sweep
 from cpt_lab.sweeps.sweep import run_grid
@@ -134,7 +134,7 @@ def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeyp
     def run(specs, where):
         return run_grid(specs, where, workers=0)
 
-    _, page = trying.try_recipe(
+    _, page = precision_search_report.try_recipe(
         own_spec.recipe, "smoke", run, at_once=1, minutes=0.001, seeds=1
     )
     assert f"{data_reports.TITLE} mine/" in page.read_text()

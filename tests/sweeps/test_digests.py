@@ -13,11 +13,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cpt_lab.analysis import runs
+from cpt_lab.analysis import run_table
 from cpt_lab.commands import app
 from cpt_lab.experiments.spec import key_of
-from cpt_lab.sweeps import lines, stores
-from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, integrity
+from cpt_lab.sweeps import row_format, stores
+from cpt_lab.sweeps.row_format import Integrity, NotIntactWarning, integrity
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
@@ -32,7 +32,8 @@ def rows():
 def written(store, *rows):
     store.write_bytes(
         b"".join(
-            line if isinstance(line, bytes) else lines.line_of(line) for line in rows
+            line if isinstance(line, bytes) else row_format.line_of(line)
+            for line in rows
         )
     )
     return store
@@ -81,10 +82,10 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
 
 def forged(row, digest=None):
     """The line of a row with a digest that is right, whatever it holds, or with another."""
-    text = lines.canonical(row)
+    text = row_format.canonical(row)
     return (
         b'{"digest": "'
-        + (digest or lines.digest(text)).encode()
+        + (digest or row_format.digest(text)).encode()
         + b'", '
         + text[1:]
         + b"\n"
@@ -94,8 +95,8 @@ def forged(row, digest=None):
 def certify(store):
     """Write the digests of rows beside their store, as those have them that are older than digests in lines."""
     old = (json.loads(line) for line in store.read_bytes().splitlines())
-    lines.beside(store).write_text(
-        "".join(f"{lines.digest(lines.canonical(row))}\n" for row in old)
+    row_format.beside(store).write_text(
+        "".join(f"{row_format.digest(row_format.canonical(row))}\n" for row in old)
     )
 
 
@@ -114,7 +115,7 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
         certify(written(store, *map(plain, (first, second, third))))
     edited = json.loads(json.dumps(first))
     put(edited, path, value)
-    old = lines.digest(lines.canonical(first))
+    old = row_format.digest(row_format.canonical(first))
     line = {
         "in the line": forged(edited, old),
         "in another's line": plain({"digest": old, **edited}),
@@ -139,12 +140,12 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
         assert stores.load_rows(store) == [second, third]
     assert stores.find_row(store, SPECS[0].key) is None
     with pytest.warns(NotIntactWarning):
-        assert runs.load(store).key.tolist() == [second["key"], third["key"]]
+        assert run_table.load(store).key.tolist() == [second["key"], third["key"]]
     assert str(integrity([store])).startswith("2 of 3 rows intact; does not count: ")
     assert (
         stores.append_row(store, first) == first
     )  # the run is done again, and what was there stays there
-    assert store.read_bytes() == before + lines.line_of(first)
+    assert store.read_bytes() == before + row_format.line_of(first)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
         "seconds": 1e-07,
         "steps": 10**16,
     }
-    line = json.loads(lines.line_of(odd))
+    line = json.loads(row_format.line_of(odd))
     store = tmp_path / "rows.jsonl"
     store.write_bytes((dump(line) + end).encode())
     assert stores.load_rows(store) == [odd]
@@ -207,7 +208,7 @@ def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(
     assume(
         all(
             isinstance(row[name], kind)
-            for name, kind in lines._TYPES.items()
+            for name, kind in row_format._TYPES.items()
             if name in row
         )
     )
@@ -254,7 +255,9 @@ def test_rows_of_before_have_their_digests_beside_their_store(tmp_path):
         second,
     ]  # they count; but who reads the report is told
     assert str(integrity([store])) == "1 of 2 rows intact, 1 have no digest"
-    (tmp_path / "rows.sha256").write_text(f"{lines.digest(plain(first).strip())}\n")
+    (tmp_path / "rows.sha256").write_text(
+        f"{row_format.digest(plain(first).strip())}\n"
+    )
     assert str(integrity([store])) == "2 of 2 rows intact"
     stores.append_row(store, third)
     assert str(integrity([store, store])) == "6 of 6 rows intact"

@@ -9,11 +9,11 @@ from helpers import kept_row, quietly, specs_of
 from cpt_core.numerics import NUMERICS
 from cpt_lab import numerics
 from cpt_lab.analysis import report
-from cpt_lab.analysis.runs import load, table
+from cpt_lab.analysis.run_table import load, table
 from cpt_lab.numerics import OtherNumericsWarning, numerics_of
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores, verify
-from cpt_lab.sweeps.lines import integrity, load_rows, newest
+from cpt_lab.sweeps.row_format import integrity, load_rows, newest
 from cpt_lab.sweeps.sweep import run_grid
 
 pytestmark = pytest.mark.filterwarnings(

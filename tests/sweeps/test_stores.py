@@ -24,7 +24,13 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec, key_of
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.lines import Judge, NotIntactWarning, canonical, digest, line_of
+from cpt_lab.sweeps.row_format import (
+    Judge,
+    NotIntactWarning,
+    canonical,
+    digest,
+    line_of,
+)
 from cpt_lab.sweeps.stores import StoreError
 
 PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")

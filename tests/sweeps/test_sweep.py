@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dataset_layouts import image_archives, write
 from helpers import refused, specs_of
-from layouts import image_archives, write
 
 from bench.kill_sweep import KINDS, claims, holder, torture
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.run_table import table
 from cpt_lab.data import common
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import EXPERIMENTS
-from cpt_lab.machine import usable_cores
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.resources import usable_cores
 from cpt_lab.sweeps import progress, stores, worker
 from cpt_lab.sweeps import sweep as sweep_module
 from cpt_lab.sweeps.options import SweepOptions

@@ -19,7 +19,7 @@ from cpt_lab.data import common, detection
 from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.detection import DetectionTask, mean_average_precision

@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from dataset_layouts import write
 from helpers import refused, said_by, same, smoke_spec
-from layouts import write
 
 import cpt_core as cpt
 from cpt_lab.data.entailment import EntailmentData
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import entailment as entailment_task
 from cpt_lab.tasks.base import task_of
@@ -122,7 +122,7 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
 def test_every_process_learns_the_same_word_pieces():
     code = """
 from dataclasses import replace
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.tasks.entailment import _tokenizer, load_entailment
 r = replace(recipe("smoke", "templates"), vocabulary=120)
 print(_tokenizer(r, load_entailment(r)).to_str())

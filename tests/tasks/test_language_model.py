@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from dataset_layouts import write
 from helpers import refused
-from layouts import write
 
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_lab import data
 from cpt_lab.data import text
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.language_model import LanguageModelTask
 from cpt_lab.training.train import train

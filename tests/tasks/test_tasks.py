@@ -15,7 +15,7 @@ from training.test_train import stop_at
 from cpt_extras.optional_libraries import install_hint
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, batch_keys, generator_of
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
+from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import base as learning_rates
 from cpt_lab.tasks.base import task_of
@@ -61,7 +61,7 @@ tested = cpt.search.precision_range_test(model, train_step, optimizer, bits=(2, 
 out = {{"tested": tested, "needed": [name for name in sys.modules if name.startswith(("cpt_lab", "cpt_core.models"))]}}
 from dataclasses import replace
 from cpt_lab.data import download
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from cpt_lab.analysis import runs
+from cpt_lab.analysis import run_table
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps.stores import load_rows
 
@@ -17,7 +17,7 @@ def read_once() -> Iterator[None]:
     """Committed rows are read once: whoever asks for some of them has them all read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            runs,
+            run_table,
             "load_rows",
             lambda file: (kept if file.parent == results_dir() else load_rows)(file),
         )

@@ -17,7 +17,7 @@ from PIL import Image
 from book.notebooks import clean
 from cpt_extras.figures import data_of
 from cpt_lab.analysis import quality_cost
-from cpt_lab.analysis.runs import committed
+from cpt_lab.analysis.run_table import committed
 from cpt_lab.analysis.style import drawing, name_points
 from cpt_lab.paths import notebooks_dir
 from cpt_lessons.export import glossary_page, notebook_page

@@ -20,14 +20,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from book.notebooks import clean
 from cpt_lab.analysis import report
-from cpt_lab.machine import usable_cores
 from cpt_lab.paths import results_dir
-from cpt_lab.sweeps.lines import integrity
-from cpt_lessons import kernels, places
+from cpt_lab.resources import usable_cores
+from cpt_lab.sweeps.row_format import integrity
+from cpt_lessons import jupyter_kernel, notebook_progress
 from cpt_lessons import notebooks as reproduce
+from cpt_lessons.notebook_progress import Place, Progress
 from cpt_lessons.notebook_runs import NotebookRun
 from cpt_lessons.notebooks import collected, copy_notebooks, estimate, notebooks
-from cpt_lessons.places import Place, Progress
 
 pytestmark = pytest.mark.slow
 
@@ -75,13 +75,13 @@ def quick(monkeypatch):
         book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
         nbformat.write(book, copy)
 
-    monkeypatch.setattr(kernels, "execute", execute)
+    monkeypatch.setattr(jupyter_kernel, "execute", execute)
 
 
 def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(
     place, monkeypatch, capsys
 ):
-    monkeypatch.setattr(places, "EVERY", 0.0)
+    monkeypatch.setattr(notebook_progress, "EVERY", 0.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
     listens += "\nimport os\nprint('threads', os.environ['OMP_NUM_THREADS'])"
@@ -230,8 +230,8 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(
 
 
 def test_a_lost_kernel_ends_at_smoke_scale_alone(place, monkeypatch, capfd):
-    assert set(kernels.LIMIT) == {"smoke"}
-    monkeypatch.setattr(kernels, "LIMIT", {"smoke": 1})
+    assert set(jupyter_kernel.LIMIT) == {"smoke"}
+    monkeypatch.setattr(jupyter_kernel, "LIMIT", {"smoke": 1})
     place("07_slow.ipynb", "import time", "time.sleep(60)")
     outcomes, _ = reproduce.reproduce("smoke")
     said = capfd.readouterr()
@@ -289,7 +289,7 @@ def test_ctrl_c_ends_the_notebooks_and_starts_no_more(
 
 def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
     clock = 1000.0
-    monkeypatch.setattr(places.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(notebook_progress.time, "monotonic", lambda: clock)
     first, second = Place("01_a"), Place("02_b")
     progress = Progress(
         [first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False
@@ -375,7 +375,7 @@ def test_stop_kills_kernels_at_second_ctrl_c(monkeypatch):
     clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
     monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(
-        places.os, "kill", lambda process, number: signals.append(number)
+        notebook_progress.os, "kill", lambda process, number: signals.append(number)
     )
 
     def interrupted(futures, timeout):
@@ -511,7 +511,7 @@ def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(
     )
     message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
     with pytest.raises(papermill.PapermillExecutionError, match=re.escape(message)):
-        kernels.execute(
+        jupyter_kernel.execute(
             tmp_path / "notebooks" / "07_small.ipynb",
             tmp_path / "ran.ipynb",
             {"scael": "demo"},

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 import torch
+from dataset_layouts import image_folder, write
 from helpers import refused, said_by
-from layouts import image_folder, write
 from nbformat.v4 import new_code_cell, new_notebook
 
 from cpt_lab.experiments import designs

@@ -9,7 +9,7 @@ from torch import nn
 import cpt_core as cpt
 from bench.third_party.foreign_models import FAMILIES
 from bench.third_party.invariances import Case, answers, count, relative_difference
-from bench.third_party.known import unexpected_answers
+from bench.third_party.known_failures import unexpected_answers
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.third_party.databases import module_database, module_rows
-from bench.third_party.known import unexpected_rows
+from bench.third_party.known_failures import unexpected_rows
 
 pytestmark = pytest.mark.slow
 

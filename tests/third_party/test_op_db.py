@@ -7,7 +7,7 @@ import torch
 
 from bench.third_party.databases import FORMS, function_database, function_rows
 from bench.third_party.examination import Row, Subject, count, examine
-from bench.third_party.known import unexpected_rows
+from bench.third_party.known_failures import unexpected_rows
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision

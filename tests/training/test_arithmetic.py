@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import RECIPES, refused, smoke_spec, specs_of
 
-from cpt_lab.analysis.runs import table
-from cpt_lab.experiments.recipe import SCALES
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.analysis.run_table import table
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid

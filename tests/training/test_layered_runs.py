@@ -12,8 +12,8 @@ from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
-from cpt_lab.analysis.runs import table
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.analysis.run_table import table
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.worker import Job, SweepOptions, run_all

@@ -18,7 +18,7 @@ from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
 from cpt_extras.kernels import operators
 from cpt_lab.data.image_batches import array_batches
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.paths import ROOT
 from cpt_lab.sweeps.sweep import run_grid

@@ -11,7 +11,7 @@ from torch import nn
 
 from cpt_core.numerics import NUMERICS
 from cpt_extras.files import write_atomically
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask

@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, unbeaten
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
 from cpt_lab.studies.tuned_outcome import (
     FULL_BITS,

@@ -20,8 +20,8 @@ from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSched
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.graph import GraphRecipe
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.case import FACEBOOK
 

@@ -2,7 +2,7 @@
 
 An answer is given when all runs of its question are there. A run that diverged or failed counts as chance.
 
->>> from cpt_lab.analysis.runs import table
+>>> from cpt_lab.analysis.run_table import table
 >>> [answer.word for answer in answers(table([]))][:1]
 ['open: 0 of 288 runs']
 """
@@ -27,8 +27,8 @@ from cpt_lab.analysis.estimates import (
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, corrected, ruled, unbeaten
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec

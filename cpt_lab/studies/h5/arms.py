@@ -18,7 +18,7 @@ from cpt_core.validation import choose
 from cpt_extras.search.allocation import allocate, static_of_cost
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.sensitivity_result import OVER, Sensitivity
-from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import FACEBOOK, Case

@@ -29,8 +29,8 @@ from cpt_lab.analysis.estimates import (
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import LEVEL, Answer, depends
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, whole
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.studies.case import OUTPUTS

@@ -21,7 +21,6 @@ from cpt_lab.analysis.estimates import (
     seeds_by_arms,
     standing,
 )
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import (
     Answer,
     corrected,
@@ -30,6 +29,7 @@ from cpt_lab.analysis.preregistered import (
     summary,
     unbeaten,
 )
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.studies.case import OUTPUTS

@@ -11,8 +11,8 @@ from scipy.stats import bootstrap
 
 from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.preregistered import Answer, against, unbeaten
+from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
 from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
 from cpt_lab.studies.tuned_outcome import (

@@ -1,0 +1,122 @@
+"""What runs gain that train side by side in one process: ``python -m bench.batched_runs [RECIPE ...]``.
+
+Two questions, of the demo recipes that do so by themselves. *R=2, R=11*: CPU seconds of a run alone over those of a run
+beside others, on one thread, from its start to its metrics. *sweep*: wall seconds of the schedules and static 8 of two
+seeds with a process for every run, over those of the same sweep as it is by default, with two workers each. Medians of
+three, interleaved. Writes ``data/results/together.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cpt_core.schedules.profiles import SUITE
+from cpt_extras.files import write_text
+from cpt_lab.experiments.registry import EXPERIMENTS
+from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import machine, source, versions
+from cpt_lab.sweeps.process import ALLOCATOR
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training.batched_runs import together
+from cpt_lab.training.train import steps_of, train
+
+RECIPES = {
+    f"{r.dataset}/{r.model}": r
+    for experiment in EXPERIMENTS.values()
+    for data in experiment.datasets
+    for r in data.recipes.get("demo", ())
+}
+EMBEDDED = ("digits/mlp6", "digits/resnet8_w8", "digits-graph/gcn", "pydoc/lstm")
+BESIDE, REPEATS, WORKERS = (2, 11), 3, 2
+
+
+def specs(name: str, seed: int) -> list[RunSpec]:
+    """Return the schedules of the suite and static 8."""
+    return [
+        run_spec(RECIPES[name], arm, q_max=8, seed=seed, scale="demo")
+        for arm in (*SUITE, "static 8")
+    ]
+
+
+def seconds(clock: Callable[[], float], *timed: Callable[[], object]) -> list[float]:
+    """Return the median time of each, interleaved."""
+    taken: list[list[float]] = [[] for _ in timed]
+    for _ in range(REPEATS):
+        for work, of in zip(timed, taken, strict=True):
+            start = clock()
+            work()
+            of.append(clock() - start)
+    return [statistics.median(of) for of in taken]
+
+
+def measured(name: str) -> dict[str, float]:
+    """Return seconds of a run alone and of a sweep, and the ratios."""
+    arms = specs(name, 0)
+    train(task_of(arms[0]), arms[0])  # data, kernels
+
+    def side_by_side(count: int) -> None:
+        together([steps_of(task_of(spec), spec) for spec in arms[:count]])
+
+    alone, *beside = seconds(
+        time.process_time,
+        lambda: train(task_of(arms[2]), arms[2]),
+        *(lambda n=n: side_by_side(n) for n in BESIDE),
+    )
+    whole = [spec for seed in range(2) for spec in specs(name, seed)]
+
+    def sweep(beside: int | None) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_grid(
+                whole,
+                Path(folder) / "rows.jsonl",
+                workers=WORKERS,
+                together=beside,
+                progress=False,
+            )
+
+    apart, by_default = seconds(time.monotonic, lambda: sweep(1), lambda: sweep(None))
+    found = {
+        f"R={n}": round(alone * n / taken, 2)
+        for n, taken in zip(BESIDE, beside, strict=True)
+    }
+    times = {"alone_s": round(alone, 2), "sweep_s": round(apart, 1)}
+    return {**times, **found, "sweep": round(apart / by_default, 2)}
+
+
+def main(names: list[str]) -> None:
+    """Measure, print, write."""
+    if missing := {
+        name: value for name, value in ALLOCATOR.items() if not os.environ.get(name)
+    }:  # as runs have it
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "bench.batched_runs", *names],
+            {**os.environ, **missing},
+        )
+    torch.set_num_threads(1)
+    found = {}
+    for name in names or EMBEDDED:
+        found[name] = measured(name)
+        print(name, found[name], flush=True)
+    where = {**source(), "machine": machine(), "versions": versions()}
+    kept = {
+        "command": "python -m bench.batched_runs",
+        "recipes": found,
+        "provenance": where,
+    }
+    write_text(results_dir() / "together.json", json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,135 @@
+"""Date the rules of the claims that have changed, in ``data/paper/claims.csv``: ``python -m bench.date_claim_rules``.
+
+A rule is what is measured, by which function, how it is tested, and the code of the verdicts, with all functions and
+constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines whose rule
+has not changed keep their dates; others get a new one, so that nobody can take rows for a test of a rule that was made
+with them at hand. Commit the file together with the change; ``git log -S FINGERPRINT`` then names the commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pandas as pd
+
+from cpt_lab.analysis import claims
+from cpt_lab.analysis.claim_measures import MEASURES
+from cpt_lab.analysis.effects import Claim
+from cpt_lab.analysis.run_table import table, tuned
+from cpt_lab.analysis.spreadsheets import write_csv
+from cpt_lab.paths import paper_dir
+
+ANALYSIS = "cpt_lab.analysis"
+CODE: tuple[Callable[..., Any], ...] = (
+    claims.judge,
+    claims.combined,
+    claims.meant,
+    table,
+    tuned,
+)
+HOME = "cpt_core.analysis"  # what this folder was called when the first rules were dated: a new name is no new rule
+LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
+
+
+def fingerprint(claim: Claim) -> str:
+    """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
+    line = [getattr(claim, name) for name in LINE]
+    code = reached([*CODE, MEASURES[claim.measure]])
+    return hashlib.sha256(
+        json.dumps([line, sorted(code.items())]).encode()
+    ).hexdigest()[:8]
+
+
+def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+    """Return the words of functions, and of all that they call on in this folder, by name: functions and constants."""
+    left, found = [inspect.unwrap(function) for function in functions], dict[str, Any]()
+    while left:
+        function = left.pop()
+        home = HOME + function.__module__.removeprefix(ANALYSIS)
+        name = f"{home}.{function.__qualname__}"
+        if name in found:
+            continue
+        found[name] = words_of(function)
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+            there = _meant(node, function)
+            if inspect.isfunction(there):
+                left += [there] if there.__module__.startswith(ANALYSIS) else []
+            elif isinstance(there, (str, int, float, tuple, re.Pattern)) or _plain(
+                there
+            ):
+                value = there.pattern if isinstance(there, re.Pattern) else there
+                found[f"{home}.{ast.unparse(node)}"] = repr(value)
+    return found
+
+
+def _meant(node: ast.AST, function: Callable[..., Any]) -> Any:
+    """What a name in a function, or a name of a module there, stands for; without what is wrapped around functions."""
+    name = node.value if isinstance(node, ast.Attribute) else node
+    if not isinstance(name, ast.Name) or name.id in function.__code__.co_varnames:
+        return None
+    there = function.__globals__.get(name.id)
+    if isinstance(node, ast.Attribute):
+        there = getattr(there, node.attr, None) if inspect.ismodule(there) else None
+    return inspect.unwrap(there) if callable(there) else there
+
+
+def _plain(there: Any) -> bool:
+    """Whether it is a table of words and numbers."""
+    return isinstance(there, dict) and all(
+        isinstance(value, (str, int, float)) for value in there.values()
+    )
+
+
+def words_of(function: Callable[..., Any]) -> list[list[str]]:
+    """Return what a function is made of, the same on every Python: without comments and docstrings."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return [
+        [
+            type(node).__name__,
+            *(
+                repr(v)
+                for _, v in ast.iter_fields(node)
+                if isinstance(v, (str, int, float))
+            ),
+        ]
+        for node in ast.walk(tree)
+    ]
+
+
+def renewed(claim: Claim, now: str) -> Claim:
+    """Return a claim with the fingerprint of its rule; dated ``now`` (ISO 8601, UTC) if that is not the one it had."""
+    found = fingerprint(claim)
+    return claim if found == claim.rule else replace(claim, since=now, rule=found)
+
+
+def main() -> None:
+    """Rewrite the file, and say which lines have a new date."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    old = claims.claims()
+    new = [renewed(claim, now) for claim in old]
+    lines = pd.DataFrame(map(asdict, new))
+    lines["margin"] = [
+        f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
+        for margin, test in zip(lines["margin"], lines["test"], strict=True)
+    ]
+    write_csv(lines, paper_dir() / "claims.csv")
+    changed = [b.id for a, b in zip(old, new, strict=True) if a != b]
+    print(
+        f"{len(changed)} of {len(new)} rules dated {now}: {', '.join(changed) or 'none has changed'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

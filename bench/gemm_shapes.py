@@ -1,0 +1,108 @@
+"""Time of float32 products in oneDNN relative to MKL, which torch calls: ``python -m bench.gemm_shapes``.
+
+Forward (y = x w'), error (dx = dy w) and weight product (dw = dy' x) of the shapes of ``bench.step_ratio``, interleaved
+in one process, one thread: ratios of medians, those of minima in brackets. The last line, the geometric mean, is what
+``cpt_extras.kernels.gemm_backend.RATIOS`` holds of a kind of processor. Products below its ``LEAST`` are shown and left
+out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.step_ratio import measure, ratio
+from cpt_extras.cpu_info import cpu, processor
+from cpt_extras.kernels import gemm_backend
+
+SHAPES = {  # M rows, K of a sum, N columns
+    "LSTM 800, a step": (20, 800, 3200),
+    "LSTM 800, its input": (700, 800, 3200),
+    "LSTM 200, a step": (20, 200, 800),
+    "LSTM 200, its input": (700, 200, 800),
+    "linear 768": (2048, 768, 768),
+    "BERT, feed-forward": (2048, 768, 3072),
+    "BERT, and back": (2048, 3072, 768),
+    "small BERT": (1024, 128, 128),
+    "graph convolution": (16384, 128, 512),
+    "tiny, 64-32-10": (16, 64, 32),
+}
+PASSES = ("forward", "error", "weight")
+ROUNDS = 25
+
+
+def timed(
+    multiply: Callable[..., torch.Tensor], *operands: torch.Tensor
+) -> Callable[[], float]:
+    """Return a function that runs a product and returns its seconds."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        multiply(*operands)
+        return time.perf_counter() - start
+
+    return run
+
+
+def in_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x (M, K) times weight (N, K) transposed."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, weight, None, "none", [], ""
+    )
+    return product
+
+
+def main() -> None:
+    """Print a line per shape, and the one of the table."""
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, 1 thread, {cpu()['cpu']}")
+    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if not (gemm_backend.is_there() and torch.backends.mkl.is_available()):
+        raise SystemExit("this torch has not both: MKL, and oneDNN's product")
+    print(
+        f"{'oneDNN to MKL: median (minimum)':<32}"
+        + "".join(f"{name:>16}" for name in PASSES)
+        + "   MKL, forward"
+    )
+    counted = []
+    for name, (M, K, N) in SHAPES.items():
+        x, weight, d_y = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
+        operands = {
+            "forward": (x, weight),
+            "error": (d_y, weight.t()),
+            "weight": (d_y.t(), x.t()),
+        }
+        libraries = {"onednn": in_onednn, "mkl": torch.nn.functional.linear}
+        variants = {
+            (way, lib): timed(f, *operands[way])
+            for way in PASSES
+            for lib, f in libraries.items()
+        }
+        times = measure(variants, ROUNDS)
+        cells = [ratio(times[way, "onednn"], times[way, "mkl"]) for way in PASSES]
+        rate = 2e-9 * M * K * N / min(times["forward", "mkl"])
+        print(
+            f"{name:<32}"
+            + "".join(f"{cell:>16}" for cell in cells)
+            + f"   {rate:.0f} GFLOPS",
+            flush=True,
+        )
+        if M * K * N >= gemm_backend.LEAST:
+            counted += [
+                statistics.median(times[w, "onednn"])
+                / statistics.median(times[w, "mkl"])
+                for w in PASSES
+            ]
+    mean = math.exp(statistics.mean(map(math.log, counted)))
+    print(
+        f"{processor()}: {mean:.2f},  # now {gemm_backend.RATIOS.get(processor(), 'nothing')}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""``python -m book.reading_length``: how much there is to read in every notebook; ``make book`` prints it.
+
+A sentence is long from 36 words on. A colon joins two sentences where a small letter follows it in running text. A line
+of code is plumbing when it imports, or names what the notebook took from ``cpt_lab`` or ``cpt_lessons``. The cell that
+installs the package is not counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+LONG = 35
+OURS = ("cpt_lab", "cpt_lessons")
+FORMULAS = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$|`[^`\n]*`", re.DOTALL)
+APART = re.compile(
+    r"^#.*$|^\|.*$|</?\w+>|^ *(?:[-*]|\d+\.) ", re.MULTILINE
+)  # headings, tables, marks of lists
+
+
+class Count(NamedTuple):
+    """What one notebook has: words of its text, sentences too long, colons for "and", lines of code, their plumbing."""
+
+    words: int
+    long: int
+    colons: int
+    lines: int
+    plumbing: int
+
+    @property
+    def share(self) -> float:
+        """The part of the code that is plumbing."""
+        return self.plumbing / self.lines if self.lines else 0.0
+
+
+def count(book: dict[str, Any]) -> Count:
+    """Count a notebook, as JSON has it."""
+    cells = [
+        (c["cell_type"], "".join(c["source"]))
+        for c in book["cells"]
+        if c["id"] != "install"
+    ]
+    text = "\n\n".join(source for kind, source in cells if kind == "markdown")
+    code = "\n".join(source for kind, source in cells if kind == "code")
+    said = sentences(text)
+    colons = sum(len(re.findall(r"[\w)*]:\**\s+[a-z]", sentence)) for sentence in said)
+    lines, ours = code_lines(code)
+    return Count(
+        len(text.split()),
+        sum(len(s.split()) > LONG for s in said),
+        colons,
+        len(lines),
+        len(lines & ours),
+    )
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of running text; a formula or a piece of code in one is a word."""
+    plain = APART.sub("\n\n", FORMULAS.sub("X", text))
+    return [
+        s
+        for part in re.split(r"\n\s*\n", plain)
+        for s in re.split(r"(?<=[.!?])[*)\"]*\s+(?=[\W\d]*[A-Z])", part)
+        if s.strip()
+    ]
+
+
+def code_lines(code: str) -> tuple[set[int], set[int]]:
+    """Return the numbers of the lines that are neither empty nor a comment, and of those that are plumbing."""
+    lines = {
+        n
+        for n, line in enumerate(code.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
+    nodes, names, plumbing = list(ast.walk(ast.parse(code))), set[str](), set[int]()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            plumbing |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] in OURS
+            ):
+                names |= {alias.asname or alias.name for alias in node.names}
+    for node in nodes:  # P = check_parameters(...)
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) in names
+        ):
+            names |= {
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            }
+    return lines, plumbing | {
+        node.lineno for node in nodes if isinstance(node, ast.Name) and node.id in names
+    }
+
+
+def counts() -> dict[str, Count]:
+    """Return the count of every notebook, by its number."""
+    return {
+        p.name[:2]: count(json.loads(p.read_text(encoding="utf-8")))
+        for p in sorted(FOLDER.glob("*.ipynb"))
+    }
+
+
+def main() -> int:
+    """Print a line per notebook."""
+    found = counts()
+    print("notebook  words  long sentences  colons  code lines  plumbing")
+    for name, c in {
+        **found,
+        "all": Count(*map(sum, zip(*found.values(), strict=True))),
+    }.items():
+        print(
+            f"{name:<8}{c.words:7,}{c.long:16}{c.colons:8}{c.lines:12}{c.share:10.0%}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

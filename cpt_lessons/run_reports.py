@@ -1,0 +1,139 @@
+"""Show the runs that a notebook made itself: what ran, the paper's figure and tables of these runs."""
+
+import pandas as pd
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis import critical_periods, quality_cost, reproduction
+from cpt_lab.analysis.aggregation import figure_5
+from cpt_lab.analysis.figure_data import experiments
+from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.quality_cost import paired_difference
+from cpt_lab.analysis.rendering import NotebookTable
+from cpt_lab.analysis.run_groups import AGGREGATIONS, at_q_max
+from cpt_lessons.exercises import compare, in_band
+
+SCHEDULES_COMPARED = ("RR", "CR", "ER")  # of large, medium and small savings
+MAX_COST_DIFFERENCE = (
+    0.1  # how much dearer or cheaper static precision may be to stand beside a schedule
+)
+
+# data set, model -> a metric of its smoke runs, and what their bands are called
+BANDS = {
+    ("digits", "mlp6"): ("accuracy", "smoke accuracy of"),
+    ("digit-scenes", "retinanet_small"): ("loss", "smoke loss of the detector with"),
+}
+
+# task of the runs -> section of the paper whose claims they speak of; deficits have a section of their own
+TOPICS = {
+    "image": "images",
+    "detection": "detection",
+    "graph": "graphs",
+    "language_model": "language",
+    "entailment": "entailment",
+}
+
+
+def ran(runs: pd.DataFrame) -> None:
+    """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training."""
+    if runs.empty:
+        print("nothing to run")
+        return
+    counts = [
+        counted(len(runs), "run"),
+        counted(runs.arm.nunique(), "arm"),
+        counted(runs.seed.nunique(), "seed"),
+    ]
+    diverged = int(runs.diverged.sum())
+    ended = f"{diverged} diverged" if diverged else "none diverged"
+    print(f"{', '.join(counts)}, {ended}: {runs.seconds.sum():.0f} s of training")
+
+
+def titled(figure: Figure, finding: str) -> Figure:
+    """Return a figure with what it shows, in a sentence, for its title."""
+    figure.suptitle(finding, fontsize=10, y=1, va="bottom")
+    return figure
+
+
+def compared(*experiments_of_runs: pd.DataFrame) -> None:
+    """Print what ran and show the paper's figure and claims for these runs; hold smoke runs against bands.
+
+    Args:
+        experiments_of_runs: tables of runs of one task each, maybe of several q_max, aggregations or recipes.
+    """
+    for runs in experiments_of_runs:
+        ran(runs)
+        if (runs.scale == "smoke").any():
+            print(
+                'smoke runs are too short to compare; scale = "demo" draws the figure of your runs'
+            )
+            _check_bands(runs)
+        elif len(runs):
+            show_figures(runs)
+            show_claims(runs)
+
+
+def show_figures(runs: pd.DataFrame) -> None:
+    """Display the paper's figure of every experiment among runs, and its comparisons with static precision."""
+    deficits = runs[runs["kind"] == "deficit"]
+    for part in experiments("figure_8", deficits):
+        display(critical_periods.figure_8(part))
+        display(NotebookTable(critical_periods.summary(part)))
+    others = runs[runs["kind"] != "deficit"]
+    task = str(runs["task"].iloc[0])
+    for part in experiments(f"figure_7/{task}", others):
+        display(quality_cost.figure_3(part))
+        beside_static(at_q_max(part, None))
+    for part in experiments("figure_5", others):
+        display(figure_5(part, int(part["q_max"].iloc[0])))
+
+
+def show_claims(runs: pd.DataFrame) -> None:
+    """Display the claims of the paper on which these runs say something."""
+    task = str(runs["task"].iloc[0])
+    topic = "critical-periods" if (runs["kind"] == "deficit").all() else TOPICS[task]
+    table = reproduction.claims_table(topic, runs)
+    table = table[table["verdict"] != "not run"]
+    if len(table):
+        display(
+            NotebookTable(
+                table,
+                "The paper's claims and these runs; effects are positive in the claim's direction.",
+            )
+        )
+
+
+def _check_bands(runs: pd.DataFrame) -> None:
+    for run in runs[
+        runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")
+    ].itertuples():
+        if (run.dataset, run.model) in BANDS:
+            value, name = BANDS[run.dataset, run.model]
+            in_band(f"{name} {run.arm}", getattr(run, value))
+
+
+def beside_static(runs: pd.DataFrame) -> None:
+    """Print RR, CR and ER minus the static precision of nearest cost, with both costs.
+
+    Args:
+        runs: of one recipe and q_max. A static precision counts when its cost is within ``MAX_COST_DIFFERENCE``.
+    """
+    metric = metric_named(metric_of(runs))
+    unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
+    for kind, part in runs.groupby("aggregation"):
+        prefix = f"{AGGREGATIONS[kind]}, " if runs.aggregation.nunique() > 1 else ""
+        cost = part.groupby("arm").relative_cost.first()
+        static = cost[cost.index.str.fullmatch(r"static \d+")]
+        for arm in (name for name in SCHEDULES_COMPARED if name in cost):
+            distance = (static / cost[arm] - 1).abs()
+            words = f"{prefix}{arm} (cost {cost[arm]:.2f})"
+            if (distance <= MAX_COST_DIFFERENCE).any():
+                nearest = distance.idxmin()
+                words += f" minus {nearest} ({static[nearest]:.2f})"
+                compare(
+                    words, metric.factor * paired_difference(part, arm, nearest), unit
+                )
+            else:
+                print(
+                    f"{words}: no static precision ran within {100 * MAX_COST_DIFFERENCE:.0f} % of its cost"
+                )

@@ -1,0 +1,84 @@
+"""The figure of runs that train."""
+
+import pytest
+
+from cpt_extras.figures import DescribedFigure
+from cpt_lab.experiments import designs
+from cpt_lab.sweeps.stores import load_rows
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lessons import live_figures
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """What a notebook would be sent, in order: how, and what is drawn in words."""
+    sent = []
+
+    class Handle:
+        def display(self, data, raw, metadata):
+            sent.append(("display", data["text/plain"]))
+
+        def update(self, data, raw, metadata):
+            sent.append(("update", data["text/plain"]))
+
+    monkeypatch.setattr(live_figures, "DisplayHandle", Handle)
+    return sent
+
+
+SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static_bits=[8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 100])  # the later one after a stop
+def test_every_arm_has_a_line_and_the_title_says_where_they_are(
+    start, pictures, monkeypatch
+):
+    monkeypatch.setattr(live_figures, "SECONDS", 0.0)
+    titles, show = [], DescribedFigure.show_by
+
+    def noted(figure, by):
+        titles.append(figure.get_suptitle())
+        show(figure, by)
+
+    monkeypatch.setattr(DescribedFigure, "show_by", noted)
+    watched = live_figures.Watched(SPECS)
+    for step, losses in enumerate([(2.0, 3.0), (2.0, 1.0), (1.0, 0.5)], start):
+        for spec, loss in zip(SPECS, losses, strict=True):
+            watched(spec, step, loss)
+    assert [how for how, _ in pictures] == ["display"] + 5 * ["update"]
+    assert (
+        f"1: 2 parts, 6 points; x {start}..{start + 2}, mean {start + 1}; y 3..8"
+        in pictures[-1][1]
+    )
+    assert "2: 2 parts, 6 points" in pictures[-1][1]
+    steps, (cr, static) = SPECS[0].recipe.steps, (spec.arm for spec in SPECS)
+    said = f"Step {start + 3} of {steps}: the training loss of {static} is lowest, of {cr} highest"
+    assert titles[-1] == f"Smoke scale, not a result. {said}"
+
+
+@pytest.mark.slow
+def test_runs_that_are_watched_end_as_they_would_alone(
+    pictures, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(live_figures, "SECONDS", 1e9)
+    stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
+    live_figures.watch(SPECS, stores[0])
+    assert [how for how, _ in pictures] == [
+        "display",
+        "update",
+    ]  # the first step, and the end
+    assert f"1: 2 parts, {2 * SPECS[0].recipe.steps} points" in pictures[-1][1]
+    run_grid(SPECS, stores[1], workers=0, progress=False)
+    watched, alone = (
+        {row["key"]: row["metrics"] for row in load_rows(store)} for store in stores
+    )
+    assert watched == alone
+    capsys.readouterr()
+    live_figures.watch(SPECS, stores[0])
+    assert len(pictures) == 2  # the store holds them: nothing trains
+    assert "nothing trained" in capsys.readouterr().out
+
+
+def test_only_runs_of_this_process_can_be_watched(tmp_path):
+    with pytest.raises(ValueError, match=r"on_step .* needs workers=0; got workers=2"):
+        run_grid(SPECS, tmp_path / "x.jsonl", workers=2, on_step=print)

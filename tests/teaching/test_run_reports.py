@@ -1,0 +1,178 @@
+"""What notebooks say of their own runs, predict and judge; what they show of committed rows, nbval compares."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cpt_core as cpt
+from cpt_lab.analysis.estimates import Estimate
+from cpt_lab.analysis.metrics import main_metric
+from cpt_lab.analysis.run_groups import at_q_max
+from cpt_lab.analysis.run_table import committed
+from cpt_lessons import evidence_figures, paper_runs, run_reports
+from cpt_lessons.parameters import check_parameters
+from cpt_lessons.predictions import PREDICTIONS
+from cpt_lessons.run_reports import beside_static, compared, ran
+
+
+def test_what_ran_is_said_in_a_line(capsys):
+    runs = pd.DataFrame(
+        {
+            "arm": ["CR", "CR", "RR"],
+            "seed": [0, 1, 0],
+            "diverged": False,
+            "seconds": 0.8,
+        }
+    )
+    ran(runs)
+    ran(runs[:1].assign(diverged=True))
+    ran(runs[:0])
+    assert capsys.readouterr().out.splitlines() == [
+        "3 runs, 2 arms, 2 seeds, none diverged: 2 s of training",
+        "1 run, 1 arm, 1 seed, 1 diverged: 1 s of training",
+        "nothing to run",
+    ]
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What a notebook would display: figures and tables."""
+    found = []
+    monkeypatch.setattr(run_reports, "display", found.append)
+    return found
+
+
+@pytest.mark.slow
+def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys, shown):
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    compared(
+        rows[
+            rows.arm.isin(["RR", "CR", "static 3", "static 4", "static 5", "static 8"])
+        ]
+    )
+    ran_, rr, cr = capsys.readouterr().out.splitlines()
+    assert ran_.startswith("60 runs, 6 arms, 10 seeds, none diverged")
+    assert (
+        rr
+        == "RR (cost 0.40) minus static 4 (0.42): +0.00 [-1.74, +1.74] points, n = 10: cannot be told from 0"
+    )
+    assert cr == "CR (cost 0.63): no static precision ran within 10 % of its cost"
+    figure, table = shown
+    assert "static 8 reaches" in " ".join(text.get_text() for text in figure.texts)
+    assert "the paper says" in table.html()
+    compared(rows[rows.arm == "RR"])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "RR (cost 0.40): no static precision ran within 10 % of its cost"
+    ]
+
+
+def test_at_demo_scale_every_schedule_has_a_rival(capsys):
+    def of(task, dataset, schedules=tuple(cpt.SUITE), **more):
+        given = {
+            "dataset": dataset,
+            "schedules": list(schedules),
+            "q_max": [8],
+            "seeds": [0],
+            **more,
+        }
+        return check_parameters(task, scale="demo", **given)
+
+    experiments = [
+        paper_runs.figure_3(of("image", "digits")),
+        paper_runs.figure_4(of("detection", "digit-scenes", ["RR"])),
+        paper_runs.figure_6(of("graph", "digits-graph")),
+        paper_runs.figure_7(of("language_model", "pydoc")),
+        paper_runs.figure_7(of("language_model", "", ["CR", "RR"], pairs="templates")),
+    ]
+    capsys.readouterr()
+    for specs in experiments:
+        runs = pd.DataFrame(
+            {"arm": s.arm, "q_max": s.q_max, "relative_cost": s.relative_cost}
+            for s in specs
+        )
+        recipe = specs[0].recipe
+        runs["aggregation"] = [getattr(s.recipe, "aggregation", "") for s in specs]
+        beside_static(
+            at_q_max(
+                runs.assign(
+                    task=recipe.task,
+                    seed=0,
+                    diverged=False,
+                    **{main_metric(recipe.task).name: 0.5},
+                ),
+                None,
+            )
+        )
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(told) == 3 + 1 + 2 * 3 + 3 + 2
+    assert all(" minus static " in line for line in told), told
+
+
+def test_every_experiment_and_aggregation_is_compared(capsys, shown):
+    gcn = committed("graph_facebook").query(
+        "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 5']"
+    )
+    text = committed("language_pydoc").query("arm in ['RR', 'static 3', 'static 8']")
+    compared(
+        gcn.assign(scale="demo"), text[text.q_max.isin([8, 6])].assign(scale="demo")
+    )
+    told = [
+        line.split(":")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if " minus " in line
+    ]
+    assert told == [
+        "FP-Agg, RR (cost 0.28) minus static 3 (0.30)",
+        "FP-Agg, CR (cost 0.55) minus static 5 (0.55)",
+        "RR (cost 0.30) minus static 3 (0.30)",
+    ]
+    assert len(shown) >= 4
+
+
+def test_smoke_runs_are_held_against_their_bands(capsys):
+    rows = committed("image_digits").query(
+        "model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')"
+    )
+    smoke = rows.assign(scale="smoke")
+    compared(smoke.assign(accuracy=0.88))
+    _, reason, inside = capsys.readouterr().out.splitlines()
+    assert (
+        reason
+        == 'smoke runs are too short to compare; scale = "demo" draws the figure of your runs'
+    )
+    assert inside == "smoke accuracy of ER: within the range of 12 earlier seeds"
+    with pytest.raises(AssertionError, match="outside its band"):
+        compared(smoke.assign(accuracy=0.1))
+    compared(smoke.assign(accuracy=0.1, dataset="my-images/"))
+
+
+def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():
+    cycle = cpt.solve_schedule(
+        cpt.StaticSchedule(3, 160).relative_cost(8, 8),
+        2,
+        8,
+        160,
+        n_cycles=2,
+        family="cosine",
+    )
+    assert PREDICTIONS["steps at 2 bits"][0] == "c"
+    assert cycle.share_at(2) > 2 / 3
+
+
+def test_a_verdict_needs_holms_correction():
+    rng = np.random.default_rng(0)
+    near = Estimate(
+        "near", "points", 0.1 * (x := rng.normal(size=9)) - 0.1 * x.mean(), 0.2
+    )
+    far, wide = (
+        Estimate("far", "points", near.values - 1, 0.2),
+        Estimate("wide", "points", 99 * near.values, 0.2),
+    )
+    words = [
+        line[-1]
+        for line in evidence_figures.in_margins([near, far, wide], "abc", below="lost")
+    ]
+    assert [word.split(" ")[0] for word in words] == ["alike", "lost", "open"]
+    assert evidence_figures.in_margins([far], "a", above="won")[0][1] == pytest.approx(
+        -5
+    )

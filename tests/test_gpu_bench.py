@@ -1,0 +1,264 @@
+"""``bench.gpu`` in its rehearsal on the CPU: every part runs, fails, stops and goes on."""
+
+import io
+import json
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda_graph import TapeRecorder
+from torch import nn
+
+import cpt_core as cpt
+from bench.gpu import __main__ as hour
+from bench.gpu import models, parts, stages
+from cpt_extras.kernels import operators
+from cpt_extras.kernels.backend import backend
+from cpt_lab.sweeps import stores
+from cpt_lab.training import session
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setattr(stages, "commit", dict)  # asking git takes its time
+    monkeypatch.setattr(
+        stages.gc, "collect", lambda: 0
+    )  # so does this, in a process of many tests
+    monkeypatch.setattr(parts, "WARM_UP", 1)
+    return tmp_path / "gpu-dry"
+
+
+def read(folder, part):
+    return json.loads((folder / f"{part}.json").read_text()), stages.read(
+        folder / f"{part}.jsonl"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "only", "ok", "left_out"),
+    [
+        ("checks", "versions,tests,quantisers,layer linear,task multilayer", 6, 0),
+        ("speed", "PTB LSTM", 3, 5),
+        ("memory", "ResNet-20", 3, 5),
+    ],
+)
+def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, folder):
+    assert hour.main([part, "--dry", "--only", only]) == 0
+    told, rows = read(folder, part)
+    assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (
+        ok,
+        left_out,
+        {},
+        [],
+    )
+    assert set(told["left out"].values()) <= {
+        "steps are not captured: the device is cpu"
+    }
+    assert hour.main([part, "--dry", "--only", only]) == 0
+    assert read(folder, part) == (told, rows)
+    if part == "speed":
+        assert told["values"]["PTB LSTM, float32"]["ms"] > 0
+        assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("plain torch captured", "reference"), ("quantised captured", "active")],
+)
+def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
+    """On the CPU a tape stands in for the CUDA graph; the first steps show the backend that is recorded."""
+    monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "")
+    monkeypatch.setattr(session, "CudaRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(parts, "WARM_UP", 5)
+    backend()  # loads the kernels
+    before, step = operators.active, session.Session.step
+    families = set()
+
+    def watched_step(self, *args):
+        families.add(operators.active)
+        return step(self, *args)
+
+    monkeypatch.setattr(session.Session, "step", watched_step)
+    values = parts.speed(
+        "PTB LSTM", kind, stages.Options("speed", "cpu", True, 60.0, None, Path())
+    )
+    assert values["ms"] > 0
+    assert not values["failed"]  # such as "no step was captured"
+    assert families == {torch.ops.cpt_reference if family == "reference" else before}
+    assert operators.active is before
+
+
+def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["-c", "quantised", "cpu", "0.01"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+    exec(parts.PACKED)  # what each of them does
+    ready, rate = capfd.readouterr().out.split()
+    assert (ready, float(rate) > 0) == ("ready", True)
+    monkeypatch.setattr(
+        parts, "PACKED", "print('ready', flush=True); input(); print(2.5)"
+    )
+    assert hour.main(["packing", "--dry"]) == 0
+    found = read(folder, "packing")[0]["values"]
+    assert {
+        stage: (v["steps_per_second"], v["slowest"]) for stage, v in found.items()
+    } == {
+        "1 at a time, quantised": (2.5, 2.5),
+        "2 at a time, quantised": (5.0, 2.5),
+    }
+
+
+def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(
+    folder, monkeypatch
+):
+    specs = parts.treebank(dry=True)
+    store = stores.store_path("smoke", "language_model")
+
+    def one(given, *args, **options):
+        run_grid(given[:1], *args, **options)
+        raise KeyboardInterrupt
+
+    run_grid = parts.run_grid
+    monkeypatch.setattr(parts, "run_grid", one)
+    assert hour.main(["evidence", "--dry"]) == 3
+    (found,) = read(folder, "evidence")[0]["values"].values()
+    assert (found["ok"], found["left"]) == (1, 1)
+    monkeypatch.setattr(parts, "run_grid", run_grid)
+    monkeypatch.setattr(
+        parts, "evidence_of", lambda options: {"runs": partial(parts.evidence, options)}
+    )
+    monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_of)
+    assert hour.main(["evidence", "--dry"]) == 0
+    assert [row["key"] for row in stores.load_rows(store)] == [
+        spec.key for spec in specs
+    ]
+
+
+def test_what_says_most_is_run_first():
+    specs = parts.treebank(dry=False)
+    assert len(specs) == 42
+    assert [(s.arm, s.seed) for s in specs[:5]] == [(arm, 0) for arm in parts.FIRST]
+    assert [s.seed for s in specs] == [0] * 14 + [1] * 14 + [2] * 14
+    assert {s.arm for s in specs} >= {f"static {b}" for b in (8, 6, 5, 3)}
+    assert {(s.q_max, s.recipe.steps) for s in specs} == {(8, 53_120)}
+
+
+def fake(monkeypatch, **given):
+    monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
+
+
+def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(
+    folder, monkeypatch
+):
+    calls = []
+
+    def breaks():
+        calls.append("breaks")
+        if len(calls) < 3:
+            raise ZeroDivisionError("no luck")
+        return {}
+
+    def missing():
+        raise ImportError("ogb cannot be imported")
+
+    fake(
+        monkeypatch,
+        first=lambda: {"ms": 1.0},
+        breaks=breaks,
+        missing=missing,
+        wrong=lambda: {"failed": "NaN"},
+    )
+    assert hour.main(["speed", "--dry"]) == 1
+    told, rows = read(folder, "speed")
+    assert told["failed"] == {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
+    assert told["left out"] == {"missing": "ogb cannot be imported"}
+    assert "in breaks" in next(
+        r["traceback"] for r in rows if r["stage"] == "breaks" and "traceback" in r
+    )
+    assert hour.main(["speed", "--dry"]) == 1
+    assert calls == ["breaks"]
+    for status in (1, 1):
+        assert hour.main(["speed", "--dry", "--again"]) == status
+    assert list(read(folder, "speed")[0]["failed"]) == ["wrong"]
+
+
+def test_a_part_stops_at_its_limit_and_goes_on(folder, monkeypatch):
+    fake(monkeypatch, slow=lambda: time.sleep(0.05) or {}, next=lambda: {"ms": 2.0})
+    assert hour.main(["speed", "--dry", "--seconds", "0.02"]) == 3
+    assert read(folder, "speed")[0]["left"] == ["next"]
+    assert hour.main(["speed", "--dry"]) == 0
+
+
+def test_a_stage_that_ends_its_process_is_tried_twice(folder, monkeypatch):
+    fake(monkeypatch, deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
+    begun = {"stage": "deadly", "status": "started", "where": {}}
+    stages.append(folder / "speed.jsonl", begun)
+    stages.append(folder / "speed.jsonl", begun)
+    with open(folder / "speed.jsonl", "a") as file:
+        file.write('{"stage": "next", "sta')  # killed while it wrote
+    assert hour.main(["speed", "--dry"]) == 1
+    told, rows = read(folder, "speed")
+    assert told["failed"] == {"deadly": "it ended its process 2 times"}
+    assert told["values"] == {"next": {"ms": 2.0}}
+    assert len(rows) == 4
+
+
+def test_without_cuda_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SystemExit):
+        hour.main(["speed"])
+    assert (
+        "torch sees no CUDA device; --dry rehearses on the CPU"
+        in capsys.readouterr().err
+    )
+
+
+GRAPH = cpt.Graph.from_edges(
+    *torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30
+)
+SAME_WORK = {
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
+    "linear": (lambda: nn.Linear(6, 4), (torch.randn(5, 7, 6),)),
+    "LSTM": (lambda: nn.LSTM(6, 4), (torch.randn(5, 3, 6),)),
+    "GCN that widens": (lambda: cpt.GraphConv(6, 9), (GRAPH, torch.randn(30, 6))),
+    "GCN that narrows": (lambda: cpt.GraphConv(9, 6), (GRAPH, torch.randn(30, 9))),
+}
+
+
+@pytest.mark.parametrize("name", SAME_WORK)
+def test_one_operation_after_the_other_computes_the_same(name):
+    """What is compared in time is the same in numbers; gradients but for the noise of their rounding."""
+    make, inputs = SAME_WORK[name]
+    torch.manual_seed(0)
+    fused, plain = (nn.Sequential(make()) for _ in range(2))
+    plain.load_state_dict(fused.state_dict())
+    for p in [*fused.parameters(), *plain.parameters()]:
+        if p.dim() == 1 and name == "LSTM":
+            nn.init.zeros_(p)  # the second bias of torch's LSTM
+    cpt.quantize_(fused)
+    assert models.take_apart(plain) == 1
+    results = []
+    for model, at in (
+        (fused, cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)),
+        (plain, nullcontext()),
+    ):
+        with at:
+            y = model[0](*inputs)
+            y = y[0] if isinstance(y, tuple) else y
+            y.square().sum().backward()
+        results.append(
+            (
+                y.detach(),
+                model[0]
+                .get_parameter("weight_ih_l0" if name == "LSTM" else "weight")
+                .grad,
+            )
+        )
+    torch.testing.assert_close(*(y for y, _ in results), atol=1e-5, rtol=1e-5)
+    (a, b) = (grad for _, grad in results)
+    assert float((a - b).norm() / a.norm()) < 0.05

@@ -1,0 +1,135 @@
+"""What a batch system or a container grants, read from made-up control groups and from this process."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import said_by
+
+from cpt_lab import resources
+
+GB = 2**30
+NONE = "9223372036854771712\n"  # what version 1 writes where there is no limit
+
+# /proc/self/cgroup, the files under /sys/fs/cgroup -> cores and memory of a machine with 8 cores and 64 GB
+GRANTED = {
+    "no control groups": ("", {}, 8, 64),
+    "version 2, nothing limited": (
+        "0::/\n",
+        {"cpu.max": "max 100000\n", "memory.max": "max\n"},
+        8,
+        64,
+    ),
+    "a container of version 2": (
+        "0::/\n",
+        {"cpu.max": "250000 100000\n", "memory.max": f"{4 * GB}\n"},
+        2,
+        4,
+    ),
+    "less than a core": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1, 64),
+    "more than the machine has": (
+        "0::/\n",
+        {"cpu.max": "3200000 100000\n", "memory.max": f"{500 * GB}\n"},
+        8,
+        64,
+    ),
+    "the tightest of nested groups": (
+        "0::/jobs/17/step\n",
+        {
+            "jobs/cpu.max": "600000 100000\n",
+            "jobs/17/cpu.max": "300000 100000\n",
+            "jobs/17/step/cpu.max": "max 100000",
+            "jobs/memory.max": f"{8 * GB}\n",
+            "jobs/17/step/memory.max": f"{16 * GB}\n",
+        },
+        3,
+        8,
+    ),
+    "version 1": (
+        "9:name=systemd:/\n5:memory:/job\n4:cpu,cpuacct:/job\n",
+        {
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000\n",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+            "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "memory/job/memory.limit_in_bytes": f"{2 * GB}\n",
+            "memory/memory.limit_in_bytes": NONE,
+        },
+        4,
+        2,
+    ),
+    "a container of version 1, in which its group on the host cannot be seen": (
+        "5:memory:/docker/0123\n4:cpuacct,cpu:/docker/0123\n",
+        {
+            "cpu/cpu.cfs_quota_us": "200000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "memory/memory.limit_in_bytes": f"{3 * GB}\n",
+        },
+        2,
+        3,
+    ),
+    "both versions": (
+        "1:cpu:/\n0::/job\n",
+        {
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "unified/job/cpu.max": "500000 100000",
+        },
+        5,
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GRANTED)
+def test_what_control_groups_grant(case, tmp_path, monkeypatch):
+    said, files, cores, memory = GRANTED[case]
+    for name, text in {
+        "own": said,
+        **{f"sys/{name}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(resources, "PROCESS_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(resources, "GROUPS", tmp_path / "sys")
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda process: set(range(8)), raising=False
+    )
+    monkeypatch.setattr(
+        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GB // 4096}.get
+    )
+    assert (resources.usable_cores(), resources.usable_memory()) == (cores, memory * GB)
+    monkeypatch.setattr(resources, "_runs", 1)
+    resources.share_with(3)
+    assert (resources.usable_cores(), resources.usable_memory()) == (
+        max(1, cores // 3),
+        memory * GB // 3,
+    )
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system has no affinity"
+)
+def test_cores_that_a_process_may_not_run_on_are_not_counted():
+    code = (
+        "import os; from cpt_lab.resources import usable_cores\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "print(usable_cores())"
+    )
+    assert said_by(sys.executable, "-c", code) == "1\n"
+
+
+def test_shared_memory_is_what_is_free_and_no_more_than_a_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "SHARED", tmp_path)
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda path: SimpleNamespace(f_frsize=10, f_bavail=40, f_blocks=64),
+    )
+    monkeypatch.setattr(resources, "_runs", 1)
+    assert resources.shared_memory() == 400
+    resources.share_with(4)
+    assert resources.shared_memory() == 160
+    monkeypatch.setattr(resources, "SHARED", tmp_path / "nowhere")
+    assert resources.shared_memory() is None

@@ -1,0 +1,357 @@
+"""Runs side by side end as they end alone, bit for bit; what cannot be replayed is done step by step."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import identical, quietly, refused, smoke_spec
+
+import cpt_core as cpt
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.image import ImageTask
+from cpt_lab.training import batched_runs as module
+from cpt_lab.training.batched_runs import pays, together
+from cpt_lab.training.replay import CannotReplay, Replay
+from cpt_lab.training.session import Session
+from cpt_lab.training.train import Stopped, steps_of, train
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+
+
+def arms_of(dataset, model=None, count=5, **changes):
+    """Schedules of a seed: cycles, static bits, another q_max, gradients with bits of their own, float32."""
+    short = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
+    first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
+    steps = first.recipe.steps
+    low, middle, high = (cpt.StaticSchedule(q, steps) for q in (3, 5, 8))
+    roles = cpt.RoleSchedules(
+        weight=low, activation=middle, error=high, weight_gradient=high
+    )
+    to_six = quietly(
+        cpt.make_schedule, "RR", q_min=3, q_max=6, total_steps=steps, n_cycles=2
+    )
+    several = [
+        first,
+        replace(first, schedule=high, arm="static 8"),
+        replace(first, schedule=to_six, q_max=6),
+        replace(first, schedule=middle, q_grad=5),
+        replace(first, schedule=low, q_grad=4),
+        replace(first, schedule=cpt.StaticSchedule(32, steps), q_max=32, q_grad=32),
+        RunSpec(first.recipe, roles, 8, None, 0, "roles", "smoke"),
+        *(replace(first, schedule=cpt.StaticSchedule(q, steps)) for q in range(4, 8)),
+    ]
+    return several[:count]
+
+
+def outcome(run):
+    """All of a run but seconds, and its weights."""
+    return run.status, run.error, run.history, run.metrics, run.bitops, run.checksum
+
+
+def equal(run, alone):
+    weights = zip(
+        run.model.state_dict().items(), alone.model.state_dict().items(), strict=True
+    )
+    return outcome(run) == outcome(alone) and all(
+        a == b and torch.equal(x, y) for (a, x), (b, y) in weights
+    )
+
+
+def both_ways(specs, hooks=(None,) * 11, task=None):
+    """Runs side by side, and each of them alone."""
+    given = [
+        (task or task_of(spec), spec, hook)
+        for spec, hook in zip(specs, hooks, strict=False)
+    ]
+    side_by_side = together(
+        [steps_of(task, spec, on_step=hook) for task, spec, hook in given]
+    )
+    return side_by_side, [train(task, spec, on_step=hook) for task, spec, hook in given]
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """How many steps of runs were replayed."""
+    counted, do = [], module._SideBySide._replayed
+
+    def noted(self, replay, arms, batch):
+        counted.append(len(arms))
+        return do(self, replay, arms, batch)
+
+    monkeypatch.setattr(module._SideBySide, "_replayed", noted)
+    return counted
+
+
+TASKS = {
+    "mlp": ("digits", "mlp6", {}),
+    "resnet": (
+        "digits",
+        "resnet8_w8",
+        {"batch": 16, "valid_images": 40, "test_images": 40},
+    ),
+    "lstm": (
+        "pydoc",
+        None,
+        {
+            "dropout": 0.3,
+            "lr_rule": "plateau",
+            "lr": 30.0,
+            "evaluate_every": 1,
+            "valid_tokens": 200,
+            "test_tokens": 200,
+        },
+    ),
+    "bert": (
+        "templates",
+        None,
+        {
+            "padding": "max",
+            "steps": 5,
+            "layers": 1,
+            "valid_pairs": 60,
+            "test_pairs": 60,
+        },
+    ),
+    "gcn": ("digits-graph", "gcn", {"dropout": 0.3}),
+    "gcn, Q-Agg": ("digits-graph", "gcn", {"aggregation": "quantized"}),
+    "sage": ("digits-graph", "sage", {}),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_runs_end_as_they_do_alone(name, replayed):
+    """Eleven arms of the quick ones."""
+    dataset, model, changes = TASKS[name]
+    count = {"mlp": 11, "resnet": 7, "bert": 3}.get(name, 5)
+    specs = arms_of(dataset, model, count, **changes)
+    runs, alone = both_ways(specs)
+    assert [
+        run.spec.arm
+        for run, other in zip(runs, alone, strict=True)
+        if not equal(run, other)
+    ] == []
+    rates = {tuple(run.history["lr"]) for run in runs}
+    assert (len(rates) > 1) == (name == "lstm")  # that of a plateau is each run's own
+    assert sum(replayed) == (specs[0].recipe.steps - module.WARM_UP) * count
+
+
+def test_one_run_does_the_steps_that_several_have_in_common(replayed):
+    """Bits that fall at step 6 or 9 are those of static 8 until then; a probe that writes to a model parts it."""
+    first = arms_of("digits", "mlp6", 2)[1]
+    schedules = [
+        cpt.DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)
+    ]
+    specs = [
+        first,
+        *(replace(first, schedule=s) for s in schedules),
+        replace(first, arm="the same"),
+    ]
+
+    def shaken(step, model, loss):
+        if step == 10:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.5)
+
+    assert all(map(equal, *both_ways(specs, [None, None, None, shaken])))
+    assert replayed == [1] * 4 + [2] * 3 + [3] * 2 + [4]
+
+
+def test_one_that_diverges_ends_alone(replayed):
+    specs = arms_of("digits", "mlp6", 3)
+
+    def poisoned(step, model, loss):
+        if step == 6:
+            with torch.no_grad():
+                next(model.parameters()).fill_(math.inf)
+
+    runs, alone = both_ways(specs, [None, poisoned, None])
+    assert [run.status for run in runs] == ["ok", "diverged", "ok"]
+    assert list(map(equal, runs, alone)) == [True, False, True]  # NaN is not NaN
+    assert runs[1].error == alone[1].error
+    assert identical(runs[1].model.parameters(), alone[1].model.parameters())
+    assert sum(replayed) == 3 * (STEPS - 2) - (STEPS - 8)
+
+
+@pytest.mark.parametrize("where", ["a probe", "a step"])
+def test_one_that_raises_ends_alone(where, monkeypatch):
+    specs, step = arms_of("digits", "mlp6", 3), Session.step
+
+    def broken(step, model, loss):
+        if step == 6:
+            model.body[0].precision.in_force = None
+            raise ArithmeticError("no luck")
+
+    def failing(self, batch, lr):
+        if self.spec is specs[1]:
+            raise ArithmeticError("no luck")
+        return step(self, batch, lr)
+
+    def caught(spec):
+        try:
+            return (
+                yield from steps_of(
+                    ImageTask,
+                    spec,
+                    on_step=broken if probed and spec is specs[1] else None,
+                )
+            )
+        except ArithmeticError as error:
+            return str(error)
+
+    probed = where == "a probe"
+    with monkeypatch.context() as patch:
+        if not probed:
+            patch.setattr(Session, "step", failing)
+        runs = together([caught(spec) for spec in specs])
+    assert runs[1] == "no luck"
+    assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
+
+
+def test_what_one_draws_no_other_misses():
+    specs = arms_of("pydoc", None, 3, dropout=0.3)
+
+    def draws(step, model, loss):
+        if step == 4:
+            torch.rand(3)
+
+    assert all(map(equal, *both_ways(specs, [draws, None, None])))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gcn", "lstm"])
+def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
+    monkeypatch.setattr("cpt_extras.kernels.operators.active", torch.ops.cpt_reference)
+    dataset, model, changes = TASKS[name]
+    assert all(map(equal, *both_ways(arms_of(dataset, model, 2, **changes))))
+    assert sum(replayed) == 2 * (STEPS - module.WARM_UP)
+
+
+def test_killed_runs_go_on_together_or_alone(tmp_path):
+    """Each has its own checkpoint; one that is further on waits for the others."""
+    specs = arms_of("pydoc", None, 3, dropout=0.3)
+    files = [tmp_path / f"{i}.pt" for i in range(3)]
+
+    def stopped(spec, file, after):
+        asked = itertools.count(1)
+        try:
+            yield from steps_of(
+                task_of(spec),
+                spec,
+                checkpoint=file,
+                should_stop=lambda: next(asked) == after,
+            )
+        except Stopped as stop:
+            return str(stop)
+
+    said = together(
+        [
+            stopped(spec, file, after)
+            for spec, file, after in zip(specs, files, (7, 9, 7), strict=True)
+        ]
+    )
+    assert said == [f"at step {n} of {STEPS}" for n in (7, 9, 7)]
+    lone = train(task_of(specs[2]), specs[2], checkpoint=files[2])
+    runs = together(
+        [
+            steps_of(task_of(s), s, checkpoint=f)
+            for s, f in zip(specs[:2], files[:2], strict=True)
+        ]
+    )
+    for run, spec in zip([*runs, lone], specs, strict=True):
+        assert equal(run, train(task_of(spec), spec))
+
+
+def test_seconds_of_a_run_are_its_own():
+    specs = arms_of("digits", "mlp6", 3)
+    runs = together([steps_of(ImageTask, spec) for spec in specs])
+    assert all(0 < run.seconds < 10 for run in runs)
+    first, *rest = (run.seconds for run in runs)
+    assert max(rest) < 3 * first + 1
+
+
+SEEN = torch.zeros(())
+
+
+def unseen(task, model):
+    """Compute a factor of the loss where torch does not see it."""
+    scale = torch.ones(1)
+    scale.numpy()[0] = float(model.body[0].precision.levels)
+    return scale[0]
+
+
+def counts(task, model):
+    """Write to a tensor that is no run's own."""
+    SEEN.add_(1)
+    return 1
+
+
+def draws(task, model):
+    """Draw random numbers in an operation on what a run has computed."""
+    return 1 + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum()
+
+
+def keeps(task, model):
+    """Keep a part of a weight."""
+    if not hasattr(task, "part"):
+        task.part = model.body[0].weight.detach()[1:]
+    return 1 + 0 * task.part.sum()
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (unseen, "not all that the step does"),
+        (counts, "add_.Tensor writes to"),
+        (draws, "draws"),
+        (keeps, "keeps a part"),
+    ],
+)
+def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(
+    factor, words, replayed, caplog
+):
+    class Spoilt(ImageTask):
+        def loss(self, model, batch, carry):
+            loss, carry = super().loss(model, batch, carry)
+            return loss * factor(self, model), carry
+
+    specs = arms_of("digits", "mlp6", 2)
+    session = Session(Spoilt, specs[0])
+    batches = session.batches(0)
+    session.step(next(batches), 0.01)
+    refused(words, Replay, session, next(batches), error=CannotReplay)
+    with caplog.at_level("INFO"):
+        assert all(map(equal, *both_ways(specs, task=Spoilt)))
+    assert words in caplog.text
+    assert replayed == []
+
+
+def test_recording_leaves_a_run_as_it_was():
+    spec = arms_of("digits", "resnet8_w8", 1, batch=16)[0]
+    session, other = Session(ImageTask, spec), Session(ImageTask, spec)
+    for one in (session, other):
+        batches = one.batches(0)
+        one.step(next(batches), 0.01)
+    random = torch.get_rng_state()
+    batch = next(batches)
+    Replay(session, batch)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(session.step(batch, 0.01), other.step(batch, 0.01))
+    assert all(
+        map(
+            torch.equal,
+            session.model.state_dict().values(),
+            other.model.state_dict().values(),
+        )
+    )
+
+
+def test_what_pays_is_what_was_measured_to():
+    found = {
+        name: pays(smoke_spec(d, "static 8", 0, m, **changes))
+        for name, (d, m, changes) in TASKS.items()
+    }
+    assert [name for name, yes in found.items() if not yes] == ["bert", "sage"]

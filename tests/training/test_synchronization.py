@@ -1,0 +1,305 @@
+"""Training on a GPU without the host in the loop, on a pretended one: see ``fake_gpu.py``."""
+
+import inspect
+import math
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fake_gpu import Phantom, PhantomTensor
+from helpers import refused, smoke_spec
+from training.test_train import stop_at
+
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.scheduler import precision
+from cpt_extras.search.range_test import RangeTestWarning
+from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.image import ImageTask
+from cpt_lab.training import train as loop
+from cpt_lab.training.recipe_trials import recipe_range_test
+from cpt_lab.training.session import Session
+from cpt_lab.training.train import train
+
+GPU = "cuda:0"
+# torch's loader pins nothing where there is no GPU, and says so
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:'pin_memory' argument is set as true but no accelerator"
+    ),
+]
+
+# Data set and fields of a small run; waits of one optimizer step, and of the evaluation of both splits. Sampling and
+# detection (of one picture each) depend on their data at many places: theirs may fall, and then these numbers are to
+# be lowered.
+RUNS = {
+    "mlp": ("digits", {"model": "mlp6", "train_images": 200}, (0, 2)),
+    "images": (
+        "digits",
+        {"model": "resnet8_w8", "crop": 1, "flip": True, "train_images": 100},
+        (0, 2),
+    ),
+    "detection": (
+        "digit-scenes",
+        {
+            "batch": 1,
+            "size": 32,
+            "train_images": 3,
+            "valid_images": 0,
+            "test_images": 1,
+            "evaluate_every": 0,
+        },
+        (8, 31),
+    ),
+    "gcn": ("digits-graph", {"model": "gcn"}, (0, 2)),
+    "gcn, Q-Agg": (
+        "digits-graph",
+        {"model": "gcn", "aggregation": "quantized"},
+        (0, 2),
+    ),
+    "sage": ("digits-graph", {"model": "sage"}, (8, 18)),
+    "sage, exact": ("digits-graph", {"model": "sage", "inference": "exact"}, (8, 5)),
+    "lstm": (
+        "pydoc",
+        {
+            "length": 3,
+            "hidden": 8,
+            "train_tokens": 500,
+            "valid_tokens": 100,
+            "test_tokens": 100,
+        },
+        (0, 2),
+    ),
+    "bert": (
+        "templates",
+        {
+            "layers": 1,
+            "hidden": 16,
+            "train_pairs": 40,
+            "valid_pairs": 10,
+            "test_pairs": 10,
+        },
+        (0, 2),
+    ),
+}
+
+
+def spec_of(name, **changes):
+    dataset, fields, _ = RUNS[name]
+    short = {"steps": 4, "q_min": 5, "n_cycles": 1, "evaluate_every": 2}
+    return smoke_spec(dataset, "CR", **{**short, **fields, **changes})
+
+
+def start(spec, **options):
+    return train(task_of(spec), spec, device=GPU, **options)
+
+
+def values(model):
+    return {
+        name: x.held if isinstance(x, PhantomTensor) else x
+        for name, x in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
+def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path):
+    spec = spec_of(name)
+    with Phantom():
+        whole = start(spec)
+        stop_at(3, spec, tmp_path / "run.pt", device=GPU)
+        resumed = start(spec, checkpoint=tmp_path / "run.pt")
+        assert (resumed.history, resumed.metrics, resumed.bitops) == (
+            whole.history,
+            whole.metrics,
+            whole.bitops,
+        )
+        assert all(isinstance(p, PhantomTensor) for p in resumed.model.parameters())
+        one, other = values(whole.model), values(resumed.model)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert whole.status == "ok"
+    session = Session(
+        task_of(spec), spec
+    )  # the numbers of a GPU are not those of the CPU, but near to them
+    on_cpu = session.step(next(session.task.batches(0)), spec.recipe.lr)
+    assert whole.history["loss"][0] == pytest.approx(float(on_cpu), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
+    spec = spec_of(name, steps=8)
+    with Phantom() as gpu:
+        session = Session(task_of(spec), spec, GPU)
+        batches = session.task.batches(0)
+        session.step(next(batches), 0.01)  # makes what is made once
+        gpu.clear()
+        session.step(next(batches), 0.01)
+        session.scheduler.step()
+        step = Counter(gpu.waits)
+        session.model.eval()
+        with precision(session.model, bits=8):
+            gpu.clear()
+            session.task.evaluate(session.model)
+    assert (step.total(), gpu.waits.total()) == RUNS[name][2], (
+        f"step: {dict(step)}, evaluation: {dict(gpu.waits)}"
+    )
+
+
+def disturb(monkeypatch, at, value):
+    """Let the loss of call number ``at`` of the image task be ``value``, on whatever device."""
+    calls, loss = iter(range(1000)), ImageTask.loss
+
+    def disturbed(*args):
+        found, carry = loss(*args)
+        return (found * value if next(calls) == at else found), carry
+
+    monkeypatch.setattr(ImageTask, "loss", disturbed)
+
+
+@pytest.mark.parametrize("changes", [{}, {"evaluate_every": 4}])
+def test_losses_are_read_together(changes, monkeypatch):
+    monkeypatch.setattr(loop, "READ_EVERY", 3)
+    spec = spec_of("mlp", **{"steps": 11, "evaluate_every": 0, **changes})
+    with Phantom() as gpu:
+        together = start(spec)
+        lines, first = inspect.getsourcelines(loop.read)
+        places = tuple(f"training/train.py:{first + i}" for i in range(len(lines)))
+        reads = sum(n for place, n in gpu.waits.items() if place.endswith(places))
+        seen = []
+        assert (
+            start(spec, on_step=lambda step, model, loss: seen.append(loss)).history
+            == together.history
+        )
+    # steps 3, 6, 9 and 11; or 3, the evaluations at 4 and 8, 7, and 11
+    assert reads == (5 if changes else 4)
+    assert seen == together.history["loss"]
+    assert all(isinstance(loss, float) for loss in seen)
+
+
+# the first and the second of the steps whose losses are read together; the last step of all
+@pytest.mark.parametrize(("at", "value"), [(0, math.nan), (4, math.inf), (7, math.inf)])
+def test_a_run_that_diverges_is_the_same_run_however_late_it_is_noticed(
+    at, value, monkeypatch, tmp_path
+):
+    spec = spec_of("mlp", steps=8, evaluate_every=0)
+
+    def found(read_every, **options):
+        monkeypatch.undo()
+        monkeypatch.setattr(loop, "READ_EVERY", read_every)
+        disturb(monkeypatch, at, value)
+        run = start(spec, **options)
+        weights = [p.held for p in run.model.parameters()]
+        return (
+            (
+                run.status,
+                run.metrics,
+                run.bitops,
+                run.history["step"],
+                run.history["bits"],
+            ),
+            weights,
+            run,
+        )
+
+    with Phantom():
+        outcome, weights, run = found(3)
+        at_once, same, other = found(1)
+        # every step leaves a checkpoint, but none of a run that has diverged
+        found(3, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
+    assert outcome == at_once
+    assert outcome[0] == "diverged"
+    assert run.history["step"] == list(range(at + 1))
+    assert run.history["loss"][:at] == other.history["loss"][:at]
+    assert not math.isfinite(run.history["loss"][at])
+    assert [len(column) for column in run.history.values()] == [at + 1] * 4 + [0]
+    assert all(map(torch.equal, weights, same))
+    assert all(w.isfinite().all() for w in weights)
+    left = (
+        torch.load(tmp_path / "run.pt", weights_only=True)
+        if at
+        else {"state": {"step": 0, "status": "ok"}}
+    )
+    assert (left["state"]["step"], left["state"]["status"]) == (at, "ok")
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize(
+    "model", ["mlp", "gcn", "bert"]
+)  # SGD with momentum, Adam, AdamW
+def test_no_weight_changes_from_a_loss_on_that_is_not_finite(
+    model, device, monkeypatch
+):
+    spec = spec_of(model)
+    with Phantom() if device == GPU else nullcontext():
+        session = Session(task_of(spec), spec, device)
+        batches, loss = session.task.batches(0), session.task.loss
+        session.step(next(batches), 0.1)
+        before = {name: x.clone() for name, x in values(session.model).items()}
+        parameters = dict(session.model.named_parameters())
+        monkeypatch.setattr(
+            session.task, "loss", lambda *args: (loss(*args)[0] * math.nan, None)
+        )
+        session.step(next(batches), 0.1)
+        monkeypatch.setattr(session.task, "loss", loss)
+        session.step(next(batches), 0.1)
+        after = values(session.model)
+        assert all(torch.equal(before[name], after[name]) for name in parameters)
+        session.reset()
+        session.step(next(batches), 0.1)
+        assert not all(
+            torch.equal(before[name], values(session.model)[name])
+            for name in parameters
+        )
+
+
+def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
+    recipe, loss = spec_of("mlp").recipe, ImageTask.loss
+
+    def fails_at_3_bits(task, model, batch, carry):
+        found, carry = loss(task, model, batch, carry)
+        layer, *_ = layer_precisions(model).values()
+        return (found * math.nan if layer.bits == 3 else found), carry
+
+    options = {"dwell": 8, "seeds": (0,), "device": GPU}
+    with Phantom(), warnings.catch_warnings(action="ignore", category=RangeTestWarning):
+        whole = recipe_range_test(recipe, bits=(6,), **options)
+        monkeypatch.setattr(ImageTask, "loss", fails_at_3_bits)
+        disturbed = recipe_range_test(recipe, bits=(3, 6), **options)
+    assert math.isnan(disturbed.losses[0][0])
+    assert disturbed.losses[0][1:] == whole.losses[0]
+
+
+def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
+    optimizer = ImageTask.optimizer
+    monkeypatch.setattr(
+        ImageTask,
+        "optimizer",
+        lambda task, model: (torch.optim.SGD(model.parameters()), None),
+    )
+    spec = spec_of("mlp")
+    with Phantom():
+        refused(
+            "on cuda:0 a task's optimizer must be fused, got SGD",
+            Session,
+            task_of(spec),
+            spec,
+            GPU,
+        )
+        Session(task_of(spec), spec, "cpu")
+        monkeypatch.setattr(ImageTask, "optimizer", optimizer)
+        Session(task_of(spec), spec, GPU)
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpu", GPU), (GPU, "cpu")])
+def test_a_run_goes_on_on_another_device(first, second, tmp_path):
+    spec = spec_of("gcn")  # Adam counts its steps where it computes
+    with Phantom() as gpu:
+        gpu.whole = first == GPU
+        stop_at(3, spec, tmp_path / "run.pt", device=first)
+        gpu.whole = second == GPU
+        run = train(task_of(spec), spec, device=second, checkpoint=tmp_path / "run.pt")
+        assert {str(p.device) for p in run.model.parameters()} == {second}
+    assert run.history["loss"] == pytest.approx(
+        train(task_of(spec), spec).history["loss"], rel=0.05
+    )
