@@ -32,7 +32,7 @@ ANALYSIS = "cpt_lab.analysis"
 CODE: tuple[Callable[..., Any], ...] = (
     claims.judge,
     claims.combined,
-    claims.meant,
+    claims.runs_for_claim,
     table,
     tuned,
 )

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from cpt_extras.files import write_text
-from cpt_lab.analysis.preregistered import data_of, fresh, repeated
+from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.sweeps.row_format import Row, load_rows
@@ -42,7 +42,7 @@ def main() -> None:
         if not (rows := complete(grid)):
             kept |= {grid: before[grid]} if grid in before else {}
             continue
-        found = repeated(grid, rows)
+        found = replicated_effects(grid, rows)
         print(grid, *found, sep="\n  ", flush=True)
         sources = {
             (row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows

@@ -21,7 +21,7 @@ from cpt_lab.experiments.grids import find_grids
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 from cpt_lab.sweeps.forecast import CURVE_BYTES, RUN_BYTES
-from cpt_lab.sweeps.step_timing import kept
+from cpt_lab.sweeps.step_timing import cached_timing
 
 OPERATIONS = 6  # of a training step, for every MAC of a forward pass
 OF_A_ROW = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
@@ -39,7 +39,7 @@ def counted() -> pd.DataFrame:
         if not specs:
             continue
         seen |= {spec.key for spec in specs}
-        found = kept(specs[0])
+        found = cached_timing(specs[0])
         if found is None:
             raise SystemExit(
                 f"{name} was never measured here; first: cpt plan --measure --scale paper"

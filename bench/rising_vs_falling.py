@@ -1,4 +1,4 @@
-"""Does it help that bits rise, where the same bits are spent: ``python -m bench.rising_vs_falling``.
+"""Rising against falling bits of equal cost: ``python -m bench.rising_vs_falling``.
 
 Text is trained at 3 and at 5 forward bits, with gradients of 5, at the cost of static 4/5: first 3 then 5 (*rising*),
 first 5 then 3 (*falling*), or mixed evenly over the training (*even*), beside *static* 4/5. On characters the output

@@ -339,12 +339,12 @@ def tabulated(n: int, folder: Path) -> Call:
 
 def judged(n: int, folder: Path) -> Call:
     """Return what judges the claims of the paper by a table of runs."""
-    from cpt_lab.analysis.claims import judged
+    from cpt_lab.analysis.claims import judge_claims
     from cpt_lab.analysis.run_table import load
 
     frame = load(stored(n, folder))
     return partial(
-        judged, frame, only=("cost_order", "gradients_stabilize", "cpt_improves")
+        judge_claims, frame, only=("cost_order", "gradients_stabilize", "cpt_improves")
     )
 
 
@@ -437,7 +437,7 @@ CONSTANT = {
         (
             "bitops.BitOpsPlan",
             "search.PrecisionRange",
-            "search.Tried",
+            "search.PrecisionSearchResult",
             "kernels.Backend",
             "diagnostics.Recording",
         ),

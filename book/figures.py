@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.figure_data import best_rows
-from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.quality_cost import GROUPS, on_common_seeds, paired_difference
 from cpt_lab.analysis.run_groups import at_q_max, title_of
 from cpt_lab.analysis.statistics import interval
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, name_points
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, name_points, subplots
 
 PAPER_GREY = "#777777"
 # Claims of data/paper/claims.csv without a number, by group of savings: claim, words, height of the words in points.
@@ -63,7 +63,7 @@ def finding(arms: pd.DataFrame) -> str:
     """
     schedules = arms[arms["arm"].isin(SUITE)]
     if schedules["n"].min() < 3:
-        return f"{counted(int(schedules['n'].min()), 'seed')}: too few to compare schedules with static 8"
+        return f"{plural(int(schedules['n'].min()), 'seed')}: too few to compare schedules with static 8"
     above, below = int((schedules["low"] > 0).sum()), int((schedules["high"] < 0).sum())
     verbs = ["is" if count == 1 else "are" for count in (above, below)]
     return (
@@ -79,7 +79,7 @@ def paper_beside_ours() -> Figure:
     metric = metric_named(metric_of(runs))
     static = at_q_max(runs, None)
     level = metric.factor * static.loc[static["arm"] == "static 8", metric.name].mean()
-    with drawing(1, 2, figsize=(10, 4.4), sharey=True, width_ratios=(1, 1.7)) as (
+    with subplots(1, 2, figsize=(10, 4.4), sharey=True, width_ratios=(1, 1.7)) as (
         figure,
         ((paper, ours),),
     ):
@@ -100,7 +100,7 @@ def paper_beside_ours() -> Figure:
         )  # shared; room for the paper's statements
         figure.suptitle(finding(arms), fontsize=11)
         caption = (
-            f"{first['total_steps']:,} steps, {counted(int(arms['n'].min()), 'seed')}, static 8 reaches {level:.1f} %. "
+            f"{first['total_steps']:,} steps, {plural(int(arms['n'].min()), 'seed')}, static 8 reaches {level:.1f} %. "
             "Bars: 95 % intervals, paired by seed."
         )
         figure.supxlabel(caption, fontsize=SMALL, color=PAPER_GREY)

@@ -24,9 +24,9 @@ from cpt_extras.files import write_text
 from cpt_lab import commands
 from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
 from cpt_lab.analysis.effects import quality_of
-from cpt_lab.analysis.estimates import RULES, Estimate, holm, unit_of
-from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
-from cpt_lab.analysis.preregistered import Answer, Repeated
+from cpt_lab.analysis.estimates import EVALUATION_RULES, Estimate, holm, unit_of
+from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, plural
+from cpt_lab.analysis.preregistered import Answer, ReplicatedEffect
 from cpt_lab.analysis.rendering import render
 from cpt_lab.analysis.report import differences
 from cpt_lab.analysis.run_table import committed, load
@@ -69,7 +69,7 @@ MAX_SHOWN_EFFECTS = (
 def pages() -> dict[Path, str]:
     """Return the text of every page, and of ``data/paper/claims.txt``, by path."""
     runs = committed()
-    entries = claims.judged(runs)
+    entries = claims.judge_claims(runs)
     answers = preregistered.all_answers(runs)
     by_topic: dict[str, list[claims.Entry]] = {topic: [] for topic in TOPICS}
     for entry in entries:
@@ -117,7 +117,7 @@ def pages() -> dict[Path, str]:
         spending_alike=spending_alike.iloc[:, [0, 2, 3]],
         spending_chosen=spending_alike.iloc[-1, 1],
         spending_prices=[
-            arm for bits in h7.BUDGETS for arm in (f"{bits}/8", h7.pays(bits))
+            arm for bits in h7.BUDGETS for arm in (f"{bits}/8", h7.paying_arm(bits))
         ],
         stored={
             name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
@@ -141,7 +141,7 @@ def pages() -> dict[Path, str]:
     said = "\n".join(
         [
             commands.digest(sorted(results_dir().glob("*.jsonl"))),
-            *commands.told(entries, answers),
+            *commands.claims_lines(entries, answers),
         ]
     )
     return texts | {paper_dir() / "claims.txt": f"{said}\n"}
@@ -184,7 +184,7 @@ def _grids_text(names: Iterable[str]) -> str:
     counts = {
         grid: len(keys) for name in names for grid, keys in _paper_scale(name).items()
     }
-    return ", ".join(f"`{grid}` ({counted(n, 'run')})" for grid, n in counts.items())
+    return ", ".join(f"`{grid}` ({plural(n, 'run')})" for grid, n in counts.items())
 
 
 def _stored_text(names: Iterable[str], stored: set[str]) -> str:
@@ -203,9 +203,9 @@ def _kept_text(name: str) -> str:
     ):
         arms = len(part.drop_duplicates(["arm", "q_grad"]))
         counts = (
-            counted(len(part), "run"),
-            counted(arms, "arm"),
-            counted(part["seed"].nunique(), "seed"),
+            plural(len(part), "run"),
+            plural(arms, "arm"),
+            plural(part["seed"].nunique(), "seed"),
         )
         texts.append(f"{model}: {', '.join(counts)}")
     return "; ".join(texts)
@@ -261,13 +261,15 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
         by_rule = dict(answer.by_rule)
         alike = [
             _outcome_alike(by_rule[rule], outcome) if rule in by_rule else "–"
-            for rule in RULES
+            for rule in EVALUATION_RULES
         ]
         lines.append(
             (answer.question, answer.asks, outcome, _primary_text(answer), *alike)
         )
     columns = ["", "question", "outcome", "primary effects, or the highest bounds"]
-    columns += [f"both at {rule}, p after Holm's correction" for rule in RULES]
+    columns += [
+        f"both at {rule}, p after Holm's correction" for rule in EVALUATION_RULES
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -384,7 +386,7 @@ def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
     return {grid: stored[grid]["effects"] if grid in stored else {} for grid in grids}
 
 
-def _repeated_effects(answers: Iterable[Answer]) -> list[Repeated]:
+def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     """Return the effects with fresh seeds, beside those of the committed rows."""
     before = {effect.what: effect for answer in answers for effect in answer.primary}
     found = []
@@ -393,7 +395,7 @@ def _repeated_effects(answers: Iterable[Answer]) -> list[Repeated]:
             (before[what], replace(before[what], values=np.array(values)))
             for what, values in effects.items()
         ]
-        found += preregistered.compared(pairs)
+        found += preregistered.pair_effects(pairs)
     return found
 
 

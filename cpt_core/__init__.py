@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
     from cpt_core.schedules.schedule import StaticSchedule as StaticSchedule
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)
 
 __version__ = "0.3.0"

@@ -56,7 +56,7 @@ def is_top_level(home: str) -> bool:
     return "." not in home
 
 
-def lazily(
+def attach(
     package: str,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""

@@ -10,7 +10,7 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-MOST_BITS = 32
+MAX_BITS = 32
 
 
 def check_inputs(inputs: Any) -> None:
@@ -22,7 +22,7 @@ def check_inputs(inputs: Any) -> None:
         )
 
 
-def whole(
+def check_int(
     what: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
     """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
@@ -31,40 +31,42 @@ def whole(
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be {wanted}, got {shown(value)}") from None
+        raise ValueError(f"{what} must be {wanted}, got {short_repr(value)}") from None
     if (
         isinstance(value, bool)
         or (least is not None and number < least)
         or (most is not None and number > most)
     ):
-        raise ValueError(f"{what} must be {wanted}, got {shown(value)}")
+        raise ValueError(f"{what} must be {wanted}, got {short_repr(value)}")
     return number
 
 
 def check_bits(what: str, bits: Any) -> int:
     """Return ``bits`` as an int when it is a whole number in 1..32, also as a float, else raise ValueError."""
     try:
-        return whole(
+        return check_int(
             what,
             int(bits) if isinstance(bits, float) and bits.is_integer() else bits,
             1,
-            MOST_BITS,
+            MAX_BITS,
         )
     except ValueError:
         raise ValueError(
-            f"{what} must be an integer from 1 to {MOST_BITS}, got {shown(bits)}"
+            f"{what} must be an integer from 1 to {MAX_BITS}, got {short_repr(bits)}"
         ) from None
 
 
-def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
+def check_choice(what: str, value: Any, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; else a ValueError names them, of many the three nearest."""
     names = tuple(allowed)
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"unknown {what} {shown(value)}; {offer(value, names)}")
+        raise ValueError(
+            f"unknown {what} {short_repr(value)}; {suggest_names(value, names)}"
+        )
     return value
 
 
-def offer(value: Any, names: Sequence[str]) -> str:
+def suggest_names(value: Any, names: Sequence[str]) -> str:
     """Return what there is instead of a wrong name: all names, or of more than a line the three nearest."""
     listed = ", ".join(names)
     if len(listed) <= 160:
@@ -72,18 +74,21 @@ def offer(value: Any, names: Sequence[str]) -> str:
     return f"the nearest of {len(names)} are {', '.join(get_close_matches(str(value), names, n=3, cutoff=0.0))}"
 
 
-def declared(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
+def check_types(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
     """Raise ValueError for the first value that is not of the type its annotation declares; it names both.
 
-    As ``declared(function, locals())`` at the top of a function it looks at the arguments, as
-    ``declared(type(self), vars(self))`` in ``__post_init__`` at the fields; with ``parts`` also at what tuples, lists
-    and mappings hold. A bool is no number, a string no list. Ranges are checked where the values are used.
+    ``check_types(function, locals())`` at the top of a function checks its arguments;
+    ``check_types(type(self), vars(self))`` in ``__post_init__`` checks the fields. With ``parts``
+    the elements of tuples, lists and mappings are checked, too. A bool is not accepted as a
+    number, nor a string as a list. Ranges are checked where the values are used.
     """
     for name, hint in _hints(
         getattr(what, "__func__", what)
     ).items():  # a method is kept, its object is not
         if name in given and not _fits(given[name], hint, parts):
-            raise ValueError(f"{name} must be {_said(hint)}, got {shown(given[name])}")
+            raise ValueError(
+                f"{name} must be {_type_text(hint)}, got {short_repr(given[name])}"
+            )
 
 
 @lru_cache(maxsize=1024)
@@ -151,10 +156,10 @@ _WORDS = {
 }
 
 
-def _said(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     """Write a type for people: words for what is simple, else the annotation without the names of modules."""
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_said, get_args(hint))))
+        return " or ".join(dict.fromkeys(map(_type_text, get_args(hint))))
     if get_origin(hint) is Callable:
         return "a function"
     return _WORDS.get(hint) or re.sub(
@@ -162,7 +167,7 @@ def _said(hint: Any) -> str:
     )
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Write a value for an error: as Python does, but the type alone of what takes lines or hundreds of characters."""
     text = repr(value)
     return (

@@ -73,7 +73,7 @@ def _cpu_info() -> tuple[dict[str, str], set[str]]:
 
 
 @lru_cache
-def multiplies_codes(device: torch.device) -> bool:
+def has_fast_int8(device: torch.device) -> bool:
     """Whether products of 8-bit integers are faster than float32 on a device: on a CPU with instructions for them.
 
     On a GPU none was found to be: a training step took 1.5 to 21 simulated ones on an H200 (docs/int8.md).

@@ -20,7 +20,7 @@ INCH = 96  # pixels, as on every page: a letter of 8 points is shown at 8 points
 SHADES = 128  # colours of the picture: lines and letters need no more, and it is a third as large
 
 
-class DescribedFigure(Figure):
+class AltTextFigure(Figure):
     """A figure that says what it shows: for readers who hear a page, and where pictures are not loaded.
 
     ``drawing`` makes one.
@@ -75,7 +75,7 @@ STYLE: Any = {
 
 
 @contextmanager
-def drawing(
+def subplots(
     rows: int = 1, columns: int = 1, alt: str = "", **options: Any
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes, an array (rows, columns), in our style; lay it out in the end.
@@ -89,7 +89,7 @@ def drawing(
             columns,
             squeeze=False,
             layout="constrained",
-            FigureClass=DescribedFigure,
+            FigureClass=AltTextFigure,
             **options,
         )
         figure.alt = alt
@@ -99,7 +99,7 @@ def drawing(
             plt.close(figure)
 
 
-def whole(axis: Axis) -> None:
+def integer_ticks(axis: Axis) -> None:
     """Put the ticks of an axis of bits or levels at whole numbers."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 

@@ -16,7 +16,7 @@ PACKAGES = {
 }  # whose names are not those of their modules
 
 
-def library(name: str, extra: str) -> Any:
+def import_optional(name: str, extra: str) -> Any:
     """Import an optional library, or "module:name" that needs one; ImportError names the extra as ``extra_named``."""
     try:
         return pkgutil.resolve_name(name if ":" in name else f"{name}:")

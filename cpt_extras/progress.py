@@ -6,7 +6,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 
-def waiting(
+def progress_bar(
     what: str,
     items: Iterable[Any] | None = None,
     *,

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from cpt_core.validation import shown
+from cpt_core.validation import short_repr
 
 
-def number(what: str, value: Any) -> float:
+def check_float(what: str, value: Any) -> float:
     """Return a number, or an array or tensor of one, as a float; ValueError for others."""
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{what}, one number; got {shown(value)}") from None
+        raise ValueError(f"{what}, one number; got {short_repr(value)}") from None

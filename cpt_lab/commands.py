@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.validation import choose, offer
+from cpt_core.validation import check_choice, suggest_names
 from cpt_extras.optional_libraries import extra_named
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 from cpt_lab.signals import handle_signals, say
@@ -299,7 +299,9 @@ def _selected_specs(
         dict.fromkeys(known for grid in found.values() for known in grid.scales)
     )
     if scale is not None and scale not in scales:
-        raise ValueError(f"{name} has no scale {scale!r}; {offer(scale, scales)}")
+        raise ValueError(
+            f"{name} has no scale {scale!r}; {suggest_names(scale, scales)}"
+        )
     selected = selection.specs(found, scale)
     every_spec = [spec for specs in selected.values() for spec in specs]
     if not every_spec:
@@ -460,7 +462,7 @@ def verify(
 def _verdict(grid: str) -> None:
     import torch
 
-    from cpt_lab.analysis.preregistered import data_of, fresh, repeated
+    from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
     from cpt_lab.sweeps.sweep import run_grid
     from cpt_lab.tasks.base import task_of
 
@@ -477,7 +479,7 @@ def _verdict(grid: str) -> None:
         raise ValueError(
             f"{lost} of {len(rows)} runs failed, which is no answer; the same command tries them again"
         )
-    found = repeated(grid, rows)
+    found = replicated_effects(grid, rows)
     for line in found:
         typer.echo(f"  {line}")
     if any(line.word == "DIFFERS" for line in found):
@@ -678,7 +680,7 @@ def range_test(
     if figure is not None:
         from matplotlib.figure import Figure
 
-        choose(
+        check_choice(
             "type of --figure",
             figure.suffix.removeprefix("."),
             Figure().canvas.get_supported_filetypes(),
@@ -746,8 +748,11 @@ def claims(
     frame = run_table.load(*all_stores())
     typer.echo(
         "\n".join(
-            told(
-                claims.judged(frame), preregistered.all_answers(frame), every, evidence
+            claims_lines(
+                claims.judge_claims(frame),
+                preregistered.all_answers(frame),
+                every,
+                evidence,
             )
         )
     )
@@ -762,17 +767,17 @@ def digest(paths: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-def told(
+def claims_lines(
     entries: list[Any],
     answers: Iterable[Any],
     every: bool = False,
     evidence: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of ``cpt claims``: of claims that were judged, and what became of our own questions."""
-    from cpt_lab.analysis.claims import summed
+    from cpt_lab.analysis.claims import claims_headline
     from cpt_lab.sweeps.row_format import integrity
 
-    yield f"{summed(entries)} (--all lists them, --evidence with effects)"
+    yield f"{claims_headline(entries)} (--all lists them, --evidence with effects)"
     for entry in entries if every or evidence else []:
         at_paper, smaller = entry.verdicts()
         yield f"{entry.claim.claim} ({entry.claim.place})"

@@ -95,7 +95,7 @@ def _array(value: Any) -> np.ndarray:
     )
 
 
-def told(value: Any) -> str:
+def paste_repr(value: Any) -> str:
     """Return a value as Python writes it, whole, so that it can be pasted; a tensor's 0.7 is not 0.699999988."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
@@ -112,10 +112,10 @@ def _named(sample: tuple[Any, ...], *functions: Callable[..., Any]) -> str:
             names = list(inspect.signature(function).parameters)
             if len(names) >= len(sample):
                 return ", ".join(
-                    f"{name} = {told(value)}"
+                    f"{name} = {paste_repr(value)}"
                     for name, value in zip(names, sample, strict=False)
                 )
-    return ", ".join(map(told, sample))
+    return ", ".join(map(paste_repr, sample))
 
 
 def like(
@@ -149,10 +149,10 @@ def like(
                 ][:1]
                 said = (
                     f"for {_named(sample, function, reference)}",
-                    f"your function returns {told(given)}",
+                    f"your function returns {paste_repr(given)}",
                 )
                 raise Refused(
-                    "\n  ".join((*said, f"{'wanted':21} {told(wanted)}")), *slip
+                    "\n  ".join((*said, f"{'wanted':21} {paste_repr(wanted)}")), *slip
                 )
         return True
 

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torchvision.ops import box_iou
 
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
+from cpt_lab.analysis.style import COLORS, SMALL, legend_below, subplots
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
 
@@ -39,7 +39,7 @@ def overlap(a: Box, b: Box) -> float:
 def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
     """Draw an object beside each of some anchors, on 64 x 64 pixels, what they share filled."""
     alt = f"an object's box and {len(anchors)} anchors that cover it less and less"
-    with drawing(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (
+    with subplots(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (
         figure,
         axes,
     ):
@@ -88,7 +88,7 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     best = np.maximum.accumulate(precisions[::-1])[::-1]
     average = float(best[np.asarray(hits)].sum()) / objects
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
-    with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
+    with subplots(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
         said = "after 1, 2, ... detections"
         ax.plot(
             recalls,

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch
 
-from cpt_lab.analysis.style import COLORS, drawing, legend_below
+from cpt_lab.analysis.style import COLORS, legend_below, subplots
 
 RAMP = "#777777"
 
@@ -32,7 +32,7 @@ def slopes() -> Figure:
     here = (
         s * (0.8 + np.floor((1 - s) / s)) - 1
     )  # inside a stair, near the middle of the range
-    with drawing(1, 2, alt, figsize=(8, 3.3)) as (figure, ((left, right),)):
+    with subplots(1, 2, alt, figsize=(8, 3.3)) as (figure, ((left, right),)):
         left.plot(x, x, color=RAMP, linewidth=1, label="the values themselves")
         left.plot(
             x, stairs(x), color=COLORS["small"], linewidth=1.6, label="rounded values"
@@ -79,7 +79,7 @@ def random_rounding() -> Figure:
     )
     x, some = np.linspace(0, levels - 1, 60 * (levels - 1) + 1), slice(None, None, 5)
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, (draws, len(x)))
-    with drawing(1, 2, alt, figsize=(8, 3.2), sharey=True) as (figure, axes):
+    with subplots(1, 2, alt, figsize=(8, 3.2), sharey=True) as (figure, axes):
         for ax, rule, u in zip(
             axes[0], ("to nearest", "at random"), (0 * noise, noise), strict=True
         ):
@@ -141,7 +141,7 @@ def three_products(q: int, q_grad: int) -> Figure:
         f"{name} product: {a} of {bits[a]} bits times {b} of {bits[b]} bits, cost {cost}, gives {result} in float32"
         for (name, a, b, result, _), cost in zip(products, costs, strict=True)
     )
-    with drawing(1, 3, alt, figsize=(8.4, 3.9)) as (figure, axes):
+    with subplots(1, 3, alt, figsize=(8.4, 3.9)) as (figure, axes):
         for ax, (name, a, b, result, formula), cost in zip(
             axes[0], products, costs, strict=True
         ):

@@ -20,7 +20,7 @@ from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.preregistered import all_answers, in_margins, intervals
 from cpt_lab.analysis.rendering import terminal
 from cpt_lab.analysis.run_table import committed
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, subplots
 
 
 @cache
@@ -58,7 +58,7 @@ def noise_harms() -> Figure:
     )
 
 
-def spent() -> Figure:
+def gradient_trade() -> Figure:
     """Draw what gradients that pay for forward bits gain, and cycles, in H7 and H8."""
     h7 = import_module("cpt_lab.studies.h7.outcome")
     return h7.figure(h7.tasks(committed("h7"))[0])
@@ -177,7 +177,7 @@ def bisection(
     budget: float,
 ) -> Figure:
     """Draw the cost of a bent profile over its power, the budget, and the powers that a bisection tried, in order."""
-    with drawing(1, 1, figsize=(7, 3)) as (figure, ((ax,),)):
+    with subplots(1, 1, figsize=(7, 3)) as (figure, ((ax,),)):
         ax.plot(
             powers,
             costs,

@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.style import COLORS, TEXT, drawing
+from cpt_lab.analysis.style import COLORS, TEXT, subplots
 from cpt_lab.data.graphs import GraphData, load_graph
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.registry import recipe
@@ -27,7 +27,7 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
         n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)
     }
     alt = f"{len(edges)} edges between {len(features)} nodes, of features {', '.join(f'{x:g}' for x in features)}"
-    with drawing(1, 1, alt, figsize=(7, 3)) as (figure, ((ax,),)):
+    with subplots(1, 1, alt, figsize=(7, 3)) as (figure, ((ax,),)):
         for a, b in edges:
             ax.plot(
                 *zip(places[a], places[b], strict=True),

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.quality_cost import paired_difference, runs_of
 from cpt_lab.analysis.statistics import by_seed, interval
-from cpt_lab.analysis.style import COLORS, SMALL, drawing
+from cpt_lab.analysis.style import COLORS, SMALL, subplots
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
@@ -23,7 +23,7 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
     differences = metric.factor * paired_difference(runs, a, b)
     mean, low, high = interval(differences)
     alt = f"{metric.label} of {a} and {b}, a line per seed; beside it the {len(differences)} differences and their mean"
-    with drawing(1, 2, alt, figsize=(8, 3.4), width_ratios=(3, 2)) as (
+    with subplots(1, 2, alt, figsize=(8, 3.4), width_ratios=(3, 2)) as (
         figure,
         ((left, right),),
     ):

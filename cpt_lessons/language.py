@@ -5,7 +5,7 @@ from typing import cast
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
+from cpt_lab.analysis.style import COLORS, QUIET, TEXT, subplots
 from cpt_lab.data.text import columns, load_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.registry import recipe
@@ -58,7 +58,7 @@ def lstm_step() -> Figure:
         "One step of an LSTM. Input, state, both weights and the bias are rounded to q bits; the two products are "
         "added to the gates. Sigmoids, tanh, cell and new state stay in float32."
     )
-    with drawing(1, 1, alt, figsize=(8, 3.1)) as (figure, ((ax,),)):
+    with subplots(1, 1, alt, figsize=(8, 3.1)) as (figure, ((ax,),)):
         drawn = {}
         for boxes, group in ((_ROUNDED, "large"), (_EXACT, "static")):
             edge = COLORS[group] if boxes is _ROUNDED else "#999999"

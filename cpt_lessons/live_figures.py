@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import DisplayHandle
 
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, whole
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, integer_ticks, subplots
 from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.sweeps.sweep import run_grid
 
@@ -64,7 +64,7 @@ class Watched:
         """Show where the runs are, those that have begun."""
         ends = []
         alt = "Bits, and below them training loss, against steps: a line for every arm that trains."
-        with drawing(2, 1, alt, figsize=(8, 5), sharex=True, height_ratios=(1, 2)) as (
+        with subplots(2, 1, alt, figsize=(8, 5), sharex=True, height_ratios=(1, 2)) as (
             figure,
             ((bits,), (loss,)),
         ):
@@ -85,7 +85,7 @@ class Watched:
                 loss.plot(mean, color=COLORS[group], linewidth=1)
                 ends.append((mean.iloc[-1], spec.arm, TEXT[group]))
             bits.set(ylabel="bits", xlim=(0, self.steps))
-            whole(bits.yaxis)
+            integer_ticks(bits.yaxis)
             loss.set(ylabel="training loss", xlabel="step")
             ends.sort()
             low, high = loss.get_ylim()

@@ -122,7 +122,7 @@ class NotebookRun:
         return _outcome(self.folder, self.name, status, seconds)
 
 
-def earlier(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
+def earlier_outcomes(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
     """Return what earlier calls left in a folder of these notebooks."""
     names = {
         path.name.removesuffix(".json").removesuffix(".failed")

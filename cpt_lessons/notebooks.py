@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 import typer
 
-from cpt_core.validation import offer
+from cpt_core.validation import suggest_names
 from cpt_extras.files import write_text
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.analysis import precision_search_report, report
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.commands import digest, try_
@@ -36,7 +36,7 @@ from cpt_lab.paths import (
     sweeps_dir,
 )
 from cpt_lessons.notebook_progress import AT_ONCE, Place, Progress
-from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
+from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier_outcomes
 from cpt_lessons.parameters import check_parameters, check_values
 from cpt_lessons.submissions import read_submissions
 
@@ -76,14 +76,14 @@ def notebooks(number: str | None = None) -> list[Path]:
     chosen = [p for p in found if p.name.startswith(number)]
     if not number or len(chosen) != 1:
         raise ValueError(
-            f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}"
+            f"no notebook {number!r}; {suggest_names(number, [p.name[:2] for p in found])}"
         )
     return chosen
 
 
 def parameters_of(notebook: Path) -> dict[str, Any]:
     """Return the parameters of a notebook with their defaults."""
-    _ = find_spec("papermill") or library(
+    _ = find_spec("papermill") or import_optional(
         "papermill", "notebooks"
     )  # to import it takes a second: only where it runs
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -246,7 +246,7 @@ def reproduce(
     if (
         is_own(own)
         and scale == "demo"
-        and not precision_search_report.answered(own, scale)
+        and not precision_search_report.answer_sections(own, scale)
     ):
         typer.echo(f"first cpt try {own}, {TRY_MINUTES:.0f} minutes at most")
         try_(own, scale=scale, minutes=TRY_MINUTES)
@@ -271,10 +271,12 @@ def reproduce(
 
     glossary = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     write_text(folder / "glossary.html", export.glossary_page(glossary))
-    former = {o.name: o for o in earlier(folder, [path.stem for path in notebooks()])}
+    former = {
+        o.name: o for o in earlier_outcomes(folder, [path.stem for path in notebooks()])
+    }
     shown = former | {o.name: o for o in outcomes}
     pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
-    own_data = precision_search_report.answered(own, scale) if own else []
+    own_data = precision_search_report.answer_sections(own, scale) if own else []
     page = report.write(folder, scale, pages, [] if own_data else _kept(), own_data)
     write_text(index, key)
     return outcomes, page

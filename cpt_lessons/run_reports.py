@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis import critical_periods, quality_cost, reproduction
 from cpt_lab.analysis.aggregation import figure_5
 from cpt_lab.analysis.figure_data import experiments
-from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.quality_cost import paired_difference
 from cpt_lab.analysis.rendering import NotebookTable
 from cpt_lab.analysis.run_groups import AGGREGATIONS, at_q_max
@@ -34,35 +34,35 @@ TOPICS = {
 }
 
 
-def ran(runs: pd.DataFrame) -> None:
+def print_runs(runs: pd.DataFrame) -> None:
     """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training."""
     if runs.empty:
         print("nothing to run")
         return
     counts = [
-        counted(len(runs), "run"),
-        counted(runs.arm.nunique(), "arm"),
-        counted(runs.seed.nunique(), "seed"),
+        plural(len(runs), "run"),
+        plural(runs.arm.nunique(), "arm"),
+        plural(runs.seed.nunique(), "seed"),
     ]
     diverged = int(runs.diverged.sum())
     ended = f"{diverged} diverged" if diverged else "none diverged"
     print(f"{', '.join(counts)}, {ended}: {runs.seconds.sum():.0f} s of training")
 
 
-def titled(figure: Figure, finding: str) -> Figure:
+def with_title(figure: Figure, finding: str) -> Figure:
     """Return a figure with what it shows, in a sentence, for its title."""
     figure.suptitle(finding, fontsize=10, y=1, va="bottom")
     return figure
 
 
-def compared(*experiments_of_runs: pd.DataFrame) -> None:
+def compare_with_paper(*experiments_of_runs: pd.DataFrame) -> None:
     """Print what ran and show the paper's figure and claims for these runs; hold smoke runs against bands.
 
     Args:
         experiments_of_runs: tables of runs of one task each, maybe of several q_max, aggregations or recipes.
     """
     for runs in experiments_of_runs:
-        ran(runs)
+        print_runs(runs)
         if (runs.scale == "smoke").any():
             print(
                 'smoke runs are too short to compare; scale = "demo" draws the figure of your runs'

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from cpt_core.schedules import cost
 from cpt_extras.formats.format import Format
-from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
+from cpt_lab.analysis.style import COLORS, TEXT, integer_ticks, subplots
 
 
 def by_cost(
@@ -15,7 +15,7 @@ def by_cost(
 ) -> Figure:
     """Draw the accuracy of every arm against its cost: a point per training, a bar at their mean."""
     alt = f"Test accuracy against relative cost of {', '.join(accuracies)}: a point per training, a bar at their mean"
-    with drawing(alt=alt, figsize=(7, 3.4)) as (figure, ((ax,),)):
+    with subplots(alt=alt, figsize=(7, 3.4)) as (figure, ((ax,),)):
         for name, values in accuracies.items():
             group, side = (
                 ("static", "right") if name.startswith("static") else ("medium", "left")
@@ -52,7 +52,10 @@ def number_lines() -> Figure:
     """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
     names = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")
     alt = f"lines with a mark at every value of {', '.join(names)}, from -1 to 1"
-    with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, ((ax,),)):
+    with subplots(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (
+        figure,
+        ((ax,),),
+    ):
         for line, name in enumerate(names):
             format = Format.of(name)
             values = format.values().numpy() / format.largest
@@ -96,7 +99,7 @@ def promise_and_machine(
     relative_memory = [saved_bytes[q] / saved_bytes[base] for q in bits]
 
     heading = "fewer bits: fewer bit operations, the same seconds and memory"
-    with drawing(figsize=(7, 3.4)) as (figure, ((ax,),)):
+    with subplots(figsize=(7, 3.4)) as (figure, ((ax,),)):
         ax.plot(
             bits, relative_bitops, "--", color=COLORS["static"], label="bit operations"
         )
@@ -116,7 +119,7 @@ def promise_and_machine(
             markersize=5,
             label="memory for the backward pass",
         )
-        whole(ax.xaxis)
+        integer_ticks(ax.xaxis)
         ax.set(ylim=0, xlabel="bits", ylabel=f"relative to {base} bits", title=heading)
         ax.legend()
     return figure

@@ -1,6 +1,6 @@
 """Several processes train one model: ``torchrun --nproc-per-node 2 examples/processes.py``, on CPUs here.
 
-``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``agreed_ranges`` all round on ranges
+``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``synced_ranges`` all round on ranges
 of the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
 It needs the extra `lab`.
 """
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 import cpt_core as cpt
-from cpt_extras.integrations.distributed import agreed_ranges
+from cpt_extras.integrations.distributed import synced_ranges
 
 STEPS, EACH = 200, 50  # steps, pictures of a step in every process
 
@@ -31,7 +31,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=4)
     precision = cpt.PrecisionScheduler(parallel, schedule)
-    with agreed_ranges():
+    with synced_ranges():
         for step in range(STEPS):
             batch = torch.randint(
                 1200, (processes * EACH,), generator=torch.Generator().manual_seed(step)

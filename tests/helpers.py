@@ -49,7 +49,7 @@ PROVENANCE = {
 }
 
 
-def said_by(*words, **how):
+def run_command(*words, **how):
     """Return what a command that ends well writes to stdout."""
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,7 +89,7 @@ def identical(found, expected):
     )
 
 
-class Ran(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """What runs inside the block: pairs of a name, such as "mm" or "cpt::encode", and the tensors that it was given."""
 
     def __init__(self):
@@ -107,7 +107,7 @@ class Ran(TorchDispatchMode):
         return sum(name in names and where(*tensors) for name, tensors in self.calls)
 
 
-class Does(nn.Module):
+class FunctionModule(nn.Module):
     """A model whose forward pass is a function of it and its inputs, with children and parameters by name."""
 
     def __init__(self, function, **parts):

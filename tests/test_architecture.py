@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from helpers import said_by
+from helpers import run_command
 
 from bench import sizes
 
@@ -303,7 +303,7 @@ def test_what_needs_no_torch_imports_without_it():
         "    importlib.import_module(name)\n"
         "    assert not {'torch', 'nbformat', 'nbconvert'} & set(sys.modules), name"
     )
-    said_by(sys.executable, "-c", code)
+    run_command(sys.executable, "-c", code)
 
 
 def test_the_library_never_chooses_a_device_or_prints():

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from helpers import said_by
+from helpers import run_command
 from PIL import Image
 
 pytest.importorskip("pygments", reason="the extra book")
@@ -305,7 +305,7 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
         source,
         site,
     ]
-    said_by(*command)
+    run_command(*command)
     lesson = (site / "lesson.html").read_text()
     assert lesson.count("<math") == 2
     assert "as committed" in lesson

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from helpers import refused, said_by, specs_of
+from helpers import refused, run_command, specs_of
 
 from cpt_extras.optional_libraries import install_hint
 from cpt_lab.analysis import data_reports, precision_search_report, rendering
-from cpt_lab.analysis.claims import judged
+from cpt_lab.analysis.claims import judge_claims
 from cpt_lab.analysis.preregistered import Answer
 from cpt_lab.analysis.run_table import TYPES, load, table
 from cpt_lab.experiments import designs, grids
@@ -24,7 +24,7 @@ from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import forecast, step_timing, stores, sweep
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.sweeps.step_timing import Calibration, kept, measure, runs_per_gpu
+from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure, runs_per_gpu
 from cpt_lab.tasks.image import ImageTask
 from cpt_lessons.parameters import parse
 
@@ -604,10 +604,10 @@ def test_every_figure_and_table_has_its_grids():
 @pytest.mark.slow
 def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     (spec,) = specs_of("CR")
-    assert kept(spec) is None
+    assert cached_timing(spec) is None
     (place / "runs").mkdir()
     (place / "runs" / "calibration.json").write_text("{damaged")
-    assert kept(spec) is None
+    assert cached_timing(spec) is None
     found = measure(spec)
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
     assert found.seconds_per_step > 0
@@ -615,7 +615,7 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     assert (
         found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2
     )  # weights and their momentum
-    assert kept(spec) == found
+    assert cached_timing(spec) == found
     bad = designs.quality_cost(
         "paper",
         "cifar100",
@@ -901,7 +901,7 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert trainings.count("<tr>") == 1 + 11  # all but float32
     assert data.count("<tr>") > 1
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")
-    (told,) = precision_search_report.answered("digits", "smoke")
+    (told,) = precision_search_report.answer_sections("digits", "smoke")
     shown = rendering.render("page.html.j2", title="", notes=[], sections=[told])
     (figure,) = re.findall("<img[^>]* src='([^']*)' width='480'", shown)
     index = place / "runs/reproduce/smoke"  # from where it is seen
@@ -956,12 +956,13 @@ def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
 @pytest.mark.slow
 def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
     entries, store, asked = (
-        judged(load(results_dir() / "language_pydoc.jsonl")),
+        judge_claims(load(results_dir() / "language_pydoc.jsonl")),
         tmp_path / "own" / "mine.jsonl",
         [],
     )
     monkeypatch.setattr(
-        "cpt_lab.analysis.claims.judged", lambda runs: asked.append(runs) or entries
+        "cpt_lab.analysis.claims.judge_claims",
+        lambda runs: asked.append(runs) or entries,
     )
     monkeypatch.setattr("cpt_lab.analysis.run_table.load", lambda *stores: stores)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
@@ -1020,7 +1021,7 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
     """
     words = [sys.executable, "-c", script, "claims", "--evidence", place]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    said = said_by(*words, env={**os.environ, **locale}, encoding="utf-8")
+    said = run_command(*words, env={**os.environ, **locale}, encoding="utf-8")
     assert "open: mlp6 on scikit-learn digits, 8 x 8, 3 to 8 bits" in said
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
 

@@ -13,7 +13,7 @@ import papermill
 import pytest
 import torch
 import yaml
-from helpers import refused, said_by
+from helpers import refused, run_command
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
@@ -130,7 +130,7 @@ def test_two_processes_train_one_model(tmp_path):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     script = [*command, str(FOLDER / "processes.py")]
-    first, *report = said_by(
+    first, *report = run_command(
         *script, cwd=tmp_path, env=surroundings, timeout=300
     ).splitlines()
     assert first.startswith("2 processes, accuracy ")
@@ -217,7 +217,8 @@ def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
     found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
     words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
     assert (
-        said_by(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1] == "2 ok"
+        run_command(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1]
+        == "2 ok"
     )
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
@@ -342,7 +343,7 @@ def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_e
     script = tmp_path / name
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("\n".join(lines))
-    said_by("git", "apply", "--unidiff-zero", path, cwd=tmp_path)
+    run_command("git", "apply", "--unidiff-zero", path, cwd=tmp_path)
     main = runpy.run_path(str(script))["main"]
     accumulated = 3 if "grad_accum_steps" in path.read_text() else 1
     epoch = -(-50 // accumulated)

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from helpers import refused, said_by
+from helpers import refused, run_command
 
 from bench import mutants
 from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
@@ -194,7 +194,7 @@ def repository(project):
             "-c",
             "commit.gpgsign=false",
         ]
-        said_by("git", *who, *words, cwd=project)
+        run_command("git", *who, *words, cwd=project)
 
     (project / "cpt_core" / "gone.py").write_text("x = 1\n")
     git("init", "-q")

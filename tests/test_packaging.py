@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import said_by
+from helpers import run_command
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name as canonical
@@ -378,7 +378,7 @@ def test_no_text_advises_to_install_the_package_from_an_index():
         "Dockerfile",
     )
     paths = [
-        ROOT / name for name in said_by("git", "-C", ROOT, "ls-files").splitlines()
+        ROOT / name for name in run_command("git", "-C", ROOT, "ls-files").splitlines()
     ]
     advice = re.compile(
         r"(pip|uv|uvx|pipx|conda)\b[^\n`]{0,60}\b(install|add|run)\b[^\n`]*?\bcpt[-_](core|lab)\b(?!-\*)"
@@ -456,7 +456,7 @@ def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
 
 
 def test_hadolint_accepts_the_dockerfile():
-    said_by(Path(sys.executable).parent / "hadolint", ROOT / "Dockerfile")
+    run_command(Path(sys.executable).parent / "hadolint", ROOT / "Dockerfile")
 
 
 def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import said_by
+from helpers import run_command
 
 from cpt_extras import cpu_info
 from cpt_lab import provenance
@@ -78,7 +78,7 @@ def git(folder, *words):
         "-c",
         "protocol.file.allow=always",
     )
-    return said_by(
+    return run_command(
         "git", "-c", "safe.directory=*", *identity, "-C", folder, *words, env=given
     ).strip()
 
@@ -229,7 +229,7 @@ def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(
         ["add", "."],
         ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"],
     ):
-        said_by("git", "-C", tmp_path, *words)
+        run_command("git", "-C", tmp_path, *words)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     clean = provenance.commit()
     assert len(clean["commit"]) == 40

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers import said_by
+from helpers import run_command
 
 import cpt_core as cpt
 from book.public_names import reference
@@ -95,7 +95,7 @@ def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_n
     rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
     code = f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules); "
     code += "assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']"
-    said_by(sys.executable, "-c", code)
+    run_command(sys.executable, "-c", code)
 
 
 def test_type_checkers_know_every_name_and_report_others(tmp_path):

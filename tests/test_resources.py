@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import said_by
+from helpers import run_command
 
 from cpt_lab import resources
 
@@ -117,7 +117,7 @@ def test_cores_that_a_process_may_not_run_on_are_not_counted():
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "print(usable_cores())"
     )
-    assert said_by(sys.executable, "-c", code) == "1\n"
+    assert run_command(sys.executable, "-c", code) == "1\n"
 
 
 def test_shared_memory_is_what_is_free_and_no_more_than_a_part(tmp_path, monkeypatch):

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_core.validation import choose, declared, offer, whole
+from cpt_core.validation import check_choice, check_int, check_types, suggest_names
 from cpt_extras.files import write_atomically
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
 def test_whole(value):
     if value == 3:
-        assert whole("steps", value) == whole("steps", value, 3) == 3
+        assert check_int("steps", value) == check_int("steps", value, 3) == 3
         refused(
             "steps must be a whole number of at least 4, got 3",
-            whole,
+            check_int,
             "steps",
             value,
             4,
         )
     else:
-        refused(f"steps must be an integer, got {value!r}", whole, "steps", value)
+        refused(f"steps must be an integer, got {value!r}", check_int, "steps", value)
         refused(
             f"steps must be a whole number of at least 1, got {value!r}",
-            whole,
+            check_int,
             "steps",
             value,
             1,
@@ -35,10 +35,10 @@ def test_whole(value):
 
 def test_choose_takes_any_names():
     for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
-        assert choose("letter", "b", names) == "b"
+        assert check_choice("letter", "b", names) == "b"
     refused(
         r"unknown letter 'c'; choose from a, b$",
-        choose,
+        check_choice,
         "letter",
         "c",
         {"a": 1, "b": 2},
@@ -51,21 +51,27 @@ def test_of_many_names_the_nearest_are_offered():
         ValueError,
         match=r"^unknown grid 'cifar3/resnt4'; the nearest of 100 are cifar3/resnet4, ",
     ) as said:
-        choose("grid", "cifar3/resnt4", many)
+        check_choice("grid", "cifar3/resnt4", many)
     assert str(said.value).count("cifar") == 4
     assert (
-        offer("?", many).count("cifar") == offer(None, many).count("cifar") == 3
+        suggest_names("?", many).count("cifar")
+        == suggest_names(None, many).count("cifar")
+        == 3
     )  # nothing is near, three are shown
 
 
 def test_library_blames_a_missing_library_and_nothing_else():
-    assert library("json", "text").dumps([1]) == library("json:dumps", "")([1]) == "[1]"
+    assert (
+        import_optional("json", "text").dumps([1])
+        == import_optional("json:dumps", "")([1])
+        == "[1]"
+    )
     with pytest.raises(
         ImportError, match=r'^no_such_library cannot be imported; .* ".\[text\]"$'
     ):
-        library("no_such_library.part:name", "text")
+        import_optional("no_such_library.part:name", "text")
     with pytest.raises(ImportError, match=r"cpt_core\.nonsense") as caught:
-        library("cpt_core.nonsense", "text")
+        import_optional("cpt_core.nonsense", "text")
     assert "pip install" not in str(caught.value)
 
 
@@ -84,7 +90,7 @@ def test_the_extra_is_the_one_that_brings_what_is_missing(
     monkeypatch.setitem(sys.modules, module, None)
     refused(
         rf'^{module} cannot be imported; .* ".\[{extra}\]"$',
-        library,
+        import_optional,
         module,
         asked,
         error=ImportError,
@@ -92,7 +98,7 @@ def test_the_extra_is_the_one_that_brings_what_is_missing(
     monkeypatch.setitem(sys.modules, "cpt_core.nonsense", None)
     refused(
         r"^import of cpt_core\.nonsense halted",
-        library,
+        import_optional,
         "cpt_core.nonsense",
         "",
         error=ImportError,
@@ -145,7 +151,7 @@ def described(
     pairs: Mapping[str, Sequence[int]],
     call: Callable[[], int],
 ) -> None:
-    declared(described, locals(), parts=True)
+    check_types(described, locals(), parts=True)
 
 
 def test_values_are_of_the_types_that_annotations_declare():
@@ -177,5 +183,5 @@ def test_values_are_of_the_types_that_annotations_declare():
 def test_a_string_is_no_list_even_where_nobody_looks_at_its_parts(value):
     def take(many: Sequence[str]) -> None: ...
 
-    declared(take, {"many": ("a", 1)})
-    refused(r"^many must be Sequence\[str\], got ", declared, take, {"many": value})
+    check_types(take, {"many": ("a", 1)})
+    refused(r"^many must be Sequence\[str\], got ", check_types, take, {"many": value})

@@ -335,7 +335,7 @@ RESULTS = {
     "Cost",
     "Operands",
     "PrecisionRange",
-    "Tried",
+    "PrecisionSearchResult",
 }  # made by the library
 PUBLIC = {path.split(".")[-1]: attrgetter(path)(cpt) for path in reference("cpt_core")}
 CALLABLE = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from helpers import said_by
+from helpers import run_command
 
 import cpt_core
 from cpt_extras.kernels.cpp.build import kernels_dir
@@ -55,7 +55,7 @@ def built(tmp_path_factory):
         ("build_wheel", place / "unpacked" / NAME),
     ):
         command = [sys.executable, "-c", backend, what, dist]
-        said_by(*command, cwd=where)
+        run_command(*command, cwd=where)
         if what == "build_sdist":
             with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
                 archive.extractall(place / "unpacked", filter="data")
@@ -71,7 +71,7 @@ def installed(built, tmp_path_factory):
         sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
     )
     python = place / "bin" / "python"
-    said_by(
+    run_command(
         sys.executable,
         "-m",
         "pip",
@@ -191,7 +191,7 @@ def test_the_source_distribution_holds_what_git_tracks(built):
 def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     where = "import cpt_core, cpt_lab.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir(), p.results_dir())"
     package, checkout, data, results = map(
-        Path, said_by(cpt.python, "-c", where, cwd=cpt.folder).split()
+        Path, run_command(cpt.python, "-c", where, cwd=cpt.folder).split()
     )
     assert package.is_relative_to(cpt.python.parents[1])
     assert str(checkout) == "None"
@@ -250,7 +250,7 @@ def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):
     )
     nbformat.write(asks, mine / "asks.ipynb")
     run = "import papermill; papermill.execute_notebook('asks.ipynb', 'asked.ipynb', progress_bar=False)"
-    said_by(cpt.python, "-c", run, cwd=mine)
+    run_command(cpt.python, "-c", run, cwd=mine)
     (output,) = nbformat.read(mine / "asked.ipynb", as_version=4).cells[0].outputs
     package, runs = map(Path, output.text.split())
     assert package.is_relative_to(cpt.python.parents[1])

@@ -21,6 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the list of public names
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

@@ -32,7 +32,7 @@ from torch import nn
 from cpt_core import extensions
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
-from cpt_core.bitops.shadow import as_it_was, shadow_of
+from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.bitops.tally import (
     IN_FLOAT32,
     Formats,
@@ -46,8 +46,8 @@ from cpt_core.quantization.convert import all_precisions, precision_of
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import Levels, Schedule
-from cpt_core.validation import check_bits, check_inputs, choose, declared
+from cpt_core.schedules.schedule import RoleLevels, Schedule
+from cpt_core.validation import check_bits, check_choice, check_inputs, check_types
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -193,8 +193,8 @@ def count_bitops(
     Paper: section 4.1.
     Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
     """
-    declared(count_bitops, {"model": model, "schedule": schedule}, parts=True)
-    choose("convention", convention, CONVENTIONS)
+    check_types(count_bitops, {"model": model, "schedule": schedule}, parts=True)
+    check_choice("convention", convention, CONVENTIONS)
     q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
     operations = count_step(model, inputs)
     return price(
@@ -228,7 +228,7 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
 
 
 def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Operation]:
-    shadow = shadow_of(model, on_meta)
+    shadow = meta_copy(model, on_meta)
     operations: list[Operation] = []
     reached = set[int]()  # operations whose gradient arrives
 
@@ -237,7 +237,11 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
         return partial(reached.add, len(operations) - 1)
 
     # a closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back
-    with as_it_was(model, inputs), counting(model, report), counting(shadow, report):
+    with (
+        preserve_state(model, inputs),
+        counting(model, report),
+        counting(shadow, report),
+    ):
         outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
         num_forward = len(operations)
         with suppress(
@@ -343,4 +347,4 @@ def _formats_of_steps(
 ) -> list[Formats]:
     rows = [levels.tolist() for levels in schedule.levels(q_grad)]
     priced = cache(grids.priced)
-    return [priced(Levels(*levels)) for levels in zip(*rows, strict=True)]
+    return [priced(RoleLevels(*levels)) for levels in zip(*rows, strict=True)]

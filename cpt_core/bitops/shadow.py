@@ -18,7 +18,7 @@ from cpt_core.bitops.counting import tensors_in, without_history
 from cpt_core.quantization.convert import precision_of
 
 
-def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
+def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
     """Return a copy of a model in float32 that nobody counts, on the ``meta`` device if asked for.
 
     Raises:
@@ -53,7 +53,7 @@ def shadow_of(model: nn.Module, on_meta: bool) -> nn.Module:
 
 
 @contextmanager
-def as_it_was(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+def preserve_state(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
     """Run eager code with gradients, and put the state of a model, and random numbers, back afterwards."""
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     precisions = [p for p in map(precision_of, modules) if p is not None]

@@ -26,7 +26,7 @@ from cpt_core.bitops.conventions import is_matmul, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import ForwardMacs, describe_float32
 from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
-from cpt_core.validation import declared
+from cpt_core.validation import check_types
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Summary:
 
     rows: tuple[LayerSummary, ...]
     float32_shares: Mapping[str, float] | None = None
-    in_force: dict[str, int] = field(default_factory=dict)
+    active_levels: dict[str, int] = field(default_factory=dict)
 
     @property
     def quantized(self) -> list[LayerSummary]:
@@ -94,7 +94,7 @@ class Summary:
             )
         if self.float32_shares is not None:
             lines.append(describe_float32(self.float32_shares, "float32_shares"))
-        for what, count in self.in_force.items():
+        for what, count in self.active_levels.items():
             lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
         return "\n".join(lines)
 
@@ -107,7 +107,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
         inputs: the arguments of its forward, of which only shapes matter. They add the share of every module in the
             ``ForwardMacs``, and modules that multiply without parameters.
     """
-    declared(summary, {"model": model})
+    check_types(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
     modules, parts = dict(model.named_modules()), parts_of_layers(model)
     late = extensions.load_optional("added_modules")

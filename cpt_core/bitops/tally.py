@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cpt_core.bitops.conventions import PASSES, is_matmul, row_name
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 
 if TYPE_CHECKING:
     from cpt_core.quantization.op_interception import Operation
 
-Formats = Levels  # the format of every role
+Formats = RoleLevels  # the format of every role
 IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECISION)
 
 

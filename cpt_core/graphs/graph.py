@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cpt_core import extensions
 from cpt_core.graphs import csr
-from cpt_core.validation import choose, declared, shown, whole
+from cpt_core.validation import check_choice, check_int, check_types, short_repr
 
 REDUCES = ("sum", "mean")
-MOST_NODES = 2**63 - 1
+MAX_NODES = 2**63 - 1
 
 
 class Graph:
@@ -40,8 +40,10 @@ class Graph:
     def __init__(
         self, indptr: Tensor, indices: Tensor, num_src: int | None = None
     ) -> None:
-        declared(type(self).__init__, locals())
-        num_src = None if num_src is None else whole("num_src", num_src, 0, MOST_NODES)
+        check_types(type(self).__init__, locals())
+        num_src = (
+            None if num_src is None else check_int("num_src", num_src, 0, MAX_NODES)
+        )
         for name, part in (("indices", indices), ("indptr", indptr)):
             if (
                 part.dim() != 1
@@ -89,8 +91,8 @@ class Graph:
     @classmethod
     def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int) -> Graph:
         """Return the graph of edges source[k] -> destination[k], both (E,); parallel edges count as often as given."""
-        declared(cls.from_edges, locals())
-        num_nodes = whole("num_nodes", num_nodes, 0, MOST_NODES)
+        check_types(cls.from_edges, locals())
+        num_nodes = check_int("num_nodes", num_nodes, 0, MAX_NODES)
         for name, part in (("source", source), ("destination", destination)):
             if (
                 part.is_floating_point()
@@ -135,7 +137,7 @@ class Graph:
 
     def to(self, device: torch.device | str) -> Graph:
         """Return the graph on another device; constant features do not move with it."""
-        declared(self.to, {"device": device})
+        check_types(self.to, {"device": device})
         try:
             if torch.device(device) == self.device:
                 return self
@@ -182,7 +184,7 @@ class Graph:
 
         (S, F) floating -> (D, F) of the same type; half precisions are summed in float32.
         """
-        choose("reduce", reduce, REDUCES)
+        check_choice("reduce", reduce, REDUCES)
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         has_backward = wide.requires_grad and torch.is_grad_enabled()
@@ -201,7 +203,7 @@ class Graph:
 
         Compiled code computes them at every step; see ``kernels.constant_features``.
         """
-        declared(self.set_constant, {"features": features})
+        check_types(self.set_constant, {"features": features})
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
         self.constant, self._cache = features, None
@@ -234,7 +236,7 @@ def check_features(x: Any, nodes: int, where: str = "") -> None:
     """Raise ValueError for no tensor (nodes, F) of floating numbers."""
     if not isinstance(x, Tensor):
         raise ValueError(
-            f"{where}features must be a tensor, or a pair of them for a layer, got {shown(x)}"
+            f"{where}features must be a tensor, or a pair of them for a layer, got {short_repr(x)}"
         )
     if x.dim() != 2 or len(x) != nodes:
         raise ValueError(

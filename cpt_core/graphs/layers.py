@@ -23,7 +23,7 @@ from cpt_core.graphs.functional import (
     sage_conv,
 )
 from cpt_core.graphs.graph import as_graph
-from cpt_core.validation import choose, declared, whole
+from cpt_core.validation import check_choice, check_int, check_types
 
 MAX_FEATURES = 2**31 - 1
 LAYER_NORM_EPS = 1e-5  # what torch adds to the variance
@@ -48,10 +48,10 @@ class GraphConv(nn.Module):
         allow_zero_in_degree: bool = True,
     ) -> None:
         super().__init__()
-        declared(GraphConv.__init__, locals())
-        choose("norm", norm, NORM_EXPONENTS)
-        in_feats = whole("in_feats", in_feats, 1, MAX_FEATURES)
-        out_feats = whole("out_feats", out_feats, 1, MAX_FEATURES)
+        check_types(GraphConv.__init__, locals())
+        check_choice("norm", norm, NORM_EXPONENTS)
+        in_feats = check_int("in_feats", in_feats, 1, MAX_FEATURES)
+        out_feats = check_int("out_feats", out_feats, 1, MAX_FEATURES)
         self._in_feats, self._out_feats, self._norm = (
             in_feats,
             out_feats,
@@ -83,9 +83,9 @@ class SAGEConv(nn.Module):
 
     def __init__(self, in_feats: int, out_feats: int, bias: bool = True) -> None:
         super().__init__()
-        declared(SAGEConv.__init__, locals())
-        in_feats = whole("in_feats", in_feats, 1, MAX_FEATURES)
-        out_feats = whole("out_feats", out_feats, 1, MAX_FEATURES)
+        check_types(SAGEConv.__init__, locals())
+        in_feats = check_int("in_feats", in_feats, 1, MAX_FEATURES)
+        out_feats = check_int("out_feats", out_feats, 1, MAX_FEATURES)
         self._in_src_feats, self._out_feats = in_feats, out_feats
         self.fc_neigh = nn.Linear(in_feats, out_feats, bias=False)
         self.fc_self = nn.Linear(in_feats, out_feats, bias=bias)

@@ -24,6 +24,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.quantization.roles import Quantizer as Quantizer
     from cpt_core.quantization.scheduler import copy_ranges as copy_ranges
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

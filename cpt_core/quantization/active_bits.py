@@ -15,9 +15,9 @@ from torch import Tensor
 from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 
-ALL_FLOAT32 = Levels(None, None, None, None)
+ALL_FLOAT32 = RoleLevels(None, None, None, None)
 MAX_GRID_BITS = (
     23  # float32 has 24 significant bits: from there on a grid changes nothing
 )
@@ -39,8 +39,8 @@ class ActiveBits:
 
     def __init__(
         self,
-        levels: Levels | None,
-        formats: Levels,
+        levels: RoleLevels | None,
+        formats: RoleLevels,
         quantizers: Mapping[str, Quantizer],
     ) -> None:
         self.levels, self.formats, self.quantizers = levels, formats, quantizers
@@ -66,11 +66,11 @@ class AffineGrids:
     A subclass may change what a level is, which levels a layer can take, and what precedes the rounding of an operand.
     """
 
-    def resolve(self, levels: Levels | None, roles: Roles) -> ActiveBits:
+    def resolve(self, levels: RoleLevels | None, roles: Roles) -> ActiveBits:
         """Return what levels mean in a layer with these quantisers."""
         return active_bits(levels, roles)
 
-    def check(self, levels: Levels, layer: str) -> None:
+    def check(self, levels: RoleLevels, layer: str) -> None:
         """Raise ValueError for levels that a layer cannot take."""
 
     def apply(
@@ -84,9 +84,11 @@ class AffineGrids:
         """Return ``rounded(role, x)``; ``along`` is the dimension over which the operation sums."""
         return rounded(role, x)
 
-    def priced(self, levels: Levels) -> Levels:
+    def priced(self, levels: RoleLevels) -> RoleLevels:
         """Return what every role is priced as: the bits of a grid, 32 for float32, or a number format."""
-        return Levels(*(FULL_PRECISION if level is None else level for level in levels))
+        return RoleLevels(
+            *(FULL_PRECISION if level is None else level for level in levels)
+        )
 
     def describe(self, active: ActiveBits) -> str:
         """Return the active bits in words."""
@@ -109,9 +111,9 @@ AFFINE_GRIDS = AffineGrids()
 
 
 @lru_cache(maxsize=4096)
-def active_bits(levels: Levels | None, roles: Roles) -> ActiveBits:
+def active_bits(levels: RoleLevels | None, roles: Roles) -> ActiveBits:
     """Return what levels mean on the paper's grids."""
-    formats = Levels(
+    formats = RoleLevels(
         *(None if q is None or q > MAX_GRID_BITS else q for q in levels or ALL_FLOAT32)
     )
     quantizers = dict(roles)

@@ -31,7 +31,7 @@ from cpt_core.quantization.op_interception import (
 )
 from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
-from cpt_core.validation import choose, declared, whole
+from cpt_core.validation import check_choice, check_int, check_types
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 AGGREGATIONS = ("fp", "quantized")
@@ -76,12 +76,12 @@ class QuantConfig:
     attention: str = "per_token"
 
     def __post_init__(self) -> None:
-        declared(type(self), {**vars(self), "ladder": None}, parts=True)
-        choose("aggregation", self.aggregation, AGGREGATIONS)
-        choose("attention", self.attention, ATTENTIONS)
-        choose("running_start", self.running_start, RUNNING_STARTS)
-        whole("seed", self.seed, *INT64)
-        choose("execution", self.execution, EXECUTIONS)
+        check_types(type(self), {**vars(self), "ladder": None}, parts=True)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("attention", self.attention, ATTENTIONS)
+        check_choice("running_start", self.running_start, RUNNING_STARTS)
+        check_int("seed", self.seed, *INT64)
+        check_choice("execution", self.execution, EXECUTIONS)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(
                 f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
@@ -117,7 +117,7 @@ class QuantConfig:
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
-        choose("rounding", rounding, ROUNDINGS)
+        check_choice("rounding", rounding, ROUNDINGS)
         changed = {
             k: replace(q, rounding=rounding)
             for k, q in self.quantizers.items()
@@ -162,9 +162,11 @@ def quantize_(
     Warns:
         QuantizationWarning: when more than a tenth of the weights stay in float32 unasked.
     """
-    declared(quantize_, locals())
+    check_types(quantize_, locals())
     if not isinstance(config, QuantConfig):
-        config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
+        config = PRESETS[
+            check_choice("preset", "all" if config is None else config, PRESETS)
+        ]
     extensions.services("processes").check_unsharded(model, "call quantize_(model)")
     if is_converted(model):
         raise ValueError("the model is converted already; call restore_(model) first")
@@ -505,7 +507,7 @@ def _with_parents(name: str) -> list[str]:
 
 def restore_(model: nn.Module) -> nn.Module:
     """Undo ``quantize_``: no hooks and no precision, the same parameters; ValueError when nothing is converted."""
-    declared(restore_, locals())
+    check_types(restore_, locals())
     if not is_converted(model):
         raise ValueError("the model has no quantised layers")
     _undo(model)
@@ -562,7 +564,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every converted module by its name; ValueError when there is none."""
-    declared(layer_precisions, {"model": model})
+    check_types(layer_precisions, {"model": model})
     found = {
         name: p
         for name, module in model.named_modules()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cpt_core import extensions
 from cpt_core.quantization import rounding
-from cpt_core.validation import shown
+from cpt_core.validation import short_repr
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -30,7 +30,7 @@ COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 1
 def check_floating(x: Tensor) -> None:
     """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, got {shown(x)}")
+        raise ValueError(f"x must be a tensor, got {short_repr(x)}")
     if not x.is_floating_point():
         raise ValueError(
             f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first"

@@ -188,7 +188,7 @@ class GraphHandlers:
             return run_quantized()
         active = (
             precision.quantizers["aggregation"],
-            precision.now.formats.activation,
+            precision.active_bits.formats.activation,
             precision.execution,
         )
         return graph.keep(x, (out_exponent, reduce, *active), run_quantized)
@@ -208,7 +208,9 @@ class GraphHandlers:
         if precision is None or layer.kind != "graph" or bias is None:
             return function(graph, h, in_exponent, bias)
         scaled = scale_rows(h, degree_scale(graph, "in", in_exponent, h))
-        total = precision.operand("input", scaled) + precision.operand("bias", bias)
+        total = precision.quantize_operand(
+            "input", scaled
+        ) + precision.quantize_operand("bias", bias)
         return precision.gradient("grad", total)
 
     def scaled_operand(

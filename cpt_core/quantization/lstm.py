@@ -159,21 +159,23 @@ def run_layer(
 
     ``weights``: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
     """
-    multiply = partial(precision.multiplied, fake_quantize.operators.linear)
+    multiply = partial(
+        precision.matmul_with_quantized_grad, fake_quantize.operators.linear
+    )
     input_weight, hidden_weight = (
-        precision.operand("weight", weight) for weight in weights[:2]
+        precision.quantize_operand("weight", weight) for weight in weights[:2]
     )
     input_bias, hidden_bias = (
-        None if bias is None else precision.operand("bias", bias)
+        None if bias is None else precision.quantize_operand("bias", bias)
         for bias in weights[2:4]
     )
     states = []
     for step in x:
         input_gates = multiply(
-            precision.operand(f"input_{name}", step), input_weight, input_bias
+            precision.quantize_operand(f"input_{name}", step), input_weight, input_bias
         )
         hidden_gates = multiply(
-            precision.operand(f"hidden_{name}", h), hidden_weight, hidden_bias
+            precision.quantize_operand(f"hidden_{name}", h), hidden_weight, hidden_bias
         )
         h, c = lstm_state(input_gates + hidden_gates, c)
         states.append(h)

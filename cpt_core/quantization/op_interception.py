@@ -270,7 +270,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a function is neither reported nor quantised, by layers of its weights or the running one."""
         top = self.running.stack[-1].interception
         if self.on_operation is not None or (
-            top.precision is not None and top.precision.now.active
+            top.precision is not None and top.precision.active_bits.active
         ):
             return False
         owners = [
@@ -378,7 +378,7 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_active(self, precision: LayerPrecision) -> bool:
         """Return whether a layer quantises now; RuntimeError as long as it has no bits."""
         precision.require_bits()
-        return precision.now.active
+        return precision.active_bits.active
 
 
 def is_quantizable(args: Any, kwargs: Any) -> bool:

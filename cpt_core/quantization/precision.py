@@ -15,7 +15,7 @@ from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGr
 from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward
 from cpt_core.quantization.roles import Quantizer, level_role
 from cpt_core.quantization.rounding import Range
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_core.validation import check_bits
 
 EXECUTIONS = ("simulated", "integer", "auto")
@@ -58,8 +58,8 @@ class LayerPrecision(nn.Module):
     name = ""  # of the layer in the model that was converted, for messages
     execution = "simulated"  # see ``QuantConfig``
     grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
-    highest: Levels | None = None  # of the schedule that drives the layer
-    driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
+    highest: RoleLevels | None = None  # of the schedule that drives the layer
+    owning_scheduler: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
     fixed = False  # inside a ``precision`` block, where schedulers wait
     recomputes = (
         False  # in the backward pass, in the state that it had in the forward pass
@@ -100,18 +100,18 @@ class LayerPrecision(nn.Module):
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = (
             _zeros("cpu")
         )
-        self.now: ActiveBits = self.grids.resolve(None, self._roles)
+        self.active_bits: ActiveBits = self.grids.resolve(None, self._roles)
 
     # --- what is in force ---------------------------------------------------------------------------------------------
 
     @property
-    def in_force(self) -> Levels | None:
+    def active_levels(self) -> RoleLevels | None:
         """The level of every role, None as long as nobody has set any; assign what it was to put that back."""
-        return self.now.levels
+        return self.active_bits.levels
 
-    @in_force.setter
-    def in_force(self, value: Levels | None) -> None:
-        self.now = self.grids.resolve(value, self._roles)
+    @active_levels.setter
+    def active_levels(self, value: RoleLevels | None) -> None:
+        self.active_bits = self.grids.resolve(value, self._roles)
         LayerPrecision.num_changes += 1
         if self.execution != "simulated":
             extensions.load("int8").note_active_bits(self)
@@ -124,46 +124,46 @@ class LayerPrecision(nn.Module):
             self.grad_levels,
             self.weight_grad_levels,
         )
-        for tensor, steps in zip(tensors, self.now.steps, strict=True):
+        for tensor, steps in zip(tensors, self.active_bits.steps, strict=True):
             if steps is not None:
                 fake_quantize.fill_steps(tensor, steps)
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
         """The quantiser of every role, with the format in force."""
-        return self.now.quantizers
+        return self.active_bits.quantizers
 
     @property
     def bits(self) -> int | None:
         """Level of activations; None for float32, or when none is set."""
-        return self.in_force.activation if self.in_force else None
+        return self.active_levels.activation if self.active_levels else None
 
     @property
     def q_grad(self) -> int | None:
         """Level of gradients; None for float32, or when none is set."""
-        return self.in_force.error if self.in_force else None
+        return self.active_levels.error if self.active_levels else None
 
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
         """Set forward and gradient levels, each 1..32 or None for float32; see ``set_levels``."""
-        self.set_levels(Levels(bits, bits, q_grad, q_grad))
+        self.set_levels(RoleLevels(bits, bits, q_grad, q_grad))
 
-    def set_levels(self, levels: Levels, driver: Any = None) -> None:
+    def set_levels(self, levels: RoleLevels, driver: Any = None) -> None:
         """Set the level of every role, 1..32 or None for float32; ValueError for what a layer cannot take."""
         if self.recomputes and driver is not None:
             return
         self._keep_apart()
-        if levels != self.in_force:
+        if levels != self.active_levels:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [
                 None if q is None else check_bits(name, q)
                 for name, q in zip(names, levels, strict=True)
             ]
-            if not self.now.is_set:
+            if not self.active_bits.is_set:
                 fake_quantize.load_kernels()  # here, before anything is traced
-            self.check_levels(Levels(*checked))
-            self.in_force = Levels(*checked)
-        if driver is not self.driver:  # modules are slow to assign to
-            self.driver = driver
+            self.check_levels(RoleLevels(*checked))
+            self.active_levels = RoleLevels(*checked)
+        if driver is not self.owning_scheduler:  # modules are slow to assign to
+            self.owning_scheduler = driver
 
     def train(self, mode: bool = True) -> Self:
         """Change the mode as every module does; the scheduler may have other bits for evaluation."""
@@ -176,11 +176,11 @@ class LayerPrecision(nn.Module):
                 not running.is_meta and float(running[2]) > 0
                 for running in self.ranges().values()
             )
-        if self.driver is not None:
-            self.driver.hear(self)
+        if self.owning_scheduler is not None:
+            self.owning_scheduler._on_mode_change(self)
         return self
 
-    def check_levels(self, levels: Levels) -> None:
+    def check_levels(self, levels: RoleLevels) -> None:
         """Raise ValueError for levels that this layer cannot take."""
         where = f"layer {self.name!r}" if self.name else "this layer"
         self.grids.check(levels, where)
@@ -200,14 +200,14 @@ class LayerPrecision(nn.Module):
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
         if (
-            not self.now.is_set and self.highest is not None
+            not self.active_bits.is_set and self.highest is not None
         ):  # only copies know a schedule and have no bits
             raise RuntimeError(
                 "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
                 'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
                 "PrecisionScheduler of its own"
             )
-        if not self.now.is_set:
+        if not self.active_bits.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
@@ -219,7 +219,10 @@ class LayerPrecision(nn.Module):
             return
         if not self.called:
             self.called = True
-        if torch._C._functorch.peek_interpreter_stack() is not None and self.now.active:
+        if (
+            torch._C._functorch.peek_interpreter_stack() is not None
+            and self.active_bits.active
+        ):
             raise RuntimeError(
                 "torch.func (grad, jvp, vmap) cannot transform quantised layers: take loss.backward() or "
                 "torch.autograd.grad; torch.func.functional_call works"
@@ -228,7 +231,7 @@ class LayerPrecision(nn.Module):
     def own_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
         own = role.removeprefix(f"{self.kind}_")
-        return own if own in self.now.quantizers else role
+        return own if own in self.active_bits.quantizers else role
 
     def quantized(
         self,
@@ -245,11 +248,13 @@ class LayerPrecision(nn.Module):
             first = self.round_operand(self.own_role(roles[0]), first, along[0])
         if roles[1] is not None:
             second = self.round_operand(self.own_role(roles[1]), second, along[1])
-        return self.multiplied(
+        return self.matmul_with_quantized_grad(
             compute, first, second, rounded_bias, role=self.own_role(gradient)
         )
 
-    def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
+    def quantize_operand(
+        self, role: str, x: Tensor, along: int | None = None
+    ) -> Tensor:
         """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
         self.require_bits()
         check_floating(x)
@@ -270,10 +275,12 @@ class LayerPrecision(nn.Module):
 
     def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
         """Return an operand, rounded; of a layer that has bits."""
-        if x.dtype in HALF and self.now.active:
+        if x.dtype in HALF and self.active_bits.active:
             x = x.float()
         is_quantized = (
-            self.now.weight if role in self._weight_roles else self.now.activation
+            self.active_bits.weight
+            if role in self._weight_roles
+            else self.active_bits.activation
         )
         if not is_quantized or x.numel() == 0:
             return x
@@ -281,9 +288,9 @@ class LayerPrecision(nn.Module):
         return self.grids.apply(self, role, x, along, self._rounded)
 
     def _rounded(self, role: str, x: Tensor) -> Tensor:
-        quantizer, levels = self.now.quantizers[role], self.levels_for(role)
+        quantizer, levels = self.active_bits.quantizers[role], self.levels_for(role)
         if quantizer.running and not self.training:
-            low, width = self.evaluated(role, x)
+            low, width = self.eval_range(role, x)
             return fake_quantize.operators.round_in_range(
                 x, low, width, levels, quantizer.grid, clip=True
             )
@@ -294,22 +301,22 @@ class LayerPrecision(nn.Module):
             self.track(role, low, width)
         return y
 
-    def multiplied(
+    def matmul_with_quantized_grad(
         self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad"
     ) -> Tensor:
         """Return ``multiply(*operands)``, linear in what ``operand`` returned, whose gradient is quantised."""
-        if self.now.splits_gradient and torch.is_grad_enabled():
+        if self.active_bits.splits_gradient and torch.is_grad_enabled():
             return _with_split_gradient(self, role, multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
-        if not self.now.gradient or not y.requires_grad:
+        if not self.active_bits.gradient or not y.requires_grad:
             return y
         return self.grids.apply(self, role, y, None, self._with_rounded_gradient)
 
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
-        quantizer = self.now.quantizers[role]
+        quantizer = self.active_bits.quantizers[role]
         key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
         y = fake_quantize.operators.quantize_gradient(
             y, self.grad_levels, quantizer.grid, key
@@ -353,7 +360,7 @@ class LayerPrecision(nn.Module):
 
     # --- what training leaves in a layer: running ranges, and the key of its noise ------------------------------------
 
-    def evaluated(self, role: str, x: Tensor) -> Range:
+    def eval_range(self, role: str, x: Tensor) -> Range:
         """Return the stored range of an operand, in evaluation; its own range as long as the stored one is empty.
 
         That is decided on the device where it is not known since ``train(False)``, as in an average of models.
@@ -475,7 +482,11 @@ class LayerPrecision(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the scheduler out of a copy."""
-        return {**vars(self), "driver": self.driver is not None, "fixed": False}
+        return {
+            **vars(self),
+            "driver": self.owning_scheduler is not None,
+            "fixed": False,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
@@ -490,10 +501,10 @@ class LayerPrecision(nn.Module):
         extensions.load_optional(self.kind)
         if self.execution != "simulated":
             extensions.load("int8")
-        driven, self.driver = self.driver, None
+        driven, self.owning_scheduler = self.owning_scheduler, None
         if driven:
-            self.in_force = None
-        if self.now.is_set:
+            self.active_levels = None
+        if self.active_bits.is_set:
             fake_quantize.load_kernels()
 
     def __prepare_scriptable__(self) -> None:
@@ -505,20 +516,18 @@ class LayerPrecision(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the active bits, how operations are executed, and what rounds."""
-        if not self.now.is_set:
+        if not self.active_bits.is_set:
             return f"bits=not set, execution={self.execution}"
         execution = self.execution
-        if execution != "simulated" and self.now.active:
+        if execution != "simulated" and self.active_bits.active:
             execution = extensions.load("int8").describe_execution(self)
         kernels = fake_quantize.operators.name_on(self.levels.device)
-        return (
-            f"{self.grids.describe(self.now)}, execution={execution}, kernels={kernels}"
-        )
+        return f"{self.grids.describe(self.active_bits)}, execution={execution}, kernels={kernels}"
 
 
 @torch.compiler.disable
 def _with_split_gradient(*arguments: Any) -> Tensor:
-    return extensions.load("split_gradients").multiplied(*arguments)
+    return extensions.load("split_gradients").matmul_with_quantized_grad(*arguments)
 
 
 def is_recomputing() -> bool:
@@ -538,7 +547,7 @@ def in_float32(
     between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
     is rounded, too.
     """
-    if precision is None or not precision.now.active:
+    if precision is None or not precision.active_bits.active:
         return compute(*inputs)
     kind, half = x.device.type, x.dtype if x.dtype in HALF else None
     if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cpt_core.validation import choose, declared
+from cpt_core.validation import check_choice, check_types
 
 GRANULARITIES = (
     "per_tensor",
@@ -48,9 +48,9 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        declared(type(self), {**vars(self), "grid": self.granularity})
-        choose("granularity", self.granularity, GRANULARITIES)
-        choose("rounding", self.rounding, ROUNDINGS)
+        check_types(type(self), {**vars(self), "grid": self.granularity})
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
             raise ValueError(
                 f"a running range needs granularity 'per_tensor', got {self.granularity!r}"
@@ -102,11 +102,11 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
                 f"the quantizer of a role has no format, which a ladder gives; got {quantizer!r}"
             )
         return quantizer
-    return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
+    return QUANTIZERS[check_choice("quantizer", quantizer, QUANTIZERS)]
 
 
 def level_role(role: str) -> str:
-    """Return the field of ``Levels`` that tells the level of a role, such as "weight" of "linear_weight"."""
+    """Return the field of ``RoleLevels`` that tells the level of a role, such as "weight" of "linear_weight"."""
     if role.endswith("weight_grad"):
         return "weight_gradient"
     return {"weight": "weight", "bias": "weight", "grad": "error"}.get(

@@ -25,8 +25,8 @@ from cpt_core.numerics import NUMERICS, NUMERICS_WITHOUT_VERSION
 from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions, warn_of_added_modules
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.schedules.schedule import Levels, Schedule
-from cpt_core.validation import check_bits, declared, whole
+from cpt_core.schedules.schedule import RoleLevels, Schedule
+from cpt_core.validation import check_bits, check_int, check_types
 
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
@@ -93,7 +93,7 @@ class PrecisionScheduler:
                 zip(*(levels.tolist() for levels in s.levels(self.q_grad)), strict=True)
             )
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
-                layer.check_levels(Levels(*levels))
+                layer.check_levels(RoleLevels(*levels))
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
@@ -164,7 +164,7 @@ class PrecisionScheduler:
                 if not layer.fixed:
                     layer.set_levels(levels, self)
 
-    def hear(self, layer: LayerPrecision) -> None:
+    def _on_mode_change(self, layer: LayerPrecision) -> None:
         """Give a layer that changed between training and evaluation the bits of its mode."""
         if not layer.training:
             self._search_added_modules()
@@ -207,13 +207,15 @@ class PrecisionScheduler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``, after a warning from other numerics; ValueError for another run's."""
-        declared(self.load_state_dict, {"state": state})
+        check_types(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(
                 f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}"
             )
-        whole("last_step", state["last_step"], 0)
-        numerics = whole("numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1)
+        check_int("last_step", state["last_step"], 0)
+        numerics = check_int(
+            "numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1
+        )
         theirs = {
             **state,
             "ladders": {
@@ -269,7 +271,7 @@ def assign_schedules(
     schedule: Schedules, layers: Mapping[str, LayerPrecision | None]
 ) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
-    declared(assign_schedules, {"schedule": schedule}, parts=True)
+    check_types(assign_schedules, {"schedule": schedule}, parts=True)
     schedule = getattr(schedule, "by_pattern", schedule)  # of a LayeredSchedule
     if not schedule:
         raise ValueError("schedule must name one for every layer, got {}")
@@ -347,23 +349,28 @@ def precision(
     patterns = _patterns_of(layers, by_pattern, "bits")
     warn_of_added_modules(model)
     before = [
-        (layer, layer.in_force, layer.driver, layer.fixed) for layer in layers.values()
+        (layer, layer.active_levels, layer.owning_scheduler, layer.fixed)
+        for layer in layers.values()
     ]
     try:
         for name, pattern in patterns.items():
             layer = layers[name]
             values = resolve("bits", by_pattern[pattern], layer, name)
             if q_grad is None:
-                layer.set_levels(merged(values, layer.in_force or values))
+                layer.set_levels(merged(values, layer.active_levels or values))
             else:
                 layer.set_levels(
-                    Levels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:])
+                    RoleLevels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:])
                 )
             layer.fixed = True
         yield model
     finally:
         for layer, in_force, driver, fixed in before:
-            layer.in_force, layer.driver, layer.fixed = in_force, driver, fixed
+            layer.active_levels, layer.owning_scheduler, layer.fixed = (
+                in_force,
+                driver,
+                fixed,
+            )
         for driver in dict.fromkeys(
             driver for _, _, driver, _ in before if driver is not None
         ):
@@ -384,7 +391,7 @@ def copy_ranges(source: nn.Module, target: nn.Module) -> None:
     Raises:
         ValueError: for models whose quantised layers differ.
     """
-    declared(copy_ranges, {"source": source, "target": target})
+    check_types(copy_ranges, {"source": source, "target": target})
     source_layers, target_layers = (
         _precisions_in("source", source),
         _precisions_in("target", target),
@@ -420,9 +427,9 @@ def _correspond(
     return has_same_name and set(layer.ranges()) == set(wrapped_layer.ranges())
 
 
-def merged(values: Levels, gradients: Levels) -> Levels:
+def merged(values: RoleLevels, gradients: RoleLevels) -> RoleLevels:
     """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
-    return Levels(
+    return RoleLevels(
         *values[:2], *(values if values.activation is None else gradients)[2:]
     )
 
@@ -434,7 +441,9 @@ def check_eval_bits(value: Any) -> EvalBits:
     return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
 
 
-def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
+def resolve(
+    what: str, value: int | str, layer: LayerPrecision, name: str
+) -> RoleLevels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
     if isinstance(value, str) and value == "float":
         return ALL_FLOAT32
@@ -448,7 +457,7 @@ def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Le
         raise ValueError(
             f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}"
         )
-    return Levels(*[check_bits(what, value)] * 4)
+    return RoleLevels(*[check_bits(what, value)] * 4)
 
 
 def _short(value: Any) -> str:

@@ -23,6 +23,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.profiles import Linear as Linear
     from cpt_core.schedules.profiles import Rex as Rex
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

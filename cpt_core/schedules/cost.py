@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpt_core import extensions
-from cpt_core.validation import MOST_BITS, check_bits, shown
+from cpt_core.validation import MAX_BITS, check_bits, short_repr
 
 FULL_PRECISION = 32  # bits of an unquantised operand
-Ladders = (
-    Any  # a FormatLadder, or a tuple of that of every role, in the order of ``Levels``
-)
+Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``RoleLevels``
 StepCost = Callable[
     [int], float
 ]  # bits -> what a step at them costs in another unit, such as seconds
@@ -93,9 +91,9 @@ def whole_bits(name: str, values: ArrayLike) -> NDArray[np.int64]:
     """Return values as integers; ValueError unless all are whole numbers that bits may be."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
-        raise ValueError(f"{name} must be whole numbers, got {shown(values)}")
-    if array.size and not (array.min() >= 1 and array.max() <= MOST_BITS):
+        raise ValueError(f"{name} must be whole numbers, got {short_repr(values)}")
+    if array.size and not (array.min() >= 1 and array.max() <= MAX_BITS):
         raise ValueError(
-            f"{name} must lie between 1 and {MOST_BITS}, got {shown(values)}"
+            f"{name} must lie between 1 and {MAX_BITS}, got {short_repr(values)}"
         )
     return array.astype(np.int64)

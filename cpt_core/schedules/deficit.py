@@ -8,7 +8,7 @@ import numpy as np
 
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, check_pairs, set_integers, set_range
-from cpt_core.validation import whole
+from cpt_core.validation import check_int
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DeficitSchedule(Schedule):
         set_range(self, self.q_low, self.q_high, self.total_steps)
         pairs = check_pairs("windows", self.windows, "(start, stop)")
         windows = sorted(
-            (whole("start of windows", a), whole("stop of windows", b))
+            (check_int("start of windows", a), check_int("stop of windows", b))
             for a, b in pairs
         )
         for start, stop in windows:

@@ -13,7 +13,7 @@ from cpt_core.schedules.schedule import (
     ShortCycleWarning,
     StaticSchedule,
 )
-from cpt_core.validation import choose, declared, shown
+from cpt_core.validation import check_choice, check_types, short_repr
 
 ORDER = "name, q_min, q_max, total_steps, n_cycles"
 
@@ -47,7 +47,7 @@ def make_schedule(
     >>> make_schedule("CR", 3, 8, 100) == make_schedule("CR", q_min=3, q_max=8, total_steps=100, n_cycles=8)
     True
     """
-    choose("schedule", name, (*SCHEDULES, STATIC))
+    check_choice("schedule", name, (*SCHEDULES, STATIC))
     if q_max is None or total_steps is None:
         missing = [
             what
@@ -93,15 +93,15 @@ def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
 
     A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
     """
-    declared(schedule_from_dict, locals())
+    check_types(schedule_from_dict, locals())
     try:
         fields = dict(description)
         kind = fields.pop("kind")
         extensions.load_optional(kind)
-        return KINDS[choose("kind", kind, KINDS)](**fields)
+        return KINDS[check_choice("kind", kind, KINDS)](**fields)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"description must be what to_dict() returned, got {shown(description)}: {error!r}"
+            f"description must be what to_dict() returned, got {short_repr(description)}: {error!r}"
         ) from None
 
 
@@ -109,7 +109,7 @@ def _cyclic_from_dict(profile: dict[str, Any], **fields: Any) -> Schedule:
     constants = dict(profile)
     name = constants.pop("name", None)
     extensions.load_optional(name)
-    curve = PROFILES[choose("profile", name, PROFILES)](**constants)
+    curve = PROFILES[check_choice("profile", name, PROFILES)](**constants)
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         return CyclicSchedule(curve, **fields)
 

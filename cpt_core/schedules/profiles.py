@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.validation import declared
+from cpt_core.validation import check_types
 
 Array = NDArray[np.float64]
 
@@ -56,7 +56,7 @@ class Exponential(Profile):
     rate: float = 4.0
 
     def __post_init__(self) -> None:
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
         object.__setattr__(
@@ -82,7 +82,7 @@ class Rex(Profile):
     d: float = 0.9
 
     def __post_init__(self) -> None:
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         if not 0 <= self.d < 1:
             raise ValueError(f"d must satisfy 0 <= d < 1, got {self.d}")
         object.__setattr__(self, "d", float(self.d))

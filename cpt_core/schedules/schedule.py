@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
-from cpt_core.validation import MOST_BITS, check_bits, choose, declared, shown, whole
+from cpt_core.validation import (
+    MAX_BITS,
+    check_bits,
+    check_choice,
+    check_int,
+    check_types,
+    short_repr,
+)
 
-MOST_STEPS = 10**8  # of a training: schedules hold a number for each
+MAX_STEPS = 10**8  # of a training: schedules hold a number for each
 FLOAT32 = 32  # the level of what is not quantised
 
 
@@ -26,7 +33,7 @@ class ShortCycleWarning(UserWarning):
     """The cycles have too few steps for the bits to reach ``q_max`` at the end of a cycle."""
 
 
-class Levels(NamedTuple):
+class RoleLevels(NamedTuple):
     """Something for every role: levels of a step (None is float32, too), or of every step, arrays (total_steps,)."""
 
     activation: Any
@@ -64,7 +71,7 @@ class Schedule:
         return self._bits
 
     def _check_step(self, step: int) -> int:
-        step = whole("step", step)
+        step = check_int("step", step)
         if not 0 <= step < self.total_steps:
             raise ValueError(
                 f"step {step} is outside the schedule; steps run from 0 to {self.total_steps - 1}"
@@ -75,21 +82,21 @@ class Schedule:
         """Return the bits at a 0-based optimizer step."""
         return int(self._bits[self._check_step(step)])
 
-    def levels(self, q_grad: int | None = None) -> Levels:
+    def levels(self, q_grad: int | None = None) -> RoleLevels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
         gradient_bits = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
         gradients = np.broadcast_to(np.int64(gradient_bits), self.total_steps)
-        return Levels(self._bits, self._bits, gradients, gradients)
+        return RoleLevels(self._bits, self._bits, gradients, gradients)
 
-    def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
+    def levels_at(self, step: int, q_grad: int | None = None) -> RoleLevels:
         """Return the levels of a 0-based optimizer step."""
         step = self._check_step(step)
-        return Levels(*(int(levels[step]) for levels in self.levels(q_grad)))
+        return RoleLevels(*(int(levels[step]) for levels in self.levels(q_grad)))
 
     @property
-    def highest(self) -> Levels:
+    def highest(self) -> RoleLevels:
         """The highest level of every role, which "q_max" means where a model is evaluated."""
-        return Levels(*[self.q_max] * 4)
+        return RoleLevels(*[self.q_max] * 4)
 
     def relative_cost(
         self,
@@ -205,8 +212,8 @@ class CyclicSchedule(Schedule):
                 f"a triangular schedule needs an even n_cycles, or it ends at q_min; got {self.n_cycles}"
             )
         _check_growth(self.profile)
-        choose("mirror", self.mirror, MIRRORS)
-        choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
+        check_choice("mirror", self.mirror, MIRRORS)
+        check_choice("cycle_rule", self.cycle_rule, CYCLE_RULES)
         last = int(np.rint(self._values_at(np.array([self.total_steps - 1]))[0]))
         if last != self.q_max:
             warnings.warn(
@@ -273,11 +280,11 @@ def _plain(value: Any) -> Any:
 
 def set_integers(schedule: Schedule, *names: str) -> None:
     """Turn fields of a frozen schedule into plain integers; ValueError for one that is none, or any odd field."""
-    declared(type(schedule), vars(schedule))
+    check_types(type(schedule), vars(schedule))
     for name in (
         names
     ):  # numpy integers become int, so that equal schedules hash and serialise alike
-        object.__setattr__(schedule, name, whole(name, getattr(schedule, name)))
+        object.__setattr__(schedule, name, check_int(name, getattr(schedule, name)))
 
 
 def set_range(schedule: Schedule, q_min: int, q_max: int, total_steps: int) -> None:
@@ -297,14 +304,14 @@ def check_pairs(name: str, pairs: Any, meaning: str) -> list[tuple[Any, Any]]:
         return [(first, second) for first, second in pairs]
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name} must be pairs {meaning}, got {shown(pairs)}"
+            f"{name} must be pairs {meaning}, got {short_repr(pairs)}"
         ) from None
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
     """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
-    if not 1 <= q_min <= q_max <= MOST_BITS:
+    if not 1 <= q_min <= q_max <= MAX_BITS:
         raise ValueError(
-            f"bits must satisfy 1 <= q_min <= q_max <= {MOST_BITS}, got q_min={q_min}, q_max={q_max}"
+            f"bits must satisfy 1 <= q_min <= q_max <= {MAX_BITS}, got q_min={q_min}, q_max={q_max}"
         )
-    whole("total_steps", total_steps, 1, MOST_STEPS)
+    check_int("total_steps", total_steps, 1, MAX_STEPS)

@@ -23,6 +23,6 @@ if TYPE_CHECKING:  # the list of public names
         uncounted_functions as uncounted_functions,
     )
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

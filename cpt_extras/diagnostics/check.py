@@ -25,12 +25,12 @@ from torch import nn
 from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
-from cpt_core.bitops.shadow import as_it_was
+from cpt_core.bitops.shadow import preserve_state
 from cpt_core.bitops.tally import ForwardMacs
 from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs, declared
+from cpt_core.validation import check_inputs, check_types
 from cpt_extras.diagnostics.invariances import (
     BROKEN,
     NOT_APPLICABLE,
@@ -253,7 +253,7 @@ def check(
         RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
     """
     check_inputs(inputs)
-    declared(check, {"invariances": invariances, "details": details})
+    check_types(check, {"invariances": invariances, "details": details})
     layer_precisions(model)
     inputs = _copy(inputs)
     extensions.services("processes").check_unsharded(model, "check it")
@@ -278,7 +278,7 @@ def check(
 
     not_intercepted = NotIntercepted(model, macs)
     with (
-        as_it_was(model, inputs),
+        preserve_state(model, inputs),
         simulated(all_precisions(model)),
         precision(model, BITS, BITS),
     ):
@@ -309,7 +309,7 @@ def _ask(
     model: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
     """Return the answers of ``find_invariances``; the model is afterwards what it was."""
-    with as_it_was(model, inputs), warnings.catch_warnings():
+    with preserve_state(model, inputs), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answers, filled = find_invariances(model, inputs)
     return tuple(answers), tuple(filled)

@@ -15,7 +15,7 @@ MIN_SHARE = 0.05  # of a weight's numbers: fewer zeros are chance, or were initi
 
 def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
     """Warn where more than ``MIN_SHARE`` of a weight is 0 and its grid moves these zeros."""
-    bits = precision.now.formats.weight
+    bits = precision.active_bits.formats.weight
     if not isinstance(bits, int) or not _can_read(weight):
         return
     share, moved = _zeros(weight.detach(), num_steps(bits))

@@ -15,7 +15,7 @@ from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.validation import choose, declared
+from cpt_core.validation import check_choice, check_types
 from cpt_extras.diagnostics.native_counting import NativeCountingMode
 from cpt_extras.formats.prices import price_table, total_prices
 
@@ -45,7 +45,7 @@ class BitOpsLedger:
 
     def __init__(self, model: nn.Module) -> None:
         """Count ``model``, converted or not."""
-        declared(type(self).__init__, locals())
+        check_types(type(self).__init__, locals())
         self.model = model
         self._tallies = {convention: Tally() for convention in CONVENTIONS}
         self._computed_once: set[tuple[str, Formats]] = set()
@@ -109,7 +109,7 @@ class BitOpsLedger:
         return price_table(self._tally(convention))
 
     def _tally(self, convention: str) -> Tally:
-        return self._tallies[choose("convention", convention, CONVENTIONS)]
+        return self._tallies[check_choice("convention", convention, CONVENTIONS)]
 
     def _report(self, operation: Operation) -> Callable[[], None] | None:
         """Count the forward pass of an operation; return what counts its backward passes."""
@@ -161,8 +161,8 @@ class BitOpsLedger:
 def _active_formats(precision: LayerPrecision) -> Formats:
     return (
         IN_FLOAT32
-        if precision.in_force is None
-        else precision.grids.priced(precision.in_force)
+        if precision.active_levels is None
+        else precision.grids.priced(precision.active_levels)
     )
 
 

@@ -17,7 +17,9 @@ MAX_UPDATES = 10  # of a weight at one step of a schedule: a critic is updated a
 
 def is_driving(scheduler: Any) -> bool:
     """Return whether the bits of some layer are those of a scheduler now."""
-    return any(layer.driver is scheduler for layer in scheduler._layers.values())
+    return any(
+        layer.owning_scheduler is scheduler for layer in scheduler._layers.values()
+    )
 
 
 def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:

@@ -28,10 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_role
-from cpt_core.validation import declared, whole
+from cpt_core.validation import check_int, check_types
 from cpt_extras.diagnostics.ledger import compiled_parts, is_within
-from cpt_extras.diagnostics.rounding_stats import GRADIENTS, SUMS, Key, Observer
-from cpt_extras.optional_libraries import library
+from cpt_extras.diagnostics.rounding_stats import GRADIENTS, SUMS, Key, RoundingStats
+from cpt_extras.optional_libraries import import_optional
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,8 +93,8 @@ class Recording:
     """
 
     def __init__(self, model: nn.Module, every: int = 100, step: int = 0) -> None:
-        declared(type(self).__init__, {"model": model})
-        self.every, self.step = whole("every", every, 1), whole("step", step, 0)
+        check_types(type(self).__init__, {"model": model})
+        self.every, self.step = check_int("every", every, 1), check_int("step", step, 0)
         if "" in compiled_parts(model):
             raise ValueError(
                 "a compiled model says nothing of its roundings; record one that is not compiled"
@@ -161,7 +161,9 @@ class Recording:
 
     def _watch(self, on: bool) -> None:
         for name, precision in self._layers.items():
-            precision.observer = Observer(name, precision, self._sums) if on else None
+            precision.observer = (
+                RoundingStats(name, precision, self._sums) if on else None
+            )
 
     def _collect(self) -> None:
         """Bring the sums of the step to the host."""
@@ -238,7 +240,7 @@ class Recording:
         """
         rows = [row for step in self._kept for row in self._rows(step)]
         return (
-            library("pandas", "lab")
+            import_optional("pandas", "lab")
             .DataFrame(rows, columns=list(COLUMNS))
             .astype(dict.fromkeys(STATISTICS, float))
         )
@@ -251,7 +253,7 @@ class Recording:
         Raises:
             ValueError: for a step that is not recorded, or when none is.
         """
-        step = (self.steps or [-1])[-1] if step is None else whole("step", step)
+        step = (self.steps or [-1])[-1] if step is None else check_int("step", step)
         if step not in self._kept:
             known = (
                 f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}"

@@ -20,7 +20,7 @@ from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.op_interception import HOOK, OP_HANDLERS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.diagnostics.exact_sums import ExactSums
 from cpt_extras.kernels.backend import reference
 
@@ -289,7 +289,7 @@ def _pattern(y: Tensor) -> Tensor:
 
 def _takes(layer: LayerPrecision, level: int) -> bool:
     try:
-        layer.check_levels(Levels(level, level, level, level))
+        layer.check_levels(RoleLevels(level, level, level, level))
     except ValueError:
         return False
     return True
@@ -303,7 +303,7 @@ def _evaluation_mode(
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
     layers = [
-        (p, p.training, p.calibrated, p._roles, p.in_force, p.fixed)
+        (p, p.training, p.calibrated, p._roles, p.active_levels, p.fixed)
         for p in precisions.values()
     ]
     for m in modules:
@@ -312,7 +312,7 @@ def _evaluation_mode(
         p.fixed = True  # schedulers wait
         p.train(False)
         p._roles = tuple((role, replace(q, rounding="nearest")) for role, q in p._roles)
-        p.in_force = p.in_force
+        p.active_levels = p.active_levels
     try:
         yield
     finally:
@@ -325,7 +325,7 @@ def _evaluation_mode(
                 roles,
                 fixed,
             )
-            p.in_force = in_force
+            p.active_levels = in_force
 
 
 @contextmanager
@@ -334,12 +334,12 @@ def simulated(
 ) -> Iterator[None]:
     """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
     before = [
-        (p, p.execution, p.grids, p.in_force, p.zeros_unknown, p.given_warnings)
+        (p, p.execution, p.grids, p.active_levels, p.zeros_unknown, p.given_warnings)
         for p in precisions.values()
     ]
     for p, *_ in before:
         p.given_warnings = None
-        p.execution, p.grids, p.in_force = (
+        p.execution, p.grids, p.active_levels = (
             "simulated",
             AFFINE_GRIDS if on_affine_grids else p.grids,
             None,
@@ -348,7 +348,7 @@ def simulated(
         yield
     finally:
         for p, execution, grids, levels, zeros_unknown, given_warnings in before:
-            p.execution, p.grids, p.in_force = execution, grids, levels
+            p.execution, p.grids, p.active_levels = execution, grids, levels
             p.zeros_unknown, p.given_warnings = (
                 zeros_unknown,
                 given_warnings,

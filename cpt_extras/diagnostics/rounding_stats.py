@@ -35,7 +35,7 @@ SUMS = (
 Key = tuple[str, str, int, int, str]  # layer, role, level, bits, grid
 
 
-class Observer:
+class RoundingStats:
     """Sums up what rounding does to the tensors of one layer; ``LayerPrecision.observe`` calls it."""
 
     def __init__(
@@ -50,12 +50,12 @@ class Observer:
             return
         p, place = self.precision, level_role(role)
         quantizer, gradient = p.quantizers[role], place in GRADIENTS
-        format = getattr(p.now.formats, place)
+        format = getattr(p.active_bits.formats, place)
         if format is None:  # also behind the block that set the precision of a gradient
             return
         if isinstance(format, int):  # the paper's grids have bits alone
             format = Format.affine(format)
-        level = getattr(p.in_force, place)
+        level = getattr(p.active_levels, place)
         levels = p.levels_for(role)
         if gradient:
             levels = p.grad_levels if place == "error" else p.weight_grad_levels
@@ -70,14 +70,14 @@ class Observer:
         of_key = self.sums.setdefault(
             (self.name, role, level, format.bits, quantizer.grid), []
         )
-        of_key += [summed(part, levels, grid, key, format) for part in parts]
+        of_key += [rounding_stats(part, levels, grid, key, format) for part in parts]
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """A copy of a layer is not recorded, and neither is one that was stored."""
         return type(None), ()
 
 
-def summed(
+def rounding_stats(
     x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format
 ) -> Tensor:
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""

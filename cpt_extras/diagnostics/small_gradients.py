@@ -12,7 +12,7 @@ from cpt_core.quantization.rounding import MIN_SCALE
 
 def warn_of_small_gradient(precision: LayerPrecision, gradient: Tensor) -> None:
     """Warn where a layer's gradient is so small that its grid has fewer steps than its bits."""
-    if not isinstance(precision.now.formats.error, int) or not gradient.numel():
+    if not isinstance(precision.active_bits.formats.error, int) or not gradient.numel():
         return
     width, fewest = (
         gradient.max() - gradient.min(),

@@ -10,9 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
-from cpt_core.bitops.shadow import as_it_was, shadow_of
+from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
-from cpt_core.validation import check_inputs, declared
+from cpt_core.validation import check_inputs, check_types
 
 # functions that move, rename or create data cost nothing by any convention
 FREE_FUNCTIONS = frozenset(
@@ -32,10 +32,14 @@ def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, 
     >>> uncounted_functions(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), (torch.ones(3, 4),))
     {'relu': 6}
     """
-    declared(uncounted_functions, {"model": model})
+    check_types(uncounted_functions, {"model": model})
     check_inputs(inputs)
-    shadow, functions = shadow_of(model, on_meta=False), _UncountedFunctions()
-    with as_it_was(model, inputs), counting(shadow, lambda operation: None), functions:
+    shadow, functions = meta_copy(model, on_meta=False), _UncountedFunctions()
+    with (
+        preserve_state(model, inputs),
+        counting(shadow, lambda operation: None),
+        functions,
+    ):
         shadow(*copy_of_inputs(inputs, False, {}))
     return dict(functions.elements)
 

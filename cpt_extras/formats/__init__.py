@@ -20,6 +20,6 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_extras.formats.costs import Cost as Cost
     from cpt_extras.formats.costs import Operands as Operands
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

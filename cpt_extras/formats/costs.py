@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_extras.formats.format import FORMATS, FULL, Format
 
 FLOAT32 = FORMATS["float32"]
@@ -182,4 +182,4 @@ def cost_named(name: str) -> Cost:
             f"unknown cost 'seconds'; choose from {', '.join(COSTS)}; for seconds give a "
             "function from bits to the seconds of a step on your machine"
         )
-    return COSTS[choose("cost", name, COSTS)]
+    return COSTS[check_choice("cost", name, COSTS)]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt_core.validation import choose, declared, shown, whole
+from cpt_core.validation import check_choice, check_int, check_types, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,14 +72,14 @@ class Format:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        choose("kind of a format", self.kind, KINDS)
-        declared(type(self), vars(self))
-        choose("specials", self.specials, SPECIALS)
+        check_choice("kind of a format", self.kind, KINDS)
+        check_types(type(self), vars(self))
+        check_choice("specials", self.specials, SPECIALS)
         for name in ("bits", "exponent", "mantissa", "block"):
             object.__setattr__(
-                self, name, whole(f"{name} of a format", getattr(self, name), 0)
+                self, name, check_int(f"{name} of a format", getattr(self, name), 0)
             )
-        whole(f"bits of {self.kind} formats", self.bits, *BITS[self.kind])
+        check_int(f"bits of {self.kind} formats", self.bits, *BITS[self.kind])
         if self.kind == "minifloat":
             self._check_minifloat()
         elif self.exponent or self.mantissa or self.specials != "none":
@@ -94,11 +94,11 @@ class Format:
                 raise ValueError(
                     "blocks of minifloats or whole numbers have a size and a scale, 'e8m0' or 'e4m3'"
                 )
-            choose("scale of a block", self.scale, ("e8m0", "e4m3"))
+            check_choice("scale of a block", self.scale, ("e8m0", "e4m3"))
 
     def _check_minifloat(self) -> None:
-        whole("bits of a minifloat's exponent", self.exponent, 2, 8)
-        whole("bits of a minifloat's mantissa", self.mantissa, 0, 23)
+        check_int("bits of a minifloat's exponent", self.exponent, 2, 8)
+        check_int("bits of a minifloat's mantissa", self.mantissa, 0, 23)
         if self.bits != 1 + self.exponent + self.mantissa:
             raise ValueError(
                 f"bits of a minifloat are 1 + exponent + mantissa, got {self.bits}"
@@ -135,8 +135,8 @@ class Format:
         """
         bits = (
             1
-            + whole("exponent", exponent, 0, FULL)
-            + whole("mantissa", mantissa, 0, FULL)
+            + check_int("exponent", exponent, 0, FULL)
+            + check_int("mantissa", mantissa, 0, FULL)
         )
         if specials is None:
             specials = (
@@ -167,20 +167,27 @@ class Format:
             if isinstance(element, str) and element == "int8"
             else cls.of(element)
         )
-        return replace(chosen, block=whole("block", block, 1), scale="e8m0", **options)
+        return replace(
+            chosen, block=check_int("block", block, 1), scale="e8m0", **options
+        )
 
     @classmethod
     def nvfp4(cls, block: int = 16, **options: Any) -> Format:
         """Return blocks of e2m1 with e4m3 scales and one float32 scale per tensor: NVFP4."""
         return replace(
-            cls.minifloat(2, 1), block=whole("block", block, 1), scale="e4m3", **options
+            cls.minifloat(2, 1),
+            block=check_int("block", block, 1),
+            scale="e4m3",
+            **options,
         )
 
     @classmethod
     def of(cls, value: Format | str) -> Format:
         """Return a format given by value, by a name of ``FORMATS``, or as ``str`` writes it."""
         if not isinstance(value, (Format, str)):
-            raise ValueError(f"a format is a Format or its name, got {shown(value)}")
+            raise ValueError(
+                f"a format is a Format or its name, got {short_repr(value)}"
+            )
         return value if isinstance(value, Format) else _parsed(value)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -302,7 +309,7 @@ def _parsed(text: str) -> Format:
     options: dict[str, Any] = {}
     for part in rest:
         key, _, value = part.partition("=")
-        choose("option of a format", key, OPTIONS)
+        check_choice("option of a format", key, OPTIONS)
         if key != "specials" and value not in _FLAG:
             raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}")
         options[key] = _FLAG.get(value, value)
@@ -321,7 +328,7 @@ def _element(name: str, text: str) -> Format:
         return Format.minifloat(int(found[1]), int(found[2]))
     if found := re.fullmatch(r"(affine|symmetric|log2_)(\d+)", name):
         return Format(found[1].rstrip("_"), int(found[2]))
-    choose("format", text, FORMATS)
+    check_choice("format", text, FORMATS)
     raise AssertionError  # it is none of them
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from cpt_core.validation import declared, shown, whole
+from cpt_core.validation import check_int, check_types, short_repr
 from cpt_extras.formats.costs import Operands, cost_named
 from cpt_extras.formats.format import FORMATS, MOST_AFFINE, Format
 from cpt_extras.formats.quantizer import FormatQuantizer
@@ -45,7 +45,7 @@ class FormatLadder:
             )
         try:
             found = {
-                whole("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value)
+                check_int("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value)
                 for level, value in formats.items()
             }
         except ValueError as error:
@@ -75,7 +75,7 @@ class FormatLadder:
 
     def quantizer(self, level: int) -> FormatQuantizer:
         """Return the format of a level with how a tensor is brought onto it; errors as above."""
-        level = whole("level", level, 1, MOST_LEVEL)
+        level = check_int("level", level, 1, MOST_LEVEL)
         if level == MOST_LEVEL and level not in self._levels:
             return FormatQuantizer(format=FORMATS["float32"])
         if level not in self._levels:
@@ -122,7 +122,7 @@ class FormatLadder:
         >>> AFFINE.cost("ace", gradients=8)(4), FormatLadder({4: "e2m1", 8: "e4m3"}).cost("ace")(4)
         (80.0, 80.0)
         """
-        declared(self.cost, locals())
+        check_types(self.cost, locals())
         cost = cost_named(name)
         if gradients is None:
             gradients = self.levels[-1]
@@ -141,9 +141,9 @@ class FormatLadder:
 
     def check(self, levels: Iterable[int]) -> None:
         """Raise ValueError unless all levels of a schedule are here."""
-        declared(self.check, locals())
+        check_types(self.check, locals())
         for level in dict.fromkeys(levels):
-            self[whole("each of levels", level)]
+            self[check_int("each of levels", level)]
 
     def filled(self) -> FormatLadder:
         """Return the ladder without holes: between two levels the format of the lower one."""
@@ -159,12 +159,12 @@ class FormatLadder:
     @classmethod
     def from_dict(cls, description: Mapping[Any, str]) -> FormatLadder:
         """Rebuild a ladder from ``to_dict()``."""
-        declared(cls.from_dict, locals())
+        check_types(cls.from_dict, locals())
         try:
             return cls({int(level): value for level, value in description.items()})
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"description of a ladder: {error}; got {shown(description)}"
+                f"description of a ladder: {error}; got {short_repr(description)}"
             ) from None
 
     def __eq__(self, other: object) -> bool:

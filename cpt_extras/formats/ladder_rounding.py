@@ -32,8 +32,8 @@ from cpt_core.quantization.roles import (
 )
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import Levels
-from cpt_core.validation import whole
+from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.validation import check_int
 from cpt_extras.formats.format import UNSCALED, Format, check_blocks
 from cpt_extras.formats.format_rounding import rotate
 from cpt_extras.formats.ladder import FormatLadder, ladder_of
@@ -51,7 +51,7 @@ LAYER_SUMS = {
     "attention": {"key": -2, "value": -2},
     "graph": {"weight": -2},
 }
-NO_LENGTHS = Levels((), (), (), ())
+NO_LENGTHS = RoleLevels((), (), (), ())
 
 
 class LadderBits(ActiveBits):
@@ -59,11 +59,11 @@ class LadderBits(ActiveBits):
 
     def __init__(
         self,
-        levels: Levels | None,
-        requested: Levels,
+        levels: RoleLevels | None,
+        requested: RoleLevels,
         quantizers: Mapping[str, Quantizer],
     ) -> None:
-        formats = Levels(
+        formats = RoleLevels(
             *(
                 None if q is None else q.format.bits if q.plain else q.format
                 for q in requested
@@ -89,9 +89,9 @@ class LadderGrids(AffineGrids):
 
     def __init__(
         self,
-        ladders: Levels,
+        ladders: RoleLevels,
         sums: Mapping[str, int],
-        lengths: Levels = NO_LENGTHS,
+        lengths: RoleLevels = NO_LENGTHS,
         can_rotate: bool = True,
     ) -> None:
         self.ladders, self.sums, self.lengths, self.can_rotate = (
@@ -102,7 +102,7 @@ class LadderGrids(AffineGrids):
         )
 
     @classmethod
-    def for_module(cls, ladders: Levels, module: Any, kind: str) -> LadderGrids:
+    def for_module(cls, ladders: RoleLevels, module: Any, kind: str) -> LadderGrids:
         """Return the grids of a layer of a kind."""
         lengths, can_rotate = NO_LENGTHS, kind not in ("lstm", "graph")
         if kind in LENGTHS:
@@ -111,11 +111,11 @@ class LadderGrids(AffineGrids):
             ladders, OPERATION_SUMS | LAYER_SUMS.get(kind, {}), lengths, can_rotate
         )
 
-    def resolve(self, levels: Levels | None, roles: Roles) -> ActiveBits:
+    def resolve(self, levels: RoleLevels | None, roles: Roles) -> ActiveBits:
         """Return what levels mean in a layer with these quantisers; ValueError for a hole in a ladder."""
         return _ladder_bits(levels, self.ladders, roles)
 
-    def check(self, levels: Levels, layer: str) -> None:
+    def check(self, levels: RoleLevels, layer: str) -> None:
         """Raise ValueError for formats that a layer cannot take."""
         requested = requested_formats(levels, self.ladders)
         sizes = [q.hadamard if q else 0 for q in requested]
@@ -129,11 +129,11 @@ class LadderGrids(AffineGrids):
                 "convolution or attention, with one size; got "
                 + ", ".join(
                     f"{size} for {role}"
-                    for role, size in zip(Levels._fields, sizes, strict=True)
+                    for role, size in zip(RoleLevels._fields, sizes, strict=True)
                 )
             )
         for role, quantizer, lengths in zip(
-            Levels._fields, requested, self.lengths, strict=True
+            RoleLevels._fields, requested, self.lengths, strict=True
         ):
             if quantizer is not None:
                 _check_format(role, quantizer, lengths, layer)
@@ -164,9 +164,9 @@ class LadderGrids(AffineGrids):
         result = rounded(role, arranged)
         return result if along == -1 else result.transpose(along, -1)
 
-    def priced(self, levels: Levels) -> Levels:
+    def priced(self, levels: RoleLevels) -> RoleLevels:
         """Return what every role is priced as: the bits of a grid, 32 for float32, or a number format."""
-        return Levels(
+        return RoleLevels(
             *(
                 _priced_format(ladder, level)
                 for ladder, level in zip(self.ladders, levels, strict=True)
@@ -220,23 +220,23 @@ def _check_format(
 # --- what the lengths of layers are -----------------------------------------------------------------------------------
 
 
-def _linear_lengths(module: Any) -> Levels:
+def _linear_lengths(module: Any) -> RoleLevels:
     if type(module) is not nn.Linear:
         return NO_LENGTHS
     inside, out = (module.in_features,), (module.out_features,)
-    return Levels(inside, inside, out, out)
+    return RoleLevels(inside, inside, out, out)
 
 
-def _convolution_lengths(module: Any) -> Levels:
+def _convolution_lengths(module: Any) -> RoleLevels:
     if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return NO_LENGTHS
     out = (module.out_channels,)
-    return Levels(
+    return RoleLevels(
         (module.in_channels,), (module.in_channels // module.groups,), out, out
     )
 
 
-def _lstm_lengths(module: Any) -> Levels:
+def _lstm_lengths(module: Any) -> RoleLevels:
     """Return inputs of every layer and hidden states; gates."""
     if type(module) is not nn.LSTM:
         return NO_LENGTHS
@@ -246,19 +246,21 @@ def _lstm_lengths(module: Any) -> Levels:
         else set()
     )
     inside = tuple(sorted({module.input_size, module.hidden_size} | deeper))
-    return Levels(inside, inside, (4 * module.hidden_size,), (4 * module.hidden_size,))
+    return RoleLevels(
+        inside, inside, (4 * module.hidden_size,), (4 * module.hidden_size,)
+    )
 
 
-def _graph_lengths(module: Any) -> Levels:
+def _graph_lengths(module: Any) -> RoleLevels:
     """Return features; what is added to the bias has those of the output."""
     inside, out = (
         int(getattr(module, "_in_feats", 0) or module._in_src_feats),
         int(module._out_feats),
     )
-    return Levels((inside, out), (inside,), (out,), (out,))
+    return RoleLevels((inside, out), (inside,), (out,), (out,))
 
 
-LENGTHS: dict[str, Callable[[Any], Levels]] = {
+LENGTHS: dict[str, Callable[[Any], RoleLevels]] = {
     "linear": _linear_lengths,
     "conv": _convolution_lengths,
     "lstm": _lstm_lengths,
@@ -270,7 +272,9 @@ LENGTHS: dict[str, Callable[[Any], Levels]] = {
 
 
 @lru_cache(maxsize=4096)
-def _ladder_bits(levels: Levels | None, ladders: Levels, roles: Roles) -> LadderBits:
+def _ladder_bits(
+    levels: RoleLevels | None, ladders: RoleLevels, roles: Roles
+) -> LadderBits:
     requested = requested_formats(levels, ladders)
     splits = requested.error != requested.weight_gradient
     quantizers: dict[str, Quantizer] = {}
@@ -294,13 +298,13 @@ def _shared(quantizer: Quantizer) -> Quantizer:
     return quantizer
 
 
-def requested_formats(levels: Levels | None, ladders: Levels) -> Levels:
+def requested_formats(levels: RoleLevels | None, ladders: RoleLevels) -> RoleLevels:
     """Return the quantiser of every role's level, None for float32; ValueError for a hole in a ladder."""
     requested = (
         level and ladder.quantizer(level)
         for level, ladder in zip(levels or ALL_FLOAT32, ladders, strict=True)
     )
-    return Levels(
+    return RoleLevels(
         *(None if q is None or q.format.is_identity else q for q in requested)
     )
 
@@ -328,7 +332,7 @@ def on_level(quantizer: Quantizer, level: FormatQuantizer | None) -> Quantizer:
     )
 
 
-def ladders_of(given: Any) -> Levels:
+def ladders_of(given: Any) -> RoleLevels:
     """Return the ladder of every role, from what a ``QuantConfig`` takes.
 
     Args:
@@ -339,10 +343,10 @@ def ladders_of(given: Any) -> Levels:
     and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is 8, torch warns and runs
     the rest uncompiled, to the same numbers.
     """
-    if isinstance(given, Levels):
-        return Levels(*map(ladder_of, given))
+    if isinstance(given, RoleLevels):
+        return RoleLevels(*map(ladder_of, given))
     if not isinstance(given, Mapping) or not any(isinstance(key, str) for key in given):
-        return Levels(*[ladder_of(given)] * 4)
+        return RoleLevels(*[ladder_of(given)] * 4)
     ladders = dict(given)
     if "gradient" in ladders:
         if {"error", "weight_gradient"} & set(ladders):
@@ -350,21 +354,21 @@ def ladders_of(given: Any) -> Levels:
                 "give a ladder for gradient, or for error and weight_gradient, not both"
             )
         ladders |= dict.fromkeys(("error", "weight_gradient"), ladders.pop("gradient"))
-    if odd := [role for role in ladders if role not in Levels._fields]:
+    if odd := [role for role in ladders if role not in RoleLevels._fields]:
         raise ValueError(
-            f"unknown role {odd[0]!r} of a ladder; choose from {', '.join(Levels._fields)}, gradient"
+            f"unknown role {odd[0]!r} of a ladder; choose from {', '.join(RoleLevels._fields)}, gradient"
         )
-    if missing := [role for role in Levels._fields if role not in ladders]:
+    if missing := [role for role in RoleLevels._fields if role not in ladders]:
         raise ValueError(
             f"roles missing: {', '.join(missing)}; give each a ladder, None for the paper's"
         )
-    return Levels(**{role: ladder_of(ladder) for role, ladder in ladders.items()})
+    return RoleLevels(**{role: ladder_of(ladder) for role, ladder in ladders.items()})
 
 
-def ladders_of_layer(precision: Any) -> Levels:
+def ladders_of_layer(precision: Any) -> RoleLevels:
     """Return the ladder of every role of a layer; the paper's where it has no others."""
     paper = ladder_of(None)
-    return getattr(precision.grids, "ladders", Levels(paper, paper, paper, paper))
+    return getattr(precision.grids, "ladders", RoleLevels(paper, paper, paper, paper))
 
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
@@ -399,7 +403,9 @@ def quantize_to_format(
         grid = grid_of(level.granularity or default, level.format)
     key = None
     if seed is not None:
-        key = torch.tensor(whole("seed", seed, *INT64), dtype=torch.int64).to(x.device)
+        key = torch.tensor(check_int("seed", seed, *INT64), dtype=torch.int64).to(
+            x.device
+        )
     steps = torch.tensor(
         num_steps(level.format.bits), dtype=torch.float32, device=x.device
     )

@@ -19,8 +19,8 @@ from cpt_core.validation import check_bits
 from cpt_extras.formats.costs import COSTS, Operands, cost_named
 from cpt_extras.formats.format import Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
-from cpt_extras.optional_libraries import library
-from cpt_extras.validation import number
+from cpt_extras.optional_libraries import import_optional
+from cpt_extras.validation import check_float
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +55,7 @@ def total_prices(tally: Tally) -> dict[str, float]:
 def price_table(tally: Tally) -> pd.DataFrame:
     """Return a row per layer and one of totals, a column per cost, with its unit."""
     rows = {**layer_prices(tally), "total": total_prices(tally)}
-    pandas = library("pandas", "lab")
+    pandas = import_optional("pandas", "lab")
     frame = pandas.DataFrame(
         list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(COSTS)
     )
@@ -78,7 +78,7 @@ def ladder_by_role(ladder: Any) -> tuple[FormatLadder, ...]:
         return (ladder_of(ladder),) * 4
     if len(ladder) != 4:
         raise ValueError(
-            f"ladder must be one, or a tuple of four, in the order of Levels; got {ladder!r}"
+            f"ladder must be one, or a tuple of four, in the order of RoleLevels; got {ladder!r}"
         )
     return tuple(map(ladder_of, ladder))
 
@@ -87,7 +87,7 @@ def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
     """Return the price of a step.
 
     Args:
-        levels: of the four roles, in the order of ``Levels``.
+        levels: of the four roles, in the order of ``RoleLevels``.
         cost: a name of ``COSTS``; None for "bitops".
         ladder: on which they are levels, or that of every role; None for the paper's.
     """
@@ -150,7 +150,8 @@ def costs_of(
         return step_cost(bits, q_grad)
     distinct, where = np.unique(whole_bits("bits", bits), return_inverse=True)
     prices = [
-        number("cost must return what a step costs", cost(int(q))) for q in distinct
+        check_float("cost must return what a step costs", cost(int(q)))
+        for q in distinct
     ]
     return np.array(prices)[where].reshape(np.shape(bits))
 
@@ -166,7 +167,7 @@ def role_prices(
     Where roles have ladders of their own, the baseline is static at the highest level of every role.
 
     Args:
-        levels: of every step, for the four roles in the order of ``Levels``.
+        levels: of every step, for the four roles in the order of ``RoleLevels``.
         q_max: bits of the static baseline, and of its gradients.
         cost: a name of ``COSTS``; BitOps when None.
         ladder: as for ``relative_cost``.

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, ZERO_POINT, Quantizer
-from cpt_core.validation import choose, declared, shown, whole
+from cpt_core.validation import check_choice, check_int, check_types, short_repr
 from cpt_extras.formats.format import OPTIONS, Format
 
 
@@ -39,16 +39,16 @@ class FormatQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        declared(type(self), {**vars(self), "grid": ""})
+        check_types(type(self), {**vars(self), "grid": ""})
         if self.granularity is not None:
-            choose("granularity", self.granularity, GRANULARITIES)
+            check_choice("granularity", self.granularity, GRANULARITIES)
         if self.rounding is not None:
-            choose("rounding", self.rounding, ROUNDINGS)
+            check_choice("rounding", self.rounding, ROUNDINGS)
         if self.running and self.granularity != "per_tensor":
             raise ValueError(
                 f"a running range needs granularity 'per_tensor', got {self.granularity!r}"
             )
-        size = whole("hadamard", self.hadamard, 0)
+        size = check_int("hadamard", self.hadamard, 0)
         if size & (size - 1):
             raise ValueError(
                 f"a Hadamard rotation has a power of two as its size, got {size}"
@@ -74,7 +74,7 @@ class FormatQuantizer(Quantizer):
         if isinstance(value, str):
             return _parsed(value)
         raise ValueError(
-            f"a level has a Format, its name, or a FormatQuantizer that is not running; got {shown(value)}"
+            f"a level has a Format, its name, or a FormatQuantizer that is not running; got {short_repr(value)}"
         )
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def _parsed(text: str) -> FormatQuantizer:
         key, equals, value = part.partition("=")
         if key not in _OPTION_TYPES:
             if equals:
-                choose("option of a format", key, (*OPTIONS, *_OPTION_TYPES))
+                check_choice("option of a format", key, (*OPTIONS, *_OPTION_TYPES))
             format_parts.append(part)
             continue
         try:

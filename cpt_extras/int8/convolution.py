@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input as conv2d_input_of
 
-from cpt_extras.cpu_info import multiplies_codes
+from cpt_extras.cpu_info import has_fast_int8
 from cpt_extras.int8.matmul import int_mm, sum_codes
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
@@ -287,7 +287,7 @@ def window_products(
 @lru_cache
 def has_library(device: torch.device) -> bool:
     """Whether oneDNN convolves codes on a device, exactly: without VNNI, sums of two products saturate at 16 bits."""
-    return multiplies_codes(device) and torch.backends.mkldnn.is_available()
+    return has_fast_int8(device) and torch.backends.mkldnn.is_available()
 
 
 def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

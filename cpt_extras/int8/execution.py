@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_extras.cpu_info import multiplies_codes
+from cpt_extras.cpu_info import has_fast_int8
 
 CODE_BITS = 8  # at most: codes are int8
 
@@ -31,7 +31,7 @@ def note_active_bits(precision: LayerPrecision) -> None:
 
     A change to float32 leaves the note of the gradient: a backward pass may still come.
     """
-    active = precision.now
+    active = precision.active_bits
     formats = active.formats
     operands_fit = fits_int8(formats.activation) and fits_int8(formats.weight)
     precision.int8_operands = operands_fit and not active.splits_gradient
@@ -47,7 +47,7 @@ def fits_int8(format: object) -> bool:
 @torch.compiler.assume_constant_result
 def _runs_on(execution: str, device: torch.device) -> bool:
     """Return whether operations are to be executed on integers on a device; warn once of one where that is slow."""
-    is_fast = multiplies_codes(device)
+    is_fast = has_fast_int8(device)
     if execution == "integer" and not is_fast and device not in _warned_devices:
         _warned_devices.add(device)
         warnings.warn(
@@ -65,7 +65,7 @@ def describe_execution(precision: LayerPrecision) -> str:
     """Return the execution of a layer, and where it is another than was asked for."""
     if not precision.int8_operands:
         return f"{precision.execution} (simulated at these bits)"
-    is_slow = precision.execution == "auto" and not multiplies_codes(
+    is_slow = precision.execution == "auto" and not has_fast_int8(
         precision.levels.device
     )
     return (

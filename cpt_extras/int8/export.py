@@ -32,7 +32,7 @@ from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs, whole
+from cpt_core.validation import check_inputs, check_int
 from cpt_extras.formats.format import FULL
 from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.int8.layers import encoded
@@ -154,7 +154,9 @@ def export(
 def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
         if not isinstance(value, str) or value != "q_max":
-            whole("bits, if not 'q_max', are codes of a byte and", value, 1, CODE_BITS)
+            check_int(
+                "bits, if not 'q_max', are codes of a byte and", value, 1, CODE_BITS
+            )
     layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:
@@ -192,9 +194,13 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
 
 def _check_format(name: str, layer: LayerPrecision) -> None:
     """Raise ValueError for a format of weights that codes of a byte do not hold."""
-    bits = FULL if layer.now.formats.weight is None else layer.now.formats.weight
+    bits = (
+        FULL
+        if layer.active_bits.formats.weight is None
+        else layer.active_bits.formats.weight
+    )
     if not isinstance(bits, int):
-        format = layer.now.requested.weight  # type: ignore[attr-defined]  # the layer has a ladder
+        format = layer.active_bits.requested.weight  # type: ignore[attr-defined]  # the layer has a ladder
         raise ValueError(
             f"layer {name!r} would have weights in {format}, and a program holds codes of the paper's grids alone; "
             "evaluate the model itself, or give its weights a ladder of affine formats"

@@ -14,7 +14,7 @@ from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import HOOK
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import ZERO_POINT, Quantizer
-from cpt_extras.cpu_info import multiplies_codes
+from cpt_extras.cpu_info import has_fast_int8
 from cpt_extras.formats.ladder_rounding import ladders_of_layer
 from cpt_extras.int8.lstm import int8_reason
 
@@ -77,7 +77,7 @@ def simulated_products(layer: nn.Module) -> dict[str, str]:
     """Return the matmuls of a converted layer that are simulated at all bits or some level of a ladder, and why."""
     precision = precision_of(layer)
     assert precision is not None
-    if precision.execution == "auto" and not multiplies_codes(precision.levels.device):
+    if precision.execution == "auto" and not has_fast_int8(precision.levels.device):
         reasons = dict.fromkeys(
             products_of(layer), "auto: this device does not multiply codes"
         )

@@ -68,7 +68,7 @@ def project(
             operand.out_exponent,
             len(x),
             quantizer,
-            precision.now.formats.activation,
+            precision.active_bits.formats.activation,
         )
         return operand.graph.keep(operand.x, key, encode)
 
@@ -134,7 +134,7 @@ class _Aggregate(torch.autograd.Function):
         if precision.quantizers["aggregation"].grid in ONE_RANGE_OF_MATRIX:
             h = total(graph, encoded(precision, "aggregation", x))
         else:
-            h = graph.aggregate(precision.operand("aggregation", x))
+            h = graph.aggregate(precision.quantize_operand("aggregation", x))
         return h.div_(_divisors(graph)) if is_mean else h
 
     @staticmethod

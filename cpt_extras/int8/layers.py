@@ -68,7 +68,7 @@ def linear_on_codes(
         parts: rows of the parts of the output whose gradients are quantised by themselves; empty for one part.
         weight_role: of the weight, in the layer.
     """
-    quantized_bias = None if bias is None else precision.operand("bias", bias)
+    quantized_bias = None if bias is None else precision.quantize_operand("bias", bias)
     return _Linear.apply(
         x, weight, quantized_bias, precision, codes, parts, weight_role
     )
@@ -124,7 +124,7 @@ def conv2d_on_codes(
 
     ``geometry``: stride, padding and dilation, each (rows, columns).
     """
-    quantized_bias = None if bias is None else precision.operand("bias", bias)
+    quantized_bias = None if bias is None else precision.quantize_operand("bias", bias)
     return _Conv2d.apply(
         x, weight, quantized_bias, precision, Geometry(*geometry), weight_role
     )
@@ -268,8 +268,8 @@ def encoded(
         if quantizer.running:
             p.track(role, low, width)
     else:
-        low, width = p.evaluated(role, x)
-        low = marked(p, role, x, low)
+        low, width = p.eval_range(role, x)
+        low = propagate_nan(p, role, x, low)
     if quantizer.zero_point:
         x = rounding.round_with_zero_point(x, low, width, p.levels_for(role), None)
         low, width = rounding.shift_to_zero(low, width, p.levels_for(role))
@@ -278,7 +278,7 @@ def encoded(
     )
 
 
-def marked(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
+def propagate_nan(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
     """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
     if not uses_stored(p, role):
         return low
@@ -311,7 +311,7 @@ class GradientRounding:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
         self.precision, self.quantizes, self.parts = (
             precision,
-            precision.now.gradient,
+            precision.active_bits.gradient,
             parts,
         )
         self.channels_last, self.role = channels_last, role

@@ -22,7 +22,7 @@ from cpt_extras.int8.layers import (
     encoded,
     first_order,
     linear_on_codes,
-    marked,
+    propagate_nan,
 )
 from cpt_extras.int8.matmul import column_tables, multiply
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
@@ -30,7 +30,7 @@ from cpt_extras.kernels import operators
 from cpt_extras.kernels.gemm_backend import LONGEST
 from cpt_extras.kernels.layer_state import (
     clips_operand,
-    gradient_noise,
+    grad_rounding_args,
     is_calibrated,
     stored_range,
     track_steps,
@@ -84,7 +84,7 @@ def run_on_codes(
     )
 
     bias = direction.hidden_bias
-    rounded_bias = None if bias is None else precision.operand("bias", bias)
+    rounded_bias = None if bias is None else precision.quantize_operand("bias", bias)
     operands = x_gates, direction.hidden_weight, rounded_bias, h, c
     save = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in operands
@@ -107,7 +107,7 @@ def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     precision.follow(x)
     x = x.detach()
     low, width = input_ranges(direction, x)
-    low = marked(precision, role, x, low)
+    low = propagate_nan(precision, role, x, low)
     return QuantizedTensor.on(
         x, low, width, precision.levels, None, clips_operand(precision, role)
     )
@@ -157,7 +157,7 @@ class _Recurrence(torch.autograd.Function):
         )[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
         ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)
-        *ctx.noise, ctx.advance = gradient_noise(p, "grad", steps[0])
+        *ctx.noise, ctx.advance = grad_rounding_args(p, "grad", steps[0])
         ctx.mark_non_differentiable(ranges)
         ctx.set_materialize_grads(False)
         return *found, ranges

@@ -80,7 +80,9 @@ class TrainerPrecision(PrecisionScheduler):
     def evaluate_as_it_trains(self) -> None:
         """Let ``eval()`` change no bits from now on."""
         if all(
-            layer.driver is self for layers in self._groups.values() for layer in layers
+            layer.owning_scheduler is self
+            for layers in self._groups.values()
+            for layer in layers
         ):  # not another's
             self.eval_bits = "current"
 
@@ -116,7 +118,7 @@ class TrainerPrecision(PrecisionScheduler):
             layer = min(
                 layers, key=lambda layer: not layer.has_weights
             )  # others hear of the mode when they run
-            levels = layer.in_force
+            levels = layer.active_levels
             bits = None if levels is None else levels.activation
             entries[self._name("eval_bits", pattern)] = bits or cost.FULL_PRECISION
         return entries

@@ -1,7 +1,7 @@
 """Several processes, one model: ranges of the whole batch, not of a process's part of it.  Beyond the paper.
 
 Data-parallel training shares a batch out to processes. Left alone, each rounds on ranges of its own part. Inside
-``agreed_ranges`` each takes the ends of all: so N processes train as one process with the whole batch does, up to the
+``synced_ranges`` each takes the ends of all: so N processes train as one process with the whole batch does, up to the
 order of sums (and the noise of stochastic rounding, which every process has of its own).
 """
 
@@ -25,7 +25,7 @@ OF_EXAMPLES = (
 
 
 @contextmanager
-def agreed_ranges() -> Iterator[None]:
+def synced_ranges() -> Iterator[None]:
     """Round on ranges over all processes of the default group; around a training with its backward passes.
 
     Every process must run the same layers on parts of one size. Each rounding of a tensor with one range for several
@@ -53,7 +53,7 @@ def agreed_ranges() -> Iterator[None]:
 
 @contextmanager
 def own_ranges() -> Iterator[None]:
-    """Inside ``agreed_ranges``, round on ranges of this process's part again: what one of them computes alone."""
+    """Inside ``synced_ranges``, round on ranges of this process's part again: what one of them computes alone."""
     before = operators.active
     operators.active = getattr(before, "ops", before)
     try:
@@ -71,7 +71,7 @@ class _Agreed:
     def range(self, x: Tensor, granularity: str) -> Range:
         """Return the ranges of what all processes have, of ``x`` in this one."""
         if torch.compiler.is_compiling():
-            raise RuntimeError("inside agreed_ranges layers run uncompiled")
+            raise RuntimeError("inside synced_ranges layers run uncompiled")
         low, width = self.ops.range(x, granularity)
         kind = parts_of(granularity)[0]
         if kind == OF_EXAMPLES:
@@ -115,7 +115,7 @@ class _Agreed:
             if name.startswith("round_scale") or (grids and name != "round_in_range"):
                 raise RuntimeError(
                     f"{name} finds the ranges of several examples inside, on which processes cannot agree; give the "
-                    "layer quantizers with granularity='per_row', leave it in float32, or train without agreed_ranges"
+                    "layer quantizers with granularity='per_row', leave it in float32, or train without synced_ranges"
                 )
             return getattr(self.ops, name)(*given)
 

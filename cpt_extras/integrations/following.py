@@ -37,7 +37,7 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
     former = _follower(optimizer)
     if former is not None:
         others = set(former._layers.values()) - set(scheduler._layers.values())
-        if any(precision.driver is former for precision in others):
+        if any(precision.owning_scheduler is former for precision in others):
             raise ValueError(
                 "the optimizer is followed already, by a scheduler that drives other layers: make one scheduler for "
                 "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
@@ -53,8 +53,8 @@ def release(layers: Iterable[LayerPrecision]) -> None:
     """Let no scheduler drive layers; a scheduler that drives none follows no optimizer."""
     schedulers = set()
     for layer in layers:
-        schedulers.add(layer.driver)
-        layer.driver = None
+        schedulers.add(layer.owning_scheduler)
+        layer.owning_scheduler = None
     for scheduler in schedulers - {None}:
         if not is_driving(scheduler):
             scheduler.follows = False

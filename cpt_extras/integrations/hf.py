@@ -22,7 +22,7 @@ from torch import nn
 
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
-from cpt_core.validation import whole
+from cpt_core.validation import check_int
 from cpt_extras.files import write_atomically
 from cpt_extras.integrations._common import TrainerPrecision
 from cpt_extras.optional_libraries import extra_named
@@ -83,7 +83,7 @@ class PrecisionCallback(TrainerCallback):
         self.eval_bits = eval_bits
         self.resume_from = resume_from
         self.record_every = (
-            None if record_every is None else whole("record_every", record_every, 1)
+            None if record_every is None else check_int("record_every", record_every, 1)
         )
 
     @property

@@ -105,7 +105,7 @@ def before_restoration(model: nn.Module) -> None:
     driven = []
     for module in list(model.modules()):
         precision = precision_of(module)
-        if precision is not None and precision.driver is not None:
+        if precision is not None and precision.owning_scheduler is not None:
             driven.append(precision)
         if isinstance(module, fx.GraphModule):
             _graph_modules().forget_copies(module)

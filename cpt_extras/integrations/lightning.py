@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from cpt_core.quantization.scheduler import Schedules, check_eval_bits
-from cpt_core.validation import whole
+from cpt_core.validation import check_int
 from cpt_extras.integrations._common import TrainerPrecision
 from cpt_extras.optional_libraries import extra_named
 
@@ -57,7 +57,7 @@ class PrecisionCallback(Callback):
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
         self.record_every = (
-            None if record_every is None else whole("record_every", record_every, 1)
+            None if record_every is None else check_int("record_every", record_every, 1)
         )
         self.precision: TrainerPrecision | None = None
         self._saved: dict[str, Any] | None = (

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
-from cpt_core.validation import shown
+from cpt_core.validation import short_repr
 
 
 def graph_from_pyg(data: Any) -> Graph:
@@ -20,7 +20,7 @@ def graph_from_pyg(data: Any) -> Graph:
         or len(edges) != 2
         or weight is not None
     ):
-        got = f"{shown(edges)} and {shown(weight)}"
+        got = f"{short_repr(edges)} and {short_repr(weight)}"
         raise ValueError(
             f"data must have an edge_index, a tensor (2, E), and no edge_weight, got {got}"
         )

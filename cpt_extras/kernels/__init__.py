@@ -20,6 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the list of public names
     from cpt_extras.kernels.backend import Backend as Backend
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_extras.kernels import gemm_backend, operators
 
 BACKENDS = ("reference", "cpp", "triton")
@@ -55,7 +55,7 @@ def backend() -> Backend:
     if _active is None:
         asked = os.environ.get("CPT_KERNELS", "")
         if asked:
-            choose("CPT_KERNELS", asked, BACKENDS)
+            check_choice("CPT_KERNELS", asked, BACKENDS)
         plain = "reference", "CPT_KERNELS=reference"
         cpu, why_cpu = plain if asked == "reference" else _cpp(asked == "cpp")
         cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
@@ -124,7 +124,7 @@ def _triton(forced: bool) -> tuple[str, str]:
     else:
         from cpt_extras.kernels.triton import operators as kernels
 
-        why_not = kernels.why_not()
+        why_not = kernels.unsupported_reason()
     if not why_not:
         kernels.register(operators.LIBRARIES["cpt"])
         return "triton", torch.cuda.get_device_name()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_extras.cpu_info import processor
 
 LIBRARIES = ("torch", "onednn")
@@ -60,7 +60,7 @@ def choose_library(asked: str = "") -> tuple[str, str]:
         RuntimeError: for one that is not there.
     """
     if asked:
-        choose("CPT_PRODUCTS", asked, LIBRARIES)
+        check_choice("CPT_PRODUCTS", asked, LIBRARIES)
         if asked == "onednn" and not is_there():
             raise RuntimeError(
                 "CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"

@@ -129,11 +129,15 @@ class FusedGraphHandlers(GraphHandlers):
             )
         scale, rounded_bias = (
             degree_scale(graph, "in", in_exponent, h),
-            precision.operand("bias", bias),
+            precision.quantize_operand("bias", bias),
         )
         granularity = precision.quantizers["input"].grid
         product = getattr(h, UNROUNDED, None)
-        if product is None or not precision.now.gradient or not product.requires_grad:
+        if (
+            product is None
+            or not precision.active_bits.gradient
+            or not product.requires_grad
+        ):
             total = operators.active.scale_round_add(
                 h, scale, rounded_bias, precision.levels, granularity
             )
@@ -148,7 +152,7 @@ def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
     precision.require_bits()
     if torch.compiler.is_compiling() or precision.observed or x.dtype in HALF:
         return False
-    if not precision.now.activation or x.numel() == 0:
+    if not precision.active_bits.activation or x.numel() == 0:
         return False
     precision.follow(x)
     quantizer = precision.quantizers[role]

@@ -128,10 +128,12 @@ def _step_weights(steps: int, default_dtype: torch.dtype) -> tuple[Tensor, Tenso
     return _weights(torch.ones(steps, dtype=torch.bool, device="cpu"))
 
 
-def gradient_noise(precision: LayerPrecision, role: str, count: int) -> GradientNoise:
+def grad_rounding_args(
+    precision: LayerPrecision, role: str, count: int
+) -> GradientNoise:
     """Return what an operator that quantises ``count`` gradients in its backward pass has to know."""
     quantizer = precision.quantizers[role]
-    if not precision.now.gradient:
+    if not precision.active_bits.gradient:
         return GradientNoise(None, quantizer.grid, None, advance=False)
     if quantizer.rounding != "stochastic":
         return GradientNoise(precision.grad_levels, quantizer.grid, None, advance=False)

@@ -136,7 +136,7 @@ def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | No
         or torch.autograd.forward_ad._current_level >= 0
     ):
         return None
-    return _grids_of(precision.now, precision.kind, roles, gradient)
+    return _grids_of(precision.active_bits, precision.kind, roles, gradient)
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +187,7 @@ def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
 
 def _gradient(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     """Return how the gradient is rounded."""
-    levels = precision.grad_levels if precision.now.gradient else None
+    levels = precision.grad_levels if precision.active_bits.gradient else None
     return levels, precision.noise_key if grids.is_stochastic else None, grids.grad
 
 

@@ -28,7 +28,7 @@ from cpt_core.quantization.fake_quantize import filled_steps, forward_steps
 from cpt_core.quantization.rounding import clips
 from cpt_extras.kernels import gemm_backend, operators
 from cpt_extras.kernels.grids import parts_of
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
@@ -159,7 +159,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product, _ = library(MULTIPLY, "")(
+            product, _ = import_optional(MULTIPLY, "")(
                 ops, (operand, *found, levels), weight.t(), tables
             )
         else:
@@ -246,7 +246,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             codes = ops.encode(
                 step, low, width, levels, now, clips(a.granularity, now is not None)
             )
-            product, rounded = library(MULTIPLY, "")(
+            product, rounded = import_optional(MULTIPLY, "")(
                 ops, (codes, low, width, levels), weight, tables
             )
             after.copy_(rounded.dequantize())

@@ -20,7 +20,7 @@ from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.rounding import Range
 from cpt_extras.kernels.layer_state import (
     clips_operand,
-    gradient_noise,
+    grad_rounding_args,
     is_calibrated,
     or_stored,
     stored_range,
@@ -36,10 +36,10 @@ def run_fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
     precision, role = direction.precision, f"hidden_{direction.name}"
-    input_weight = precision.operand("weight", direction.input_weight)
-    hidden_weight = precision.operand("weight", direction.hidden_weight)
+    input_weight = precision.quantize_operand("weight", direction.input_weight)
+    hidden_weight = precision.quantize_operand("weight", direction.hidden_weight)
     input_bias, hidden_bias = (
-        None if bias is None else precision.operand("bias", bias)
+        None if bias is None else precision.quantize_operand("bias", bias)
         for bias in (direction.input_bias, direction.hidden_bias)
     )
     product = linear(rounded_input(direction, x), input_weight, input_bias)
@@ -51,7 +51,7 @@ def run_fused(
     )
     save = torch.is_grad_enabled() and needs_gradient
     low, width, filled = stored_range(precision, role)
-    grad_levels, grad_granularity, key, advance = gradient_noise(
+    grad_levels, grad_granularity, key, advance = grad_rounding_args(
         precision, "grad", direction.steps if save else 0
     )
     y, last_h, last_c, ranges = recurrence(
@@ -65,7 +65,7 @@ def run_fused(
             direction.sizes,
             reverse=direction.is_reverse,
             save=save,
-            levels=precision.levels if precision.now.activation else None,
+            levels=precision.levels if precision.active_bits.activation else None,
             granularity=precision.quantizers[role].grid,
             low=low,
             width=width,
@@ -97,8 +97,12 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
     """Quantise x (N, I), every step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     quantizer = precision.quantizers[role]
-    if not precision.now.activation or x.numel() == 0 or is_calibrated(precision, role):
-        return precision.operand(role, x)
+    if (
+        not precision.active_bits.activation
+        or x.numel() == 0
+        or is_calibrated(precision, role)
+    ):
+        return precision.quantize_operand(role, x)
     has_own_ranges = precision.training or not quantizer.running
     if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
         steps_apart = x.unflatten(0, (direction.steps, -1))  # a step is as a channel

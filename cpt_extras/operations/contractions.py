@@ -112,7 +112,9 @@ def bilinear(
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         second = (
-            layer.precision.operand(layer.precision.own_role("attention_query"), y)
+            layer.precision.quantize_operand(
+                layer.precision.own_role("attention_query"), y
+            )
             if layer.precision is not None
             else y
         )

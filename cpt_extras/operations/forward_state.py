@@ -22,7 +22,7 @@ from cpt_core.quantization.precision import LayerPrecision
 
 LEVELS = ("levels", "weight_levels", "grad_levels", "weight_grad_levels")
 OTHERS = (
-    "now",
+    "active_bits",
     "training",
     "calibrated",
     "recomputes",
@@ -42,7 +42,7 @@ class ForwardState(NamedTuple):
         fixed: whether the layer is in a ``precision`` block.
     """
 
-    now: ActiveBits
+    active_bits: ActiveBits
     training: bool
     calibrated: bool
     ranges: dict[str, Tensor]
@@ -57,7 +57,7 @@ class ForwardState(NamedTuple):
             else {name: x.clone() for name, x in precision.ranges().items()}
         )
         return cls(
-            precision.now,
+            precision.active_bits,
             precision.training,
             precision.calibrated,
             ranges,
@@ -67,7 +67,7 @@ class ForwardState(NamedTuple):
     def differs(self, precision: LayerPrecision) -> bool:
         """Return whether a layer may be in another state now."""
         return (
-            self.now is not precision.now
+            self.active_bits is not precision.active_bits
             or self.training != precision.training
             or bool(self.ranges)
         )
@@ -76,14 +76,20 @@ class ForwardState(NamedTuple):
     def attributes(self, precision: LayerPrecision) -> dict[str, Any]:
         """Return the attributes of a layer in this state, but those that follow from its execution."""
         levels = {name: torch.zeros_like(getattr(precision, name)) for name in LEVELS}
-        for tensor, steps in zip(levels.values(), self.now.steps, strict=True):
+        for tensor, steps in zip(levels.values(), self.active_bits.steps, strict=True):
             if steps is not None:
                 fill_steps(tensor, steps)
         ranges = {
             name: x.to(precision.levels.device) for name, x in self.ranges.items()
         }
         mode = {"training": self.training, "calibrated": self.calibrated}
-        return {"now": self.now, "recomputes": True, **mode, **levels, **ranges}
+        return {
+            "active_bits": self.active_bits,
+            "recomputes": True,
+            **mode,
+            **levels,
+            **ranges,
+        }
 
 
 @contextmanager

@@ -174,25 +174,27 @@ def run_by_steps(
 ) -> tuple[Tensor, ...]:
     """Run one direction of one layer, one time step after the other."""
     precision, name = direction.precision, direction.name
-    input_weight = precision.operand("weight", direction.input_weight)
-    hidden_weight = precision.operand("weight", direction.hidden_weight)
+    input_weight = precision.quantize_operand("weight", direction.input_weight)
+    hidden_weight = precision.quantize_operand("weight", direction.hidden_weight)
     input_bias, hidden_bias = (
-        None if bias is None else precision.operand("bias", bias)
+        None if bias is None else precision.quantize_operand("bias", bias)
         for bias in (direction.input_bias, direction.hidden_bias)
     )
 
     def multiply(operand: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return precision.multiplied(
+        return precision.matmul_with_quantized_grad(
             fake_quantize.operators.linear, operand, weight, bias
         )
 
     def step(x: Tensor, state: State) -> State:
         hidden, cell = state
         input_gates = multiply(
-            precision.operand(f"input_{name}", x), input_weight, input_bias
+            precision.quantize_operand(f"input_{name}", x), input_weight, input_bias
         )
         hidden_gates = multiply(
-            precision.operand(f"hidden_{name}", hidden), hidden_weight, hidden_bias
+            precision.quantize_operand(f"hidden_{name}", hidden),
+            hidden_weight,
+            hidden_bias,
         )
         return lstm_state(input_gates + hidden_gates, cell)
 

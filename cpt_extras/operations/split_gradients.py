@@ -16,7 +16,7 @@ from torch import Tensor
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import weight_gradient_role
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.operations.forward_state import ForwardState, in_state
 
 RoundGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -26,7 +26,7 @@ ROUND_ONCE = (
 )  # kinds of layers that round a gradient once for both of its uses
 
 
-def check(kind: str, formats: Levels, layer: str) -> None:
+def check(kind: str, formats: RoleLevels, layer: str) -> None:
     """Raise ValueError for a kind of layer that quantises its output's gradient once."""
     if kind in ROUND_ONCE:
         raise ValueError(
@@ -82,7 +82,7 @@ class _SplitGradient(torch.autograd.Function):
         return None, None, *gradients
 
 
-def multiplied(
+def matmul_with_split_gradient(
     precision: LayerPrecision,
     role: str,
     compute: Callable[..., Tensor],
@@ -120,7 +120,7 @@ def _rounded_gradients(
 def _round_for_both(
     precision: LayerPrecision, role: str, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    formats = precision.now.formats
+    formats = precision.active_bits.formats
     for_input = for_weight = gradient
     if formats.error is not None:
         for_input = rounded_gradient(precision, role, gradient, precision.grad_levels)

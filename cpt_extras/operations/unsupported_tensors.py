@@ -34,7 +34,7 @@ def _traces(kind: type) -> bool:
 def _refuse(mode: QuantizedOpsMode, x: Tensor, error: Exception) -> None:
     """Raise TypeError for a tensor of another class, with which an operation failed in a layer that quantises."""
     layer = mode.find_owner(x) or mode.running.stack[-1].interception
-    if layer.precision is None or not layer.precision.now.active:
+    if layer.precision is None or not layer.precision.active_bits.active:
         return
     raise TypeError(
         f"layer {layer.name!r} multiplies a {type(x).__module__}.{type(x).__name__}, which is no plain tensor and "

@@ -24,11 +24,13 @@ if TYPE_CHECKING:  # the list of public names
         precision_range_test as precision_range_test,
     )
     from cpt_extras.search.range_test_result import PrecisionRange as PrecisionRange
-    from cpt_extras.search.search_result import Tried as Tried
+    from cpt_extras.search.search_result import (
+        PrecisionSearchResult as PrecisionSearchResult,
+    )
     from cpt_extras.search.sensitivity_analysis import sensitivity as sensitivity
     from cpt_extras.search.sensitivity_result import Sensitivity as Sensitivity
     from cpt_extras.search.solved_schedules import Warped as Warped
 else:
-    from cpt_core.lazy_imports import lazily
+    from cpt_core.lazy_imports import attach
 
-    __all__, __getattr__, __dir__ = lazily(__name__)
+    __all__, __getattr__, __dir__ = attach(__name__)

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from cpt_core.schedules.cost import StepCost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
-    MOST_STEPS,
+    MAX_STEPS,
     Schedule,
     StaticSchedule,
     check_range,
 )
-from cpt_core.validation import MOST_BITS, choose, whole
+from cpt_core.validation import MAX_BITS, check_choice, check_int
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.prices import costs_of, function_of, role_prices, static_cost
 from cpt_extras.search.custom_schedules import TableSchedule
@@ -92,16 +92,16 @@ def allocate(
             meet it with a few steps; for bits out of 1 to 32; for a sensitivity without any response, or that was not
             measured by roles.
     """
-    choose("over", over, (*OVER, "roles", "all"))
+    check_choice("over", over, (*OVER, "roles", "all"))
     if not isinstance(sensitivity, Sensitivity):
         raise ValueError(
             f"give what cpt.search.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}"
         )
-    total = whole(
+    total = check_int(
         "total_steps",
         sensitivity.steps if total_steps is None else total_steps,
         1,
-        MOST_STEPS,
+        MAX_STEPS,
     )
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])
@@ -159,7 +159,7 @@ def static_of_cost(
     It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
     """
     prices = _prices(q_min, q_max, q_grad, cost, ladder)
-    total_steps = whole("total_steps", total_steps, 1)
+    total_steps = check_int("total_steps", total_steps, 1)
     check_budget(budget, float(prices[0]), float(prices[-1]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
     if low == len(prices) - 1 or math.isclose(prices[low], budget):
@@ -267,9 +267,9 @@ def _prices(
 
     ValueError unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
     """
-    q_min, q_max = whole("q_min", q_min), whole("q_max", q_max)
+    q_min, q_max = check_int("q_min", q_min), check_int("q_max", q_max)
     check_range(q_min, q_max, 1)
-    grade = q_max if q_grad is None else whole("q_grad", q_grad, 1, MOST_BITS)
+    grade = q_max if q_grad is None else check_int("q_grad", q_grad, 1, MAX_BITS)
     prices = costs_of(
         np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder)
     )

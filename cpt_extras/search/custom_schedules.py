@@ -21,9 +21,15 @@ import numpy as np
 
 from cpt_core.schedules.make import KINDS
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MOST_STEPS, Schedule, check_pairs, set_range
-from cpt_core.validation import MOST_BITS, choose, declared, shown, whole
-from cpt_extras.validation import number
+from cpt_core.schedules.schedule import MAX_STEPS, Schedule, check_pairs, set_range
+from cpt_core.validation import (
+    MAX_BITS,
+    check_choice,
+    check_int,
+    check_types,
+    short_repr,
+)
+from cpt_extras.validation import check_float
 
 ARGUMENTS = ("progress", "step")  # of the function of a FunctionSchedule
 STEP_WORDS = frozenset(
@@ -42,10 +48,10 @@ class TableSchedule(Schedule):
         pairs = check_pairs("runs", self.runs, "(bits, steps)")
         if not pairs:
             raise ValueError(
-                f"runs must be one pair (bits, steps) at least, got {shown(self.runs)}"
+                f"runs must be one pair (bits, steps) at least, got {short_repr(self.runs)}"
             )
-        bits = [whole("bits of runs", b, 1, MOST_BITS) for b, _ in pairs]
-        steps = [whole("steps of runs", s, 1) for _, s in pairs]
+        bits = [check_int("bits of runs", b, 1, MAX_BITS) for b, _ in pairs]
+        steps = [check_int("steps of runs", s, 1) for _, s in pairs]
         object.__setattr__(self, "runs", tuple(zip(bits, steps, strict=True)))
         set_range(self, min(bits), max(bits), sum(steps))
 
@@ -81,22 +87,22 @@ class FunctionSchedule(TableSchedule):
         total_steps: int,
         argument: str | None = None,
     ) -> None:
-        declared(FunctionSchedule.__init__, locals())
-        total_steps = whole("total_steps", total_steps, 1, MOST_STEPS)
+        check_types(FunctionSchedule.__init__, locals())
+        total_steps = check_int("total_steps", total_steps, 1, MAX_STEPS)
         if argument is None:
             _check_parameter_name(function)
         else:
-            choose("argument", argument, ARGUMENTS)
+            check_choice("argument", argument, ARGUMENTS)
         last = max(total_steps - 1, 1)
         bits = []
         for step in range(total_steps):
-            value = number(
+            value = check_float(
                 "function must return bits",
                 function(step if argument == "step" else step / last),
             )
-            if not (math.isfinite(value) and 1 <= round(value) <= MOST_BITS):
+            if not (math.isfinite(value) and 1 <= round(value) <= MAX_BITS):
                 raise ValueError(
-                    f"function gives {value} bits at step {step}; bits lie in 1..{MOST_BITS}"
+                    f"function gives {value} bits at step {step}; bits lie in 1..{MAX_BITS}"
                 )
             bits.append(round(value))
         if argument is None and total_steps > 1 and len(set(bits)) == 1:

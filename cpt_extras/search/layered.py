@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, set_range
-from cpt_core.validation import declared, shown, whole
+from cpt_core.validation import check_int, check_types, short_repr
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class LayeredSchedule(Schedule):
     kind: ClassVar[str] = "layered"
 
     def __post_init__(self) -> None:
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         try:
             found = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]
         except (TypeError, ValueError):
             raise ValueError(
-                f"parts must be groups (patterns, schedule, MACs), got {shown(self.parts)}"
+                f"parts must be groups (patterns, schedule, MACs), got {short_repr(self.parts)}"
             ) from None
         parts = tuple(
-            (patterns, s, whole("the MACs of a group", macs, 1))
+            (patterns, s, check_int("the MACs of a group", macs, 1))
             for patterns, s, macs in found
         )
         object.__setattr__(self, "parts", parts)

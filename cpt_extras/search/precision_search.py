@@ -31,13 +31,19 @@ from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, is_converted
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import MOST_STEPS
-from cpt_core.validation import whole
+from cpt_core.schedules.schedule import MAX_STEPS
+from cpt_core.validation import check_int
 from cpt_extras.files import nan_to_none
-from cpt_extras.progress import waiting
-from cpt_extras.search.restartable import TrainStep, of_model
-from cpt_extras.search.search_result import WIDTHS, Arm, Result, Tried, tried
-from cpt_extras.validation import number
+from cpt_extras.progress import progress_bar
+from cpt_extras.search.restartable import TrainStep, restartable_trainings
+from cpt_extras.search.search_result import (
+    WIDTHS,
+    Arm,
+    PrecisionSearchResult,
+    Result,
+    run_precision_search,
+)
+from cpt_extras.validation import check_float
 
 
 def try_precision(
@@ -55,7 +61,7 @@ def try_precision(
     stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
     progress: bool | None = None,
-) -> Tried:
+) -> PrecisionSearchResult:
     """Say how few bits a model can be trained with, whether a schedule helps, and what that costs.
 
     Trained are float32, static 8, 6, 5, 4, 3 and 2 bits; at the fewest bits that lose no more than the margin, two
@@ -99,11 +105,11 @@ def try_precision(
         raise ValueError(
             f"store must be a file in a folder that is there, got {store!r}"
         )
-    title, steps = type(model).__name__, whole("steps", steps, 1, MOST_STEPS)
-    trials = of_model(
+    title, steps = type(model).__name__, check_int("steps", steps, 1, MAX_STEPS)
+    trials = restartable_trainings(
         model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful
     )
-    quiet = waiting("", progress=False)
+    quiet = progress_bar("", progress=False)
     with closing(trials):
         conversion = (
             "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
@@ -135,7 +141,7 @@ def try_precision(
                     )
                 seen[arm.name].append(losses)
                 with precision(model, bits=bits[-1], q_grad=arm.q_grad):
-                    value = number("evaluate must return a quality", evaluate())
+                    value = check_float("evaluate must return a quality", evaluate())
             result = Result(value, time.perf_counter() - began)
             if path is not None:
                 line = {
@@ -150,7 +156,7 @@ def try_precision(
                     )  # after a line that was cut off, too
             return {arm.name: result}
 
-        found = tried(
+        found = run_precision_search(
             run,
             title,
             steps,

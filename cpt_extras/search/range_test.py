@@ -31,11 +31,15 @@ import torch
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig
-from cpt_core.schedules.schedule import MOST_STEPS
-from cpt_core.validation import check_bits, choose, declared, whole
-from cpt_extras.progress import waiting
+from cpt_core.schedules.schedule import MAX_STEPS
+from cpt_core.validation import check_bits, check_choice, check_int, check_types
+from cpt_extras.progress import progress_bar
 from cpt_extras.search.range_test_result import MODES, PrecisionRange, judge
-from cpt_extras.search.restartable import TrainStep, Trial, of_model
+from cpt_extras.search.restartable import (
+    RestartableTraining,
+    TrainStep,
+    restartable_trainings,
+)
 
 
 class RangeTestWarning(UserWarning):
@@ -97,13 +101,18 @@ def precision_range_test(
         and watches the training accuracy, with a threshold and a window that are not published.
     """
     start = partial(
-        of_model, model, train_step, optimizer, config=config, stateful=stateful
+        restartable_trainings,
+        model,
+        train_step,
+        optimizer,
+        config=config,
+        stateful=stateful,
     )
-    return range_tested(start, q_max, bits, dwell, mode, threshold, seeds, progress)
+    return run_range_test(start, q_max, bits, dwell, mode, threshold, seeds, progress)
 
 
-def range_tested(
-    start: Callable[..., Generator[tuple[Trial, int]]],
+def run_range_test(
+    start: Callable[..., Generator[tuple[RestartableTraining, int]]],
     q_max: int = 8,
     bits: Sequence[int] | None = None,
     dwell: int = 100,
@@ -113,15 +122,15 @@ def range_tested(
     progress: bool | None = None,
 ) -> PrecisionRange:
     """Do what ``precision_range_test`` does with the trials that ``start(q_max, seeds, dwell)`` yields."""
-    declared(
-        range_tested,
+    check_types(
+        run_range_test,
         {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress},
     )
-    choose("mode", mode, tuple(MODES))
+    check_choice("mode", mode, tuple(MODES))
     threshold = MODES[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
-    dwell = whole("dwell", dwell, 4, MOST_STEPS)
+    dwell = check_int("dwell", dwell, 4, MAX_STEPS)
     q_max = check_bits("q_max", q_max)
     if bits is None and q_max < 3:
         raise ValueError(
@@ -136,7 +145,7 @@ def range_tested(
         raise ValueError(
             f"bits must name precisions below q_max = {q_max}, got {bits!r}"
         )
-    seeds = tuple(dict.fromkeys(whole("each of seeds", s, 0) for s in seeds))
+    seeds = tuple(dict.fromkeys(check_int("each of seeds", s, 0) for s in seeds))
     if not seeds:
         raise ValueError(f"seeds must name at least one, got {seeds!r}")
     all_bits = (*tried, q_max)
@@ -146,7 +155,7 @@ def range_tested(
         else [[q for q in all_bits for _ in range(dwell)]]
     )
     traces = []  # per seed: the losses of every precision
-    bar = waiting(
+    bar = progress_bar(
         "range test", total=len(seeds) * len(all_bits) * dwell, progress=progress
     )
     with (

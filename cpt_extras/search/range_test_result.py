@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cpt_extras.files import nan_to_none
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 
 MODES = {"reset": 0.8, "continuing": 0.05}  # and their thresholds
 
@@ -80,13 +80,13 @@ class PrecisionRange:
 
     def figure(self) -> Any:
         """Draw the share of every seed against bits, their mean and the threshold: a matplotlib figure."""
-        described = library("cpt_extras.figures", "lab")
+        described = import_optional("cpt_extras.figures", "lab")
         reset = self.mode == "reset"
         bits = (
             list(self.bits[:-1]) if reset else list(self.bits)
         )  # f(q_max) is 1 by definition
         shares = np.array(self.shares, dtype=float)[:, : len(bits)]
-        with described.drawing(figsize=(6.4, 3.4)) as (figure, ((ax,),)):
+        with described.subplots(figsize=(6.4, 3.4)) as (figure, ((ax,),)):
             ax.axhline(
                 self.threshold,
                 color="#D55E00",
@@ -115,7 +115,7 @@ class PrecisionRange:
                 else "fall of the loss\n(share of its start)"
             )
             ax.set(xlabel="bits", ylabel=what)
-            described.whole(ax.xaxis)
+            described.integer_ticks(ax.xaxis)
             ax.legend(fontsize=8, loc="lower right")
             found = (
                 f"{self.q_min} bits are the fewest that train enough"

@@ -18,12 +18,12 @@ from cpt_core.quantization.convert import (
     restore_,
 )
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.schedule import Levels, StaticSchedule
-from cpt_extras.validation import number
+from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
+from cpt_extras.validation import check_float
 
 TrainStep = Callable[[int], Any]
 Bits = (
-    int | Mapping[str, int] | Levels
+    int | Mapping[str, int] | RoleLevels
 )  # of all layers, by patterns of their names, or of all layers by role
 
 
@@ -35,7 +35,7 @@ class Judge(NamedTuple):
     measure: Callable[[], float]
 
 
-class Trial:
+class RestartableTraining:
     """A model that can be put back to where it started; without a judge its loss is what a training gave.
 
     ``stateful``: what else is put back, by ``state_dict`` and ``load_state_dict``.
@@ -107,7 +107,7 @@ class Trial:
     def losses(
         self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any
     ) -> list[float]:
-        """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``Levels``.
+        """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``RoleLevels``.
 
         A diverged training ends with NaN.
 
@@ -116,12 +116,14 @@ class Trial:
         self.put_back()
         out: list[float] = []
         for i, q in enumerate(bits):
-            with precision(self.model, q_grad if isinstance(q, Levels) else q, q_grad):
-                if isinstance(q, Levels):
+            with precision(
+                self.model, q_grad if isinstance(q, RoleLevels) else q, q_grad
+            ):
+                if isinstance(q, RoleLevels):
                     for layer in self.precisions.values():
                         layer.set_levels(q)
                 loss = self.train_step(first + i)
-            out.append(number("train_step must return the loss", loss))
+            out.append(check_float("train_step must return the loss", loss))
             self._check_rates(i)
             bar.update()
             if not math.isfinite(out[-1]):
@@ -142,7 +144,7 @@ class Trial:
             )
 
 
-def of_model(
+def restartable_trainings(
     model: nn.Module,
     train_step: TrainStep,
     optimizer: torch.optim.Optimizer,
@@ -152,7 +154,7 @@ def of_model(
     config: QuantConfig | str | None = None,
     stateful: Sequence[Any] = (),
     judge: Judge | None = None,
-) -> Generator[tuple[Trial, int]]:
+) -> Generator[tuple[RestartableTraining, int]]:
     """Yield for every seed what to train, and the number of its first batch, ``seed * batches``.
 
     The model is converted if it is not yet; closing the generator leaves it as it was.
@@ -181,10 +183,13 @@ def of_model(
             "the model is quantised already, so that config= would change nothing"
         )
     layers, trial = all_precisions(model).values(), None
-    former = [(layer, layer.in_force, layer.highest, layer.driver) for layer in layers]
+    former = [
+        (layer, layer.active_levels, layer.highest, layer.owning_scheduler)
+        for layer in layers
+    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        trial = Trial(
+        trial = RestartableTraining(
             model, train_step, optimizer, q_max, type(model).__name__, judge, stateful
         )
         for seed in seeds:
@@ -195,6 +200,10 @@ def of_model(
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for layer, in_force, top, driver in former:
-            layer.in_force, layer.highest, layer.driver = in_force, top, driver
+            layer.active_levels, layer.highest, layer.owning_scheduler = (
+                in_force,
+                top,
+                driver,
+            )
         if convert:
             restore_(model)

@@ -7,7 +7,7 @@ Beyond the paper, which has one schedule for weights and activations, and static
 >>> cycle = TableSchedule(((3, 2), (8, 2)))
 >>> roles = RoleSchedules(weight=cycle, activation=StaticSchedule(8, 4), gradient="float32")
 >>> roles.levels_at(0)
-Levels(activation=8, weight=3, error=32, weight_gradient=32)
+RoleLevels(activation=8, weight=3, error=32, weight_gradient=32)
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
     FLOAT32,
-    Levels,
+    RoleLevels,
     Schedule,
     StaticSchedule,
     set_range,
 )
-from cpt_core.validation import check_bits, declared, whole
+from cpt_core.validation import check_bits, check_int, check_types
 from cpt_extras.formats.prices import role_prices
 from cpt_extras.search.layered import LayeredSchedule
 
@@ -56,7 +56,7 @@ class RoleSchedules(Schedule):
 
     def __post_init__(self) -> None:
         """Check the roles; let ``gradient`` stand for both of its own."""
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         if self.gradient is not None:
             if self.error is not None or self.weight_gradient is not None:
                 raise ValueError(
@@ -65,7 +65,7 @@ class RoleSchedules(Schedule):
             for name in ("error", "weight_gradient"):
                 object.__setattr__(self, name, self.gradient)
             object.__setattr__(self, "gradient", None)
-        missing = [name for name in Levels._fields if getattr(self, name) is None]
+        missing = [name for name in RoleLevels._fields if getattr(self, name) is None]
         if missing:
             raise ValueError(
                 f"roles missing: {', '.join(missing)}; give a schedule, a level, or 'float32' for each "
@@ -80,7 +80,7 @@ class RoleSchedules(Schedule):
             raise ValueError(
                 f"schedules of roles must have one length, got {sorted(lengths)} steps"
             )
-        for name in Levels._fields:
+        for name in RoleLevels._fields:
             object.__setattr__(
                 self, name, _schedule(name, getattr(self, name), *lengths)
             )
@@ -93,26 +93,26 @@ class RoleSchedules(Schedule):
         )
 
     @property
-    def parts(self) -> Levels:
+    def parts(self) -> RoleLevels:
         """The schedule of every role."""
-        return Levels(*(getattr(self, name) for name in Levels._fields))
+        return RoleLevels(*(getattr(self, name) for name in RoleLevels._fields))
 
     @property
-    def highest(self) -> Levels:
+    def highest(self) -> RoleLevels:
         """The highest level of every role."""
-        return Levels(*(s.q_max for s in self.parts))
+        return RoleLevels(*(s.q_max for s in self.parts))
 
     def values(self) -> Array:
         """Return those of activations."""
         return self.parts.activation.values()
 
-    def levels(self, q_grad: int | None = None) -> Levels:
+    def levels(self, q_grad: int | None = None) -> RoleLevels:
         """Return the levels of every step and role; ``q_grad`` must be None: gradients have schedules of their own."""
         if q_grad is not None:
             raise ValueError(
                 f"gradients have schedules of their own here; leave q_grad out, got {q_grad}"
             )
-        return Levels(*(s.bits() for s in self.parts))
+        return RoleLevels(*(s.bits() for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if q_grad is not None:
@@ -145,7 +145,7 @@ def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
     if isinstance(part, str) and part != "float32":
         raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
     return StaticSchedule(
-        FLOAT32 if part == "float32" else whole(f"level of {name}", part, 1),
+        FLOAT32 if part == "float32" else check_int(f"level of {name}", part, 1),
         total_steps,
     )
 

@@ -18,16 +18,16 @@ import numpy as np
 from scipy import stats
 
 from cpt_core.schedules.schedule import (
-    MOST_STEPS,
+    MAX_STEPS,
     Schedule,
     ShortCycleWarning,
     StaticSchedule,
 )
-from cpt_core.validation import declared, whole
-from cpt_extras.optional_libraries import library
-from cpt_extras.progress import waiting
+from cpt_core.validation import check_int, check_types
+from cpt_extras.optional_libraries import import_optional
+from cpt_extras.progress import progress_bar
 from cpt_extras.search.solver import solve_schedule
-from cpt_extras.validation import number
+from cpt_extras.validation import check_float
 
 FULL, FLOAT32 = "float32", 32  # bits at which rounding is the identity
 WIDTHS = (8, 6, 5, 4, 3, 2)  # static precisions
@@ -150,7 +150,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Tried:
+class PrecisionSearchResult:
     """The answer: ``print`` it, draw its ``figure()``, paste its ``lines()``.
 
     Attributes:
@@ -428,8 +428,8 @@ class Tried:
 
     def figure(self) -> Any:
         """Draw quality against cost, as differences to float32: a matplotlib figure."""
-        described = library("cpt_extras.figures", "lab")
-        with described.drawing(figsize=(4.8, 4)) as (figure, ((ax,),)):
+        described = import_optional("cpt_extras.figures", "lab")
+        with described.subplots(figsize=(4.8, 4)) as (figure, ((ax,),)):
             ax.axhspan(
                 -self.margin,
                 self.margin,
@@ -526,7 +526,7 @@ def _arms(steps: int, cycles: int) -> Iterator[Arm]:
         yield Arm(f"{shape} at {b}", "schedule", b, schedule, top, f"{b} bits")
 
 
-def tried(
+def run_precision_search(
     run: Run,
     title: str,
     steps: int,
@@ -538,36 +538,36 @@ def tried(
     seeds: int = 10,
     at_once: int = 1,
     progress: bool | None = None,
-) -> Tried:
+) -> PrecisionSearchResult:
     """Return the answer from the trainings that ``run(arms, seed)`` does, at most ``at_once`` of them a call.
 
     Ctrl-C ends them early: the answer is that of what was trained.
 
     The other arguments are those of ``try_precision``; ``cycles`` is how many a schedule has.
     """
-    declared(tried, {"margin": margin, "progress": progress})
+    check_types(run_precision_search, {"margin": margin, "progress": progress})
     seeds, cycles = (
-        whole("seeds", seeds, 1, MOST_SEEDS),
-        whole("cycles", cycles, 1, MOST_STEPS // 8),
+        check_int("seeds", seeds, 1, MOST_SEEDS),
+        check_int("cycles", cycles, 1, MAX_STEPS // 8),
     )
-    steps = whole("steps", steps, 8 * cycles, MOST_STEPS)  # a cycle of fewer is none
+    steps = check_int("steps", steps, 8 * cycles, MAX_STEPS)  # a cycle of fewer is none
     for name, value in (
         ("minutes", minutes),
         ("margin", 1.0 if margin is None else margin),
     ):
         if (
             isinstance(value, (bool, str))
-            or not 0 < number(f"{name} must be more than 0", value) < math.inf
+            or not 0 < check_float(f"{name} must be more than 0", value) < math.inf
         ):
             raise ValueError(f"{name} must be a number of more than 0, got {value!r}")
     arms = {a.name: a for a in _arms(steps, cycles)}
     results: dict[str, dict[int, Result]] = {}
     ends, longest = time.monotonic() + 60 * minutes, 0.0
 
-    def now(over: bool = False) -> Tried:
+    def now(over: bool = False) -> PrecisionSearchResult:
         reached = [r.value for r in results.get(FULL, {}).values()]
         much = margin or 0.01 * abs(float(np.mean(reached or [1.0]))) or 1.0
-        return Tried(title, arms, results, much, unit, over)
+        return PrecisionSearchResult(title, arms, results, much, unit, over)
 
     def train(names: Sequence[str], last: int) -> bool:
         """Train what seeds up to the last one lack; return whether there was time."""
@@ -601,7 +601,7 @@ def tried(
 
     in_time = True
     try:
-        with waiting("trying", unit=" trainings", progress=progress) as bar:
+        with progress_bar("trying", unit=" trainings", progress=progress) as bar:
             for seed in range(seeds):
                 if seed < FEWEST:
                     in_time = train(

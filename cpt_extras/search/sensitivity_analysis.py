@@ -34,13 +34,19 @@ from cpt_core.bitops.counting import counting
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import MOST_STEPS, Levels
-from cpt_core.validation import check_bits, declared, whole
-from cpt_extras.progress import waiting
-from cpt_extras.search.restartable import Bits, Judge, TrainStep, Trial, of_model
+from cpt_core.schedules.schedule import MAX_STEPS, RoleLevels
+from cpt_core.validation import check_bits, check_int, check_types
+from cpt_extras.progress import progress_bar
+from cpt_extras.search.restartable import (
+    Bits,
+    Judge,
+    RestartableTraining,
+    TrainStep,
+    restartable_trainings,
+)
 from cpt_extras.search.sensitivity_estimate import gradients_recorded
 from cpt_extras.search.sensitivity_result import Sensitivity
-from cpt_extras.validation import number
+from cpt_extras.validation import check_float
 
 RECORDED = 5  # steps of every window from which the estimate is made
 LOSS = Judge(
@@ -103,11 +109,13 @@ def sensitivity(
     def judged() -> float:
         assert quality is not None
         with precision(model, bits=q_max):
-            return number("quality must return what is larger when better", quality())
+            return check_float(
+                "quality must return what is larger when better", quality()
+            )
 
     judge = None if quality is None else Judge("quality", 1, judged)
     start = partial(
-        of_model,
+        restartable_trainings,
         model,
         train_step,
         optimizer,
@@ -115,7 +123,7 @@ def sensitivity(
         stateful=stateful,
         judge=judge,
     )
-    return measured(
+    return run_sensitivity(
         start,
         judge is None,
         base,
@@ -130,8 +138,8 @@ def sensitivity(
     )
 
 
-def measured(
-    start: Callable[..., Generator[tuple[Trial, int]]],
+def run_sensitivity(
+    start: Callable[..., Generator[tuple[RestartableTraining, int]]],
     by_loss: bool,
     base: int = 4,
     q_max: int = 8,
@@ -147,9 +155,11 @@ def measured(
 
     With ``by_loss`` they have no judge: the mean loss of some further steps at q_max bits is measured.
     """
-    declared(measured, {"estimate": estimate, "roles": roles, "progress": progress})
+    check_types(
+        run_sensitivity, {"estimate": estimate, "roles": roles, "progress": progress}
+    )
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
-    whole("base, up to q_max,", base, 2, q_max)
+    check_int("base, up to q_max,", base, 2, q_max)
     if (
         not isinstance(seeds, Iterable)
         or isinstance(seeds, bytes)
@@ -158,20 +168,22 @@ def measured(
         raise ValueError(
             f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}"
         )
-    seeds = tuple(whole("each of seeds", s, 0) for s in found)
+    seeds = tuple(check_int("each of seeds", s, 0) for s in found)
     if len(set(seeds)) < len(seeds):
         raise ValueError(
             f"seeds must differ, a seed twice is the same training; got {seeds}"
         )
-    steps = whole("steps", steps, 1, MOST_STEPS)
-    windows = whole("windows, at most one a step,", windows, 1, steps)
+    steps = check_int("steps", steps, 1, MAX_STEPS)
+    windows = check_int("windows, at most one a step,", windows, 1, steps)
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
-    cut = whole("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)
+    cut = (
+        check_int("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)
+    )
     tail = max(1, steps // 8) if by_loss else 0
     references: list[float] = []
     in_windows, in_groups, in_roles, estimates = [], [], [], []
-    bar = waiting("sensitivity", unit=" steps", progress=progress)
+    bar = progress_bar("sensitivity", unit=" steps", progress=progress)
     started = start(q_max, seeds, steps + tail)
     with (
         bar,
@@ -185,7 +197,7 @@ def measured(
 
             def run(
                 bits: list[Bits],
-                trial: Trial = trial,
+                trial: RestartableTraining = trial,
                 first: int = first,
                 judge: Any = judge,
             ) -> float:
@@ -212,7 +224,7 @@ def measured(
             if roles:
                 even, *lower = (
                     run(
-                        [Levels(activation=a, weight=w, error=g, weight_gradient=g)]
+                        [RoleLevels(activation=a, weight=w, error=g, weight_gradient=g)]
                         * steps
                     )
                     for w, a, g in base - np.eye(4, 3, k=-1, dtype=int)
@@ -241,7 +253,7 @@ def measured(
     )
 
 
-def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
+def _macs(trial: RestartableTraining, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
     operations: list[Operation] = []
     trial.put_back()
@@ -309,7 +321,7 @@ def _groups(
 
 
 def _estimate(
-    trial: Trial,
+    trial: RestartableTraining,
     first: int,
     base: int,
     q_max: int,

@@ -21,9 +21,15 @@ from scipy import stats
 
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
-from cpt_core.validation import MOST_BITS, choose, declared, shown, whole
+from cpt_core.validation import (
+    MAX_BITS,
+    check_choice,
+    check_int,
+    check_types,
+    short_repr,
+)
 from cpt_extras.files import nan_to_none
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 
@@ -74,8 +80,8 @@ class Sensitivity:
     in_roles: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        declared(type(self), vars(self), parts=True)
-        whole("base", self.base, 2, MOST_BITS)
+        check_types(type(self), vars(self), parts=True)
+        check_int("base", self.base, 2, MAX_BITS)
         edges = [0, *(stop for _, stop in self.windows)]
         ends = sorted(set(edges)) == edges and edges[-1] == self.steps
         if not ends or list(self.windows) != list(itertools.pairwise(edges)):
@@ -110,7 +116,7 @@ class Sensitivity:
 
         ``over`` is "time", "layers" or "roles".
         """
-        if choose("over", over, PLACES) == "time":
+        if check_choice("over", over, PLACES) == "time":
             return np.array(self.in_windows) / (
                 np.diff(np.array(self.windows), axis=1).T * self.added
             )
@@ -189,7 +195,7 @@ class Sensitivity:
 
     def promised(self, schedule: Schedule, floor: float = FLOOR) -> float:
         """Return the quality that a schedule of this length loses by the model: sum w(t, l) * 4**-q(t, l)."""
-        declared(self.promised, locals())
+        check_types(self.promised, locals())
         if schedule.total_steps != self.steps:
             raise ValueError(
                 f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}"
@@ -239,11 +245,11 @@ class Sensitivity:
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Sensitivity:
         """Rebuild what ``to_dict`` gave; other keys are left aside."""
-        declared(cls.from_dict, locals())
+        check_types(cls.from_dict, locals())
         d = {"in_roles": (), **d}  # what was written before roles were measured
         if missing := [f.name for f in fields(cls) if f.name not in d]:
             raise ValueError(
-                f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {shown(d)}"
+                f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {short_repr(d)}"
             )
         return cls(**{f.name: _tupled(d[f.name], "in_" in f.name) for f in fields(cls)})
 
@@ -279,7 +285,7 @@ class Sensitivity:
 
     def places(self, over: str) -> list[str]:
         """Return the names of the windows, groups or roles."""
-        if choose("over", over, PLACES) == "time":
+        if check_choice("over", over, PLACES) == "time":
             return [f"steps {a} to {b - 1}" for a, b in self.windows]
         if over == "roles":
             return list(ROLES)
@@ -287,8 +293,8 @@ class Sensitivity:
 
     def figure(self) -> Any:
         """Draw responses over time, layers (per MAC) and roles, relative to work that is alike: a matplotlib figure."""
-        described, parts = library("cpt_extras.figures", "lab"), self._measured
-        with described.drawing(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (
+        described, parts = import_optional("cpt_extras.figures", "lab"), self._measured
+        with described.subplots(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (
             figure,
             (axes,),
         ):

@@ -17,15 +17,15 @@ from cpt_core.schedules.make import KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import PROFILES, Array, Profile
 from cpt_core.schedules.schedule import (
     FLOAT32,
-    MOST_STEPS,
+    MAX_STEPS,
     CyclicSchedule,
-    Levels,
+    RoleLevels,
     Schedule,
     check_pairs,
     set_integers,
     set_range,
 )
-from cpt_core.validation import choose, declared, whole
+from cpt_core.validation import check_choice, check_int, check_types
 from cpt_extras.formats.prices import role_prices
 
 
@@ -45,12 +45,12 @@ class Warped(Profile):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        choose(
+        check_choice(
             "profile",
             self.base,
             (name for name, kind in PROFILES.items() if kind is not Warped),
         )
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
         object.__setattr__(self, "power", float(self.power))
@@ -73,7 +73,7 @@ class AdjustedSchedule(Schedule):
     kind: ClassVar[str] = "adjusted"
 
     def __post_init__(self) -> None:
-        declared(type(self), vars(self))
+        check_types(type(self), vars(self))
         set_range(
             self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps
         )
@@ -81,7 +81,7 @@ class AdjustedSchedule(Schedule):
         pairs = check_pairs("changes", self.changes, "(step, bits)")
         changes = tuple(
             sorted(
-                (self.schedule._check_step(t), whole("bits", b, *ends))
+                (self.schedule._check_step(t), check_int("bits", b, *ends))
                 for t, b in pairs
             )
         )
@@ -116,7 +116,7 @@ class DelayedSchedule(Schedule):
 
     def __post_init__(self) -> None:
         set_integers(self, "hold")
-        whole("hold", self.hold, 0, MOST_STEPS)
+        check_int("hold", self.hold, 0, MAX_STEPS)
         set_range(
             self,
             self.schedule.q_min,
@@ -137,7 +137,7 @@ class DelayedSchedule(Schedule):
             ]
         )
 
-    def levels(self, q_grad: int | None = None) -> Levels:
+    def levels(self, q_grad: int | None = None) -> RoleLevels:
         """Return the levels of every step and role; gradients are not quantised as long as nothing is."""
         found = super().levels(q_grad)
         if self.level is None:
@@ -166,7 +166,7 @@ def delay_steps(delay: float, total_steps: int) -> int:
         raise ValueError(
             f"delay is a share of the training, 0 <= delay < 1; got {delay!r}"
         )
-    steps = round(delay * whole("total_steps", total_steps))
+    steps = round(delay * check_int("total_steps", total_steps))
     if steps and steps == total_steps:
         raise ValueError(
             f"a delay of {delay} leaves none of {total_steps} steps to cycle in"

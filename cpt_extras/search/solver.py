@@ -27,7 +27,7 @@ from cpt_core.schedules.schedule import (
     ShortCycleWarning,
     StaticSchedule,
 )
-from cpt_core.validation import check_bits, choose, declared
+from cpt_core.validation import check_bits, check_choice, check_types
 from cpt_extras.formats.prices import costs_of, function_of, static_cost
 from cpt_extras.search.solved_schedules import (
     AdjustedSchedule,
@@ -80,8 +80,8 @@ def solve_schedule(
             they can; for values that make no schedule; for a cost that is no positive number at some bits between
             q_min and q_max.
     """
-    declared(solve_schedule, {"triangular": triangular})
-    choose(
+    check_types(solve_schedule, {"triangular": triangular})
+    check_choice(
         "family",
         family,
         (name for name, kind in PROFILES.items() if kind is not Warped),

@@ -8,15 +8,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.captions import caption, warned
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.run_groups import AGGREGATIONS, aggregation_groups, named
+from cpt_lab.analysis.run_groups import (
+    AGGREGATIONS,
+    aggregation_groups,
+    with_unique_names,
+)
 from cpt_lab.analysis.statistics import interval, paired
 from cpt_lab.analysis.style import (
     COLORS,
-    drawing,
     legend_below,
     set_finding,
+    subplots,
     write_caption,
 )
 
@@ -83,7 +87,7 @@ def finding(runs: pd.DataFrame, bits: int = 8) -> str:
     differences = aggregation_difference(runs)
     points = 100 * differences[differences["arm"] == f"static {bits}"]["difference"]
     if len(points) < MIN_SEEDS:
-        return f"{counted(len(points), 'seed')}: no comparison"
+        return f"{plural(len(points), 'seed')}: no comparison"
     mean, low, high = interval(points)
     if low <= 0 <= high:
         return f"No clear difference between Q-Agg and FP-Agg at {bits} bits"
@@ -100,7 +104,7 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     Paper: figure 5.
     Differs: the panel of paired differences is ours.
     """
-    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
+    with subplots(1, 2, figsize=(10, 3.8)) as (figure, axes):
         _curves(axes[0, 0], runs, bits)
         _differences(axes[0, 1], aggregation_difference(runs))
         legend_below(figure, axes[0, 0])
@@ -166,7 +170,7 @@ def _differences(ax: Axes, found: pd.DataFrame) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
-    for name, group in named(aggregation_groups(runs)):
+    for name, group in with_unique_names(aggregation_groups(runs)):
         heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
         yield Section(
             heading,

@@ -10,7 +10,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import levels
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.run_groups import AGGREGATIONS, title_of
 from cpt_lab.analysis.run_table import _recipe_key as recipe_key
 from cpt_lab.experiments.registry import recipe
@@ -54,13 +54,13 @@ def seeds_text(runs: pd.DataFrame) -> str:
     """Return how many seeds the arms of an experiment have, such as "4 seeds" or "2 to 3 seeds"."""
     seeds = runs.groupby(["recipe", "q_max", "arm"])["seed"].nunique()
     fewer = f"{seeds.min()} to " if seeds.min() < seeds.max() else ""
-    return f"{fewer}{counted(seeds.max(), 'seed')}"
+    return f"{fewer}{plural(seeds.max(), 'seed')}"
 
 
 def lost_text(runs: pd.DataFrame) -> str:
     """Return how many runs diverged or failed; "" when none did. Means count those that diverged at chance."""
     lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
-    return f"{counted(lost, 'run')} diverged or failed" if lost else ""
+    return f"{plural(lost, 'run')} diverged or failed" if lost else ""
 
 
 def training(runs: pd.DataFrame) -> str:

@@ -17,7 +17,7 @@ import pandas as pd
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, holm, unit_of
-from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
@@ -156,9 +156,7 @@ def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
     words = []
     for test, adjusted in zip(found, holm(p), strict=True):
         if test.estimate is None:
-            words.append(
-                f"not complete: {test.stored} of {counted(test.needed, 'run')}"
-            )
+            words.append(f"not complete: {test.stored} of {plural(test.needed, 'run')}")
         elif adjusted < ALPHA:
             words.append(
                 "as the paper says" if test.estimate.mean > 0 else "against the paper"

@@ -45,11 +45,11 @@ from functools import cache
 
 import pandas as pd
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.analysis import levels, run_groups
 from cpt_lab.analysis.claim_measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect, Interval
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import GRIDS
@@ -81,7 +81,7 @@ UNREAD = (  # columns that no claim is about
 def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     """Return the word for one effect over n seeds; the rules are those of the module's docstring."""
     mean, low, high = effect
-    if choose("test", test, TESTS) == "exact":
+    if check_choice("test", test, TESTS) == "exact":
         return CONFIRMED if mean > 0 else CONTRADICTED
     if n < LEAST_SEEDS or not (low <= mean <= high):
         return OPEN
@@ -101,7 +101,7 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     return CONFIRMED if inside else CONTRADICTED if outside else OPEN
 
 
-def said(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
+def effect_verdict(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
     """Return the word for one effect by itself, against all of its controls."""
     words = {
         verdict(claim.test, claim.margin, e.at(alpha), e.n)
@@ -187,7 +187,7 @@ class Entry:
         """Return every effect with its word, and the word that it has by itself where Holm's correction takes it."""
         found = []
         for e, v in self.effects:
-            alone = said(self.claim, e)
+            alone = effect_verdict(self.claim, e)
             if v != alone:
                 v = f"{v} ({self._named(alone, e)} by itself, not among {len(self._tested(_of_paper(e)))})"
             found.append((e, self._named(v, e)))
@@ -236,7 +236,7 @@ class Entry:
         for word in dict.fromkeys(v for _, v in tested if v != OPEN):
             there = [e for e, v in tested if v == word]
             places = ", ".join(f"{e.place} ({e.bits}, n {e.n})" for e in there)
-            of = f"in {len(there)} of {counted(len(tested), 'experiment')}"
+            of = f"in {len(there)} of {plural(len(tested), 'experiment')}"
             parts.append(f"{self._named(word, there[0])} {of}: {places}")
         whole = self.verdict(paper_scale)
         head = "" if len(parts) == 1 and whole != OPEN else f"{whole}: "
@@ -271,12 +271,12 @@ def claims() -> list[Claim]:
         for line in table.to_dict("records")
     ]
     for c in found:
-        choose(f"measure of claim {c.id}", c.measure, MEASURES)
+        check_choice(f"measure of claim {c.id}", c.measure, MEASURES)
         verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
     return found
 
 
-def meant(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
+def runs_for_claim(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
     """Return the runs that a claim is about: none at smoke scale, at paper scale those on the data of its grids."""
     datasets = {grid.split("/")[0] for grid in claim.grids.split()}
     mine = runs["scale"] != "smoke"
@@ -292,7 +292,7 @@ def meant(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
     return runs[mine]
 
 
-def judged(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
+def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
     """Return an entry per claim, judged by runs; those at smoke scale do not count.
 
     Preregistered runs are read by the measures of ``ASKED_TOO`` alone, which say so. Every effect has its level.
@@ -327,15 +327,19 @@ def _with_levels(entry: Entry, full_bits: pd.DataFrame) -> Entry:
 
 def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
     """Return what runs say about one claim."""
-    effects = list(MEASURES[claim.measure](meant(runs, claim), claim))
-    words = {i: said(claim, e) for i, e in enumerate(effects) if e.scale == "exact"}
+    effects = list(MEASURES[claim.measure](runs_for_claim(runs, claim), claim))
+    words = {
+        i: effect_verdict(claim, e) for i, e in enumerate(effects) if e.scale == "exact"
+    }
     for paper_scale in (True, False):
         part = [
             i
             for i, e in enumerate(effects)
             if i not in words and _testable(e) and _of_paper(e) == paper_scale
         ]
-        tests = [lambda alpha, e=effects[i]: said(claim, e, alpha) for i in part]
+        tests = [
+            lambda alpha, e=effects[i]: effect_verdict(claim, e, alpha) for i in part
+        ]
         words |= dict(zip(part, holm(tests), strict=True))
     return Entry(claim, tuple((e, words.get(i, OPEN)) for i, e in enumerate(effects)))
 
@@ -365,7 +369,7 @@ def needed_runs(grid: str) -> str:
     dataset = (
         DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
     )
-    return f"{recipe.model} on {dataset}, {counted(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
+    return f"{recipe.model} on {dataset}, {plural(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
 
 
 def summary(entries: Iterable[Entry]) -> pd.DataFrame:
@@ -402,7 +406,7 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     )
 
 
-def summed(entries: list[Entry]) -> str:
+def claims_headline(entries: list[Entry]) -> str:
     """Return what was found of all of them, in a line."""
     at_paper, less = (tally(entries, paper_scale) for paper_scale in (True, False))
     return f"{len(entries)} claims, exactly or at the paper's scale: {at_paper}; at smaller ones: {less}; others: open"
@@ -410,7 +414,7 @@ def summed(entries: list[Entry]) -> str:
 
 def section(runs: pd.DataFrame) -> Section:
     """Return the claims as a part of a page."""
-    entries = judged(runs)
+    entries = judge_claims(runs)
     note = (
         "Made by written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule of' is "
         "when a rule was written last. Only runs at paper scale confirm or contradict. Smaller scales have small "
@@ -420,7 +424,7 @@ def section(runs: pd.DataFrame) -> Section:
     )
     return Section(
         "Claims of the paper",
-        (f"{summed(entries)}.", note),
+        (f"{claims_headline(entries)}.", note),
         table=summary(entries),
         style="left claims",
     )

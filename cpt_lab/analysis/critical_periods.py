@@ -14,21 +14,21 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.captions import caption, warned
 from cpt_lab.analysis.metrics import (
-    counted,
     intervals,
     metric_named,
     metric_of,
+    plural,
     spread_text,
 )
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.run_groups import deficit_groups, named
+from cpt_lab.analysis.run_groups import deficit_groups, with_unique_names
 from cpt_lab.analysis.statistics import interval, paired
 from cpt_lab.analysis.style import (
     COLORS,
     QUIET,
     SMALL,
-    drawing,
     set_finding,
+    subplots,
     write_caption,
 )
 from cpt_lab.experiments.registry import DATASETS
@@ -214,7 +214,7 @@ def _arm(runs: pd.DataFrame, line: Any) -> pd.DataFrame:
     return runs[(runs["arm"] == line.arm) & (runs["recipe"] == line.recipe)]
 
 
-def compared(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+def compare_deficits(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Return ``deficits`` and what its differences are to: the controls, or "no deficit" where some have no control."""
     found = deficits(runs)
     if has_controls(found):
@@ -322,7 +322,7 @@ def nearest_arm(
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``table_1`` for people; runs as for ``deficits``."""
     name, found = metric_of(runs), table_1(runs)
-    differences, control = compared(runs)
+    differences, control = compare_deficits(runs)
     metric = replace(metric_named(name), factor=1.0)  # table 1 is in printed units
     cells = {
         "low precision": found.arm,
@@ -348,7 +348,7 @@ def finding(runs: pd.DataFrame) -> str:
     controls; and about the earliest window against the latest one that leaves time after it. Effects are clear where
     their 95 % interval over seeds excludes 0. Fewer than ``MIN_SEEDS`` seeds compare nothing.
     """
-    found, control = compared(runs)
+    found, control = compare_deficits(runs)
     parts = list(
         filter(
             None, (_start_finding(runs, found, control), _window_finding(runs, found))
@@ -366,7 +366,7 @@ def _start_finding(runs: pd.DataFrame, found: pd.DataFrame, control: str) -> str
         return ""
     longest = low.sort_values("stop").iloc[-1]
     if longest["n"] < MIN_SEEDS:
-        return f"{counted(int(longest['n']), 'seed')}: no comparison"
+        return f"{plural(int(longest['n']), 'seed')}: no comparison"
     metric = metric_named(metric_of(runs))
     better_low, better_high = sorted(
         (metric.better * longest["low"], metric.better * longest["high"])
@@ -394,7 +394,7 @@ def _window_finding(runs: pd.DataFrame, found: pd.DataFrame) -> str:
     first, last = (_arm(runs, line) for line in (_line(dates, 0), _line(dates, -1)))
     values = metric_named(metric).better * paired(first, last, metric)
     if len(values) < MIN_SEEDS:
-        return f"{counted(len(values), 'seed')}: no comparison"
+        return f"{plural(len(values), 'seed')}: no comparison"
     _, low, high = interval(values)
     if high < 0:
         return "an early window harms more than a late one"
@@ -431,7 +431,7 @@ def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
     ]
     dots = {key: part.dropna().to_numpy() for key, part in values}
     panels = [kind for kind in ("length", "window") if (found.experiment == kind).any()]
-    with drawing(
+    with subplots(
         1, len(panels), figsize=(max(5 * len(panels), 6.4), 4.2), sharey=True
     ) as (figure, axes):
         for ax, kind in zip(axes[0], panels, strict=True):
@@ -575,7 +575,7 @@ def _learning_curve(
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 8 and table 1 of every critical-period experiment of which anything ran."""
-    for name, group in named(deficit_groups(runs)):
+    for name, group in with_unique_names(deficit_groups(runs)):
         if (group["status"] != "failed").any():
             drawn, alt = figure_8(group), "quality after a deficit, with controls"
             yield Section(

@@ -25,7 +25,7 @@ from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, unit_of
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.style import COLORS, SMALL, drawing
+from cpt_lab.analysis.style import COLORS, SMALL, subplots
 
 DECAYS = (
     "step",
@@ -317,7 +317,7 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
     )
     starts = sorted({start for _, start in found.losses})
     shift = 0.012 * (starts[-1] - starts[0])
-    with drawing(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (
+    with subplots(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (
         figure,
         ((ax,),),
     ):

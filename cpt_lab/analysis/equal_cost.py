@@ -8,7 +8,7 @@ import pandas as pd
 
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.run_groups import equal_cost_groups, named
+from cpt_lab.analysis.run_groups import equal_cost_groups, with_unique_names
 from cpt_lab.analysis.statistics import interval, paired
 
 WITHIN = 0.05  # how much dearer or cheaper than RR an arm may be to be compared with it
@@ -95,7 +95,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the same BitOps buy, for every recipe where that was tried."""
-    for name, group in named(equal_cost_groups(runs)):
+    for name, group in with_unique_names(equal_cost_groups(runs)):
         try:
             found = equal_cost(group)
         except ValueError:  # RR itself is missing

@@ -14,15 +14,15 @@ import pandas as pd
 from scipy import stats
 
 from cpt_lab.analysis.effects import quality_of
-from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
+from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, plural
 from cpt_lab.analysis.statistics import ALPHA, interval
 from cpt_lab.experiments.spec import RunSpec
 
 POINTS, PERCENT = "points", "%"
-TOP, OWN = "8 bits", "their own bits"
-RULES = {
+TOP, CURRENT_BITS = "8 bits", "their own bits"
+EVALUATION_RULES = {
     TOP: "",
-    OWN: "_current",
+    CURRENT_BITS: "_current",
 }  # where runs are evaluated, and what follows the metric in rows
 
 
@@ -71,7 +71,7 @@ class Estimate:
         return f"{interval_text(self.mean, *self.interval())} {self.unit}".strip()
 
 
-def found(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
+def find_rows(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
     """Return the newest rows of specs in their order; where some are missing, a word such as "open: 3 of 9 runs"."""
     keys, known = (
         [spec.key for spec in specs],
@@ -81,7 +81,7 @@ def found(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
     return (
         known.loc[keys]
         if there == len(keys)
-        else f"open: {there} of {counted(len(keys), 'run')}"
+        else f"open: {there} of {plural(len(keys), 'run')}"
     )
 
 
@@ -110,7 +110,7 @@ def by_run(
     specs: Sequence[RunSpec],
     rows: pd.DataFrame,
     outputs: int,
-    columns: Mapping[str, str] = RULES,
+    columns: Mapping[str, str] = EVALUATION_RULES,
 ) -> pd.DataFrame:
     """Return one line per run: spec, seed, arm, unit, whether it was lost, its BitOps, and ``quality`` by ``columns``.
 
@@ -153,7 +153,9 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def standing(effects: Sequence[Estimate], side: str, level: float) -> list[str]:
+def significant_effects(
+    effects: Sequence[Estimate], side: str, level: float
+) -> list[str]:
     """Return the effects that lie on one side of 0, with Holm's correction over all of them."""
     adjusted = holm([effect.p(0.0, side) for effect in effects])
     return [

@@ -63,6 +63,6 @@ def spread_text(metric: Metric, mean: float, std: float, n: int) -> str:
     return f"{shown} +- {spread} (n = {n})" if n > 1 else f"{shown} (n = {n})"
 
 
-def counted(n: int, word: str) -> str:
+def plural(n: int, word: str) -> str:
     """Return a number and a word, in the plural where it needs one."""
     return f"{n} {word}{'' if n == 1 else 's'}"

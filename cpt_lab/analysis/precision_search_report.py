@@ -15,7 +15,14 @@ import pandas as pd
 
 from cpt_extras.figures import picture
 from cpt_extras.files import write_text
-from cpt_extras.search.search_result import FULL, WIDTHS, Arm, Result, Tried, tried
+from cpt_extras.search.search_result import (
+    FULL,
+    WIDTHS,
+    Arm,
+    PrecisionSearchResult,
+    Result,
+    run_precision_search,
+)
 from cpt_lab.analysis import data_reports
 from cpt_lab.analysis.estimates import quality, unit_of
 from cpt_lab.analysis.metrics import metric_of
@@ -41,7 +48,7 @@ NOT_TRIED = (
 )
 
 
-def answered(dataset: str, scale: str) -> list[Section]:
+def answer_sections(dataset: str, scale: str) -> list[Section]:
     """Return what was found for data, by model, with figures and links as seen from ``runs/reproduce/SCALE``."""
     found = []
     for path in sorted((runs_dir() / "try").glob(f"*-{scale}/{ANSWER}")):
@@ -83,7 +90,7 @@ def try_recipe(
     margin: float = MARGIN,
     guessed: float | None = None,
     note: str = "",
-) -> tuple[Tried, Path]:
+) -> tuple[PrecisionSearchResult, Path]:
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
 
     The page begins with the ``note``, a sentence about the model.
@@ -115,7 +122,7 @@ def try_recipe(
             for a, v, row in zip(arms, values, rows, strict=True)
         }
 
-    found = tried(
+    found = run_precision_search(
         results,
         recipe.dataset,
         recipe.steps,
@@ -165,7 +172,7 @@ def _folder(recipe: Recipe, scale: str) -> Path:
     return hidden if hidden.exists() else hidden.with_name(f"{name}-{scale}")
 
 
-def sections(found: Tried) -> list[Section]:
+def sections(found: PrecisionSearchResult) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
     said = (
         *(f"{name}: {words}" for name, words in found.sentences().items()),

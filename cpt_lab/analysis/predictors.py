@@ -11,9 +11,14 @@ from matplotlib.figure import Figure
 
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.run_groups import at_q_max, named, quality_cost_groups, title_of
+from cpt_lab.analysis.run_groups import (
+    at_q_max,
+    quality_cost_groups,
+    title_of,
+    with_unique_names,
+)
 from cpt_lab.analysis.statistics import ALPHA, spearman
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar
+from cpt_lab.analysis.style import COLORS, SMALL, interval_bar, subplots
 
 PREDICTORS = {
     "relative_cost": 1,
@@ -159,7 +164,7 @@ def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     Where two experiments train the same, they go by their whole names.
     """
     found = {}
-    for name, group in named(quality_cost_groups(runs)):
+    for name, group in with_unique_names(quality_cost_groups(runs)):
         try:
             found[name] = (
                 f"{title_of(group)}, {group['scale'].iloc[0]} scale",
@@ -234,7 +239,7 @@ def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     positive = sum(line.strength > 0 for _, line in lines)
     significant = sum(line.low > 0 for _, line in lines)
     title = f"Quality rises with cost in {positive} of {len(lines)} experiments; intervals exclude 0 in {significant}"
-    with drawing(1, 1, figsize=(9, 0.5 * len(lines) + 1.2)) as (figure, ((ax,),)):
+    with subplots(1, 1, figsize=(9, 0.5 * len(lines) + 1.2)) as (figure, ((ax,),)):
         for y, (_, line) in enumerate(lines):
             interval_bar(
                 ax,

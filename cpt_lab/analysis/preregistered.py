@@ -14,10 +14,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from cpt_core.validation import choose
-from cpt_lab.analysis.estimates import Estimate, holm, standing
+from cpt_core.validation import check_choice
+from cpt_lab.analysis.estimates import Estimate, holm, significant_effects
 from cpt_lab.analysis.run_table import committed, table
-from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing, interval_bar
+from cpt_lab.analysis.style import COLORS, QUIET, TEXT, interval_bar, subplots
 from cpt_lab.experiments.grids import grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.row_format import Row
@@ -53,7 +53,7 @@ class Answer:
         )
 
 
-def corrected(found: Sequence[Answer]) -> list[Answer]:
+def correct_answers(found: Sequence[Answer]) -> list[Answer]:
     """Return the answers of a study with their p-values after Holm's correction, and the words that follow."""
 
     def worded(a: Answer, adjusted: float) -> Answer:
@@ -75,11 +75,13 @@ def corrected(found: Sequence[Answer]) -> list[Answer]:
 
 def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
     """Return p of "every effect is below its margin", and those above and below 0 at .025, with Holm over all."""
-    above, below = (standing(primary, side, 0.025) for side in ("greater", "less"))
+    above, below = (
+        significant_effects(primary, side, 0.025) for side in ("greater", "less")
+    )
     return float(np.max([e.p(e.margin, "less") for e in primary])), above, below
 
 
-def unbeaten(
+def judge_unbeaten(
     primary: Sequence[Estimate],
     stands: str,
     wins: str,
@@ -108,7 +110,7 @@ def unbeaten(
     )
 
 
-def ruled(
+def add_rules(
     answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]
 ) -> Answer:
     """Add to an answer its outcome by each of ``RULES``, which judge both sides alike, and whether it depends on them.
@@ -120,7 +122,7 @@ def ruled(
     """
     outcomes, told = {}, []
     for rule, alike in by_rule.items():
-        told_alike = corrected(
+        told_alike = correct_answers(
             [alike if a.question == answer.question else a for a in family]
         )
         found = next(a for a in told_alike if a.question == answer.question)
@@ -214,7 +216,9 @@ def in_margins(
     above: str = "cycle is better",
 ) -> list[Line]:
     """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
-    lost, won = (standing(effects, side, 0.025) for side in ("less", "greater"))
+    lost, won = (
+        significant_effects(effects, side, 0.025) for side in ("less", "greater")
+    )
     lines = []
     for name, e in zip(names, effects, strict=True):
         word = (
@@ -245,7 +249,7 @@ def intervals(
 ) -> Figure:
     """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
     alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
-    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (
+    with subplots(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (
         figure,
         ((ax,),),
     ):  # narrow: phones read it, too
@@ -285,7 +289,7 @@ def intervals(
 
 # --- do effects repeat ----------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Repeated:
+class ReplicatedEffect:
     """An effect of the committed rows, ``before``, and of fresh seeds, ``now``.
 
     ``p`` is that of Welch's test that they differ, by Holm over the effects of the grid.
@@ -323,7 +327,9 @@ def fresh(grid: str) -> list[RunSpec]:
     Raises:
         ValueError: for another grid, naming those that there are.
     """
-    choose("grid", grid, [name for study in studies("arms") for name in study.GRIDS])
+    check_choice(
+        "grid", grid, [name for study in studies("arms") for name in study.GRIDS]
+    )
     return [replace(spec, seed=spec.seed + FRESH) for spec in grid_specs(grid)]
 
 
@@ -336,7 +342,7 @@ def data_of(grid: str) -> list[tuple[RunSpec, str]]:
     return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
 
 
-def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
+def replicated_effects(grid: str, rows: Iterable[Row]) -> list[ReplicatedEffect]:
     """Return the primary effects that rest on a grid, from committed rows and from those of ``fresh(grid)``."""
     known, keys = committed(), [spec.key for spec in grid_specs(grid)]
     again = table(rows)
@@ -349,14 +355,14 @@ def repeated(grid: str, rows: Iterable[Row]) -> list[Repeated]:
         {(a.question, e.what): e for a in study.answers(runs) for e in a.primary}
         for runs in (known, mixed)
     )
-    return compared(
+    return pair_effects(
         (e, now[k])
         for k, e in before.items()
         if k in now and list(e.values) != list(now[k].values)
     )
 
 
-def compared(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[Repeated]:
+def pair_effects(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[ReplicatedEffect]:
     """Return what became of the effects of a grid: each from the committed rows, and from fresh seeds."""
     pairs = list(pairs)
     p = holm(
@@ -365,4 +371,6 @@ def compared(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[Repeated]:
             for a, b in pairs
         ]
     )
-    return [Repeated(a, b, found) for (a, b), found in zip(pairs, p, strict=True)]
+    return [
+        ReplicatedEffect(a, b, found) for (a, b), found in zip(pairs, p, strict=True)
+    ]

@@ -12,13 +12,13 @@ from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.captions import caption, warned
-from cpt_lab.analysis.metrics import counted, metric_named, metric_of
+from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import (
     AGGREGATIONS,
     at_q_max,
-    named,
     quality_cost_groups,
+    with_unique_names,
 )
 from cpt_lab.analysis.statistics import ALPHA, interval, paired, spearman
 from cpt_lab.analysis.style import (
@@ -28,10 +28,10 @@ from cpt_lab.analysis.style import (
     PROFILE_TEXT,
     QUIET,
     SMALL,
-    drawing,
     legend_below,
     name_points,
     set_finding,
+    subplots,
     write_caption,
 )
 from cpt_lab.experiments.registry import EXPERIMENTS
@@ -213,7 +213,7 @@ def _finding(runs: pd.DataFrame) -> str:
     comparisons = [_against_static(at_q_max(runs, top)) for top in tops]
     seeds = comparisons[0].seeds
     if 0 <= seeds < MIN_SEEDS:
-        return f"{counted(seeds, 'seed')}: no comparison"
+        return f"{plural(seeds, 'seed')}: no comparison"
     shown = [
         comparison for comparison in comparisons if comparison.schedules
     ] or comparisons[:1]
@@ -268,14 +268,14 @@ def _against_static(runs: pd.DataFrame) -> _Comparison:
     seeds = min(len(values) for values in differences)
     if seeds < MIN_SEEDS:
         return _Comparison(
-            f"static {top}: {counted(seeds, 'seed')}, no comparison",
+            f"static {top}: {plural(seeds, 'seed')}, no comparison",
             seeds,
             len(schedules),
         )
     bounds = [interval(values, ALPHA / len(schedules)) for values in differences]
     above = sum(low > 0 for _, low, _ in bounds)
     below = sum(high < 0 for _, _, high in bounds)
-    of_all = f"{above} of {counted(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
+    of_all = f"{above} of {plural(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
     words = f"{of_all}, {below} fall{'s' * (below == 1)} below"
     return _Comparison(words, seeds, len(schedules))
 
@@ -337,7 +337,7 @@ def figure_3(
         (len(panels) // len(xs), len(xs)) if len(xs) > 1 else (1, len(panels))
     )
     size = (6.4 if columns == 1 else 5.4 * columns, 4.5 * rows)
-    with drawing(rows, columns, figsize=size, sharey=True) as (figure, axes):
+    with subplots(rows, columns, figsize=size, sharey=True) as (figure, axes):
         _label_marks(axes[0][0], panels)
         for ax, panel in zip(axes.flat, panels, strict=True):
             _draw_panel(ax, panel, metric)
@@ -661,7 +661,7 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the figure and the table of every recipe, with all its q_max, those that show most first."""
-    for name, group in sorted(named(recipe_groups(runs)), key=_shows):
+    for name, group in sorted(with_unique_names(recipe_groups(runs)), key=_shows):
         arms, metric = group["arm"].nunique(), metric_of(group)
         drawn = (
             figure_3(group, xs=("relative_cost", "noise_exposure"), front=True)

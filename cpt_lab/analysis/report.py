@@ -25,7 +25,7 @@ from cpt_lab.analysis import (
     run_groups,
 )
 from cpt_lab.analysis.claims import section as of_claims
-from cpt_lab.analysis.metrics import counted, metric_of
+from cpt_lab.analysis.metrics import metric_of, plural
 from cpt_lab.analysis.rendering import Section, render
 from cpt_lab.analysis.run_table import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
@@ -173,11 +173,13 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
         yield from int8_comparison.sections(runs)
         return
     part = runs[runs["task"].isin(TASKS[topic])]
-    for name, group in run_groups.named(run_groups.quality_cost_groups(part)):
+    for name, group in run_groups.with_unique_names(
+        run_groups.quality_cost_groups(part)
+    ):
         drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
         seeds = int(group.groupby("arm")["seed"].nunique().max())
         notes = (
-            (f"{counted(seeds, 'seed')}: too few to compare.",)
+            (f"{plural(seeds, 'seed')}: too few to compare.",)
             if seeds < MIN_SEEDS
             else ()
         )
@@ -271,7 +273,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     notes += _numerics_note(stored)
     if smoke := len(found) - len(stored):
         notes.append(
-            f"{counted(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
+            f"{plural(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
         )
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -390,7 +392,7 @@ def _numerics(runs: pd.DataFrame) -> str:
     if len(counts) == 1:
         return str(counts.index[0])
     return ", ".join(
-        f"{version}: {counted(count, 'run')}" for version, count in counts.items()
+        f"{version}: {plural(count, 'run')}" for version, count in counts.items()
     )
 
 
@@ -400,7 +402,7 @@ def _numerics_note(runs: pd.DataFrame) -> list[str]:
     if not others:
         return []
     return [
-        f"{counted(others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
+        f"{plural(others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
         "gave other noise there, so these runs are neither paired with the others nor comparable run by run. The "
         "column numerics of the last table names them."
     ]

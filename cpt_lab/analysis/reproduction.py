@@ -17,12 +17,12 @@ from functools import cache
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.analysis import claims, paper_comparison, paper_numbers
 from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.experiments.registry import DATASETS, deficits, recipe
 from cpt_lab.experiments.schema import SCALES, Recipe
 from cpt_lab.experiments.spec import RunSpec
@@ -183,7 +183,7 @@ def settings_table(
     Raises:
         ValueError: for an unknown topic, without any runs, and for a task that the section does not have.
     """
-    section = SECTIONS[choose("topic", topic, SECTIONS)]
+    section = SECTIONS[check_choice("topic", topic, SECTIONS)]
     shown = [*drawn, *specs]
     if not shown:
         raise ValueError("specs: expected at least one run here or in drawn, got none")
@@ -235,7 +235,7 @@ def _paper_recipe(
         return recipe("paper", dataset, model), {}
     found, settings = deficits("paper", dataset, model)
     lengths = f"deficits of {', '.join(f'{n:,}' for n in settings.lengths if n)} steps"
-    windows = f", {counted(len(settings.starts), 'window')}" if settings.starts else ""
+    windows = f", {plural(len(settings.starts), 'window')}" if settings.starts else ""
     return found, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
 
 
@@ -310,7 +310,7 @@ def _arms(schedules: list[str], static: list[str], others: int) -> str:
             f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}"
         )
     if others:
-        parts.append(counted(others, "arm") + " with and without a deficit")
+        parts.append(plural(others, "arm") + " with and without a deficit")
     return ", ".join(parts)
 
 
@@ -387,15 +387,15 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
         interval and n, of the experiment that shows most; "data and scale"; "level", the quality that static q_max (or
         training without a deficit) reaches there; "verdict" by the rules of ``claims``, over all experiments.
     """
-    choose("topic", topic, SECTIONS)
+    check_choice("topic", topic, SECTIONS)
     return _claims_table(
-        topic, _committed_entries() if runs is None else claims.judged(runs)
+        topic, _committed_entries() if runs is None else claims.judge_claims(runs)
     )
 
 
 def claims_tables(runs: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
     """Return ``claims_table`` of every section; the runs are judged once, which takes seconds."""
-    entries = _committed_entries() if runs is None else claims.judged(runs)
+    entries = _committed_entries() if runs is None else claims.judge_claims(runs)
     return {topic: _claims_table(topic, entries) for topic in SECTIONS}
 
 
@@ -410,7 +410,7 @@ def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
 
 @cache
 def _committed_entries() -> list[claims.Entry]:
-    return claims.judged(all_committed())
+    return claims.judge_claims(all_committed())
 
 
 def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
@@ -423,7 +423,7 @@ def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
     effect = max(effects, key=_effect_shows)
     rest = len(effects) - 1
     measured = "; ".join(part.number() for part in (effect, *effect.others))
-    more = f" (and {counted(rest, 'other experiment')})" if rest else ""
+    more = f" (and {plural(rest, 'other experiment')})" if rest else ""
     where = f"{effect.experiment}, {effect.scale} scale{more}"
     at_paper, smaller = entry.verdicts()
     words = smaller if at_paper.startswith("open") else at_paper
@@ -464,7 +464,7 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
     numbers = paper_comparison.summary(found)
     if not topic:
         return numbers
-    section = SECTIONS[choose("topic", topic, SECTIONS)]
+    section = SECTIONS[check_choice("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
     mine = [
         p.artefact in section.artefacts and p.dataset in datasets

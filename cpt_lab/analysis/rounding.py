@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.validation import choose
-from cpt_lab.analysis.style import COLORS, drawing, legend_below, whole
+from cpt_core.validation import check_choice
+from cpt_lab.analysis.style import COLORS, integer_ticks, legend_below, subplots
 
 BINS = 80
 ROLE_COLORS = (
@@ -49,13 +49,13 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
         ValueError: for another statistic, or when nothing is recorded.
     """
     table = recording if isinstance(recording, pd.DataFrame) else recording.table()
-    known = table[table[choose("statistic", statistic, LABELS)].notna()]
+    known = table[table[check_choice("statistic", statistic, LABELS)].notna()]
     if known.empty:
         raise ValueError(f"no step has a {statistic}: nothing is recorded")
     roles = known["role"].str.replace(
         r"_l\d+.*", "", regex=True
     )  # those of an LSTM's layers together
-    with drawing(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (
+    with subplots(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (
         figure,
         ((upper,), (lower,)),
     ):
@@ -106,7 +106,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
             upper.set_yscale("log")
         upper.set_ylabel(LABELS[statistic])
         lower.set(xlabel="optimizer step", ylabel="level (bits)")
-        whole(lower.yaxis)
+        integer_ticks(lower.yaxis)
         lower.set_ylim(known["level"].min() - 0.5, known["level"].max() + 0.5)
         legend_below(figure, upper)
     return figure
@@ -129,7 +129,7 @@ def histograms(
     )  # figures of rows need no torch
 
     given = x if isinstance(x, Mapping) else {"": x}
-    with drawing(
+    with subplots(
         len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))
     ) as (figure, axes):
         figure.get_layout_engine().set(

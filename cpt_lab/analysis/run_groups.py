@@ -10,7 +10,7 @@ from functools import cache
 
 import pandas as pd
 
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.experiments.grids import QUESTIONS, grid_specs
 from cpt_lab.experiments.spec import NotMeasuredError
 
@@ -141,7 +141,7 @@ def experiment_name(runs: pd.DataFrame) -> str:
     if runs["total_steps"].nunique() == 1:
         parts.append(f"{first['total_steps']:,} steps")
     if (runs["kind"] == "cyclic").any() and runs["n_cycles"].nunique() == 1:
-        parts.append(counted(first["n_cycles"], "cycle"))
+        parts.append(plural(first["n_cycles"], "cycle"))
     tops = " and ".join(
         str(top) for top in sorted(runs["q_max"].unique(), reverse=True)
     )
@@ -151,7 +151,7 @@ def experiment_name(runs: pd.DataFrame) -> str:
     )
 
 
-def named(parts: Iterable[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
+def with_unique_names(parts: Iterable[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
     """Return experiments with their names; where two are called alike, the key of the recipe tells them apart."""
     parts = list(parts)
     names = [experiment_name(part) for part in parts]

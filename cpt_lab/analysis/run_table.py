@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.analysis.metrics import METRICS, main_metric, metric_named, worst_value
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.numerics import numerics_of, warn_of_other_numerics
@@ -81,7 +81,7 @@ OUTSIDE = re.compile(
     r"ConnectionError|ConnectionResetError|BrokenPipeError|TimeoutError|URLError|HTTPError|KeyboardInterrupt)\b",
     re.M,
 )
-KEPT = {  # what the data of kept rows are called there, and what they are
+SHORT_TITLES = {  # what the data of kept rows are called there, and what they are
     "own graph (cora, Planetoid split)": "Cora",
     "own graph (facebook_ogb_layout)": "Facebook's page-page graph",
     "own images (cifar10-jpeg)": "JPEG copies of CIFAR-10",
@@ -129,7 +129,7 @@ def _title(row: Row, file: Path) -> str:
     """Call what is kept by what it is: to the run it was data of the user's own."""
     title = str(row.get("title", ""))
     if file.parent == results_dir():
-        for own, name in KEPT.items():
+        for own, name in SHORT_TITLES.items():
             title = title.replace(own, name)
     return title
 
@@ -174,7 +174,10 @@ def committed(*names: str) -> pd.DataFrame:
     rows = _read(
         dict.fromkeys(
             [
-                *(there[choose("name of kept rows", name, there)] for name in names),
+                *(
+                    there[check_choice("name of kept rows", name, there)]
+                    for name in names
+                ),
                 *there.values(),
             ]
         )

@@ -13,10 +13,10 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_lab.analysis.style import (
     COLORS,
     TEXT,
-    drawing,
+    integer_ticks,
     legend_below,
     name_points,
-    whole,
+    subplots,
 )
 
 
@@ -46,7 +46,9 @@ def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
     """Draw schedules by name: precision before and after rounding at every step."""
     columns = 2
     rows = -(-len(found) // columns)
-    with drawing(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True) as (
+    with subplots(
+        rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True
+    ) as (
         figure,
         axes,
     ):
@@ -70,7 +72,7 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
     ax.plot(steps, schedule.values(), color=color, alpha=0.4, linewidth=1)
     ax.step(steps, schedule.bits(), color=color, where="post", linewidth=1.6)
     ax.set_ylim(schedule.q_min - 0.6, schedule.q_max + 0.6)
-    whole(ax.yaxis)
+    integer_ticks(ax.yaxis)
 
 
 def profiles_figure() -> Figure:
@@ -92,7 +94,7 @@ def profiles_figure() -> Figure:
         "both ends, the exponential at once, REX at the very end. Beside them both mirror images, which fall to 0: "
         "mirrored horizontally, REX falls at once and the exponential at the very end, vertically the other way round."
     )
-    with drawing(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
+    with subplots(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
         for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
             for (name, group), line in zip(
                 groups.items(), (":", "-", "--", "-."), strict=True
@@ -126,7 +128,7 @@ def price_figure(schedule: Schedule) -> Figure:
         f"Above, bits against training step, from {schedule.q_min} to {schedule.q_max}; below, the cost of each step, "
         f"{prices.min():.2f} at the fewest bits and {prices.max():.2f} at the most, the area under it filled."
     )
-    with drawing(2, 1, alt, figsize=(8, 4), sharex=True) as (
+    with subplots(2, 1, alt, figsize=(8, 4), sharex=True) as (
         figure,
         ((upper,), (lower,)),
     ):
@@ -166,7 +168,7 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
     between = np.linspace(
         static[0][0], 1, 400
     )  # two precisions, interleaved: straight, but for the scale of the axis
-    with drawing(figsize=(6.4, 3.8)) as (figure, axes):
+    with subplots(figsize=(6.4, 3.8)) as (figure, axes):
         ax = axes[0, 0]
         costs, noises = zip(*static, strict=True)
         joined = np.interp(between, costs, noises)

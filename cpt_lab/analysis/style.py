@@ -11,8 +11,8 @@ import textalloc
 from matplotlib.collections import LineCollection
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from cpt_extras.figures import drawing as drawing
-from cpt_extras.figures import whole as whole
+from cpt_extras.figures import integer_ticks as integer_ticks
+from cpt_extras.figures import subplots as subplots
 
 # colour-blind safe (Okabe and Ito)
 COLORS = {

@@ -8,8 +8,8 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
 
-from cpt_core.validation import offer
-from cpt_extras.optional_libraries import library
+from cpt_core.validation import suggest_names
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.experiments.registry import EXPERIMENTS
 
 # what can be downloaded, among it pretrained models -> its task
@@ -40,10 +40,10 @@ def download(dataset: str, language: str = "de") -> Path:
     """
     if dataset not in DOWNLOADS:
         raise ValueError(
-            f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}"
+            f"{dataset!r} cannot be downloaded; {suggest_names(dataset, list(DOWNLOADS))}"
         )
     experiment = EXPERIMENTS[DOWNLOADS[dataset]]
-    get = library(experiment.download, experiment.extra)
+    get = import_optional(experiment.download, experiment.extra)
     try:
         return get(dataset, language)
     except Exception as error:

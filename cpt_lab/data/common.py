@@ -23,7 +23,7 @@ from cpt_lab.resources import shared_memory, usable_cores
 SPLITS = ("train", "valid", "test")
 MOST_CLASSES = 10_000  # where there are not as many samples
 MOST_NAMED = 10  # defects in one message
-MOST = 32  # processes that read: more do not read faster than a GPU trains
+MAX_READERS = 32  # processes that read: more do not read faster than a GPU trains
 PREFETCH = 2  # batches that each of them keeps ready
 R = TypeVar("R", bound=Recipe)
 S = TypeVar("S")
@@ -94,7 +94,7 @@ def readers(batch_bytes: int) -> int:
     Warns:
         UserWarning: where it has no room for those of all.
     """
-    wanted, room = min(MOST, usable_cores()), shared_memory()
+    wanted, room = min(MAX_READERS, usable_cores()), shared_memory()
     each = PREFETCH * batch_bytes
     if room is None or room // each >= wanted:
         return wanted
@@ -153,7 +153,7 @@ def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
     return _last[load][1]
 
 
-def each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
+def read_each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
     """Return ``read(item)`` of all items; ValueError has a line for every one that cannot be read, ten at most."""
     found: list[T] = []
     wrong: dict[str, Exception] = {}
@@ -268,7 +268,7 @@ def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     return train, valid
 
 
-def titled(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
+def title_with_sizes(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
     """Return a title that says how many images there are, where ``split_sizes`` found fewer than the recipe wants."""
     as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (
         None,

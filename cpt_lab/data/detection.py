@@ -19,7 +19,13 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import each, generator_of, some_of, split_sizes, titled
+from cpt_lab.data.common import (
+    generator_of,
+    read_each,
+    some_of,
+    split_sizes,
+    title_with_sizes,
+)
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.folder_contents import group_alike, list_folder
 from cpt_lab.data.pictures import (
@@ -158,7 +164,7 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     ]
     chosen.append([files[1][i] for i in some_of(len(files[1]), r.test_images)])
     notes = AnnotationNotes(folder)
-    read = each(
+    read = read_each(
         lambda file: annotated(file.picture, file.annotation, classes, notes),
         [file for part in chosen for file in part],
     )
@@ -179,7 +185,13 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     report.log_notices(log)
     checksum = _checksum(train + valid + test)
     return DetectionData(
-        titled(title, r, train, valid), classes, train, valid, test, checksum, report
+        title_with_sizes(title, r, train, valid),
+        classes,
+        train,
+        valid,
+        test,
+        checksum,
+        report,
     )
 
 
@@ -189,7 +201,9 @@ def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int
     if any(one.is_deep_grey for one in facts.values()):
         others = [picture for picture in pictures if notes.name(picture) not in facts]
         facts |= dict(
-            zip(map(notes.name, others), each(inspect_picture, others), strict=True)
+            zip(
+                map(notes.name, others), read_each(inspect_picture, others), strict=True
+            )
         )
     return bits_of(dataset, facts)
 

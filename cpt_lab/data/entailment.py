@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.common import SPLITS, some_of
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
 from cpt_lab.data.pair_facts import (
@@ -554,7 +554,7 @@ def download(name: str, language: str = "de") -> Path:
     else:
         repository, kind, files = CHECKPOINTS[name], "model", CHECKPOINT_FILES
     folder = data_dir() / name
-    library("huggingface_hub", "text").snapshot_download(
+    import_optional("huggingface_hub", "text").snapshot_download(
         repository, repo_type=kind, allow_patterns=files, local_dir=folder
     )
     return folder

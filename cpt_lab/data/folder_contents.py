@@ -29,7 +29,7 @@ OTHER_KIND = "pictures of this kind are not read; save them as .jpg or .png"
 NO_PICTURE = "no pictures"
 MISSING = -1  # size of a file that is not there
 MIDDLE = 256  # bytes that tell most files of one size apart
-OUTSIDE = "pictures outside of the folders of the classes are not read"
+OUTSIDE_CLASS_FOLDERS = "pictures outside of the folders of the classes are not read"
 
 
 @dataclass
@@ -145,7 +145,7 @@ def _kind(path: Path, inside: tuple[Any, ...]) -> str:
 
 
 def leave_out_files(
-    report: DataReport, names: Iterable[str], reason: str = OUTSIDE
+    report: DataReport, names: Iterable[str], reason: str = OUTSIDE_CLASS_FOLDERS
 ) -> None:
     """Add facts about files that are not read; ``reason`` is that of pictures of a kind that would be."""
     by_reason: dict[str, list[str]] = defaultdict(list)

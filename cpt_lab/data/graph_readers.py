@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.common import SPLITS, whole_numbers
 from cpt_lab.data.files import not_here, reading, sources
 from cpt_lab.data.graph_facts import report_arrays, report_repeated_entries
@@ -438,7 +438,7 @@ def evaluator(name: str) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return library("ogb.nodeproppred", "graph").Evaluator(name)
+            return import_optional("ogb.nodeproppred", "graph").Evaluator(name)
     finally:
         if printed.getvalue().strip():
             log.debug("ogb: %s", printed.getvalue())

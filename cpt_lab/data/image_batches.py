@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
@@ -75,7 +75,7 @@ class _Files(Dataset):
     """Images from disk, transformed; what is random depends on (seed, epoch, index) alone. Keys: (epoch, index)."""
 
     def __init__(self, files: Any, steps: list[Any], seed: int = 0) -> None:
-        v2 = library("torchvision.transforms.v2", "vision")
+        v2 = import_optional("torchvision.transforms.v2", "vision")
         self.files, self.transform, self.seed = (
             files,
             v2.Compose([*steps, v2.PILToTensor()]),
@@ -99,7 +99,7 @@ def bytes_read(recipe: ImageRecipe) -> int:
 
 def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _Files:
     """Return images with the random transform of training: resized crop and flip, as for ImageNet."""
-    v2 = library("torchvision.transforms.v2", "vision")
+    v2 = import_optional("torchvision.transforms.v2", "vision")
     flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
     return _Files(
         split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed
@@ -148,7 +148,7 @@ def evaluation_batches(
                 send(part.labels, device),
             )
     else:
-        v2 = library("torchvision.transforms.v2", "vision")
+        v2 = import_optional("torchvision.transforms.v2", "vision")
         files = _Files(
             split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
         )

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_extras.optional_libraries import library
-from cpt_lab.data.common import each, whole_numbers
+from cpt_extras.optional_libraries import import_optional
+from cpt_lab.data.common import read_each, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
 from cpt_lab.data.folder_contents import (
     FolderContents,
@@ -486,7 +486,7 @@ def picture_files(folder: Path, size: int, report: DataReport) -> OwnImages:
     facts = dict(
         zip(
             [_name(folder, p) for p in paths],
-            each(inspect_picture, map(Path, paths)),
+            read_each(inspect_picture, map(Path, paths)),
             strict=True,
         )
     )
@@ -525,7 +525,7 @@ def _read_sources(
 
     Every file is decoded once, but for pictures of 16 bits: their scale is known when all were looked at.
     """
-    looked_at = each(lambda source: _look_and_read(source, prepare), sources)
+    looked_at = read_each(lambda source: _look_and_read(source, prepare), sources)
     facts = {
         source.name: found
         for source, (found, _) in zip(sources, looked_at, strict=True)
@@ -555,7 +555,7 @@ def _read_deep(
 
 
 def _open(source: PictureSource) -> Any:
-    return library("PIL.Image", "vision").open(
+    return import_optional("PIL.Image", "vision").open(
         source.path if source.content is None else io.BytesIO(source.content)
     )
 
@@ -563,7 +563,7 @@ def _open(source: PictureSource) -> Any:
 def _in_memory(
     folder: Path, lists: list[PictureFiles], size: int, report: DataReport
 ) -> list[ArrayImages]:
-    v2 = library("torchvision.transforms.v2", "vision")
+    v2 = import_optional("torchvision.transforms.v2", "vision")
     resize = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
     sources = [
         PictureSource(_name(folder, path), Path(path))

@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cpt_extras.optional_libraries import library
-from cpt_lab.data.common import class_count, generator_of, some_of, split_sizes, titled
+from cpt_extras.optional_libraries import import_optional
+from cpt_lab.data.common import (
+    class_count,
+    generator_of,
+    some_of,
+    split_sizes,
+    title_with_sizes,
+)
 from cpt_lab.data.files import DataNotFoundError, not_here, own_path
 from cpt_lab.data.image_readers import (
     ArrayImages,
@@ -121,7 +127,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         )
         digest.update("\n".join(file_names).encode())
     first, valid, tested = splits
-    title = titled(title, recipe, first, valid)
+    title = title_with_sizes(title, recipe, first, valid)
     report_sizes(report, [len(split) for split in splits], (len(train), len(test)))
     _report_splits(report, splits, names or [str(number) for number in range(classes)])
     report.log_notices(log)
@@ -282,7 +288,7 @@ def _digits(name: str) -> _Loaded:
 
 
 def _cifar(name: str) -> _Loaded:
-    kind = getattr(library("torchvision.datasets", "vision"), name.upper())
+    kind = getattr(import_optional("torchvision.datasets", "vision"), name.upper())
     try:
         parts = [
             kind(data_dir(), train=train, download=False) for train in (True, False)
@@ -316,7 +322,7 @@ READERS: dict[str, Callable[[str], _Loaded]] = {
 def _resize(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
-    resize = library("torchvision.transforms.v2.functional", "vision").resize
+    resize = import_optional("torchvision.transforms.v2.functional", "vision").resize
     parts = [resize(part, [size, size], antialias=True) for part in images.split(4096)]
     return torch.cat(parts)
 
@@ -328,7 +334,7 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
         return _Loaded(
             own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
         )
-    kind = library("torchvision.datasets", "vision").ImageNet
+    kind = import_optional("torchvision.datasets", "vision").ImageNet
     try:
         train, test = (
             kind(str(data_dir() / "imagenet"), split=split)
@@ -350,7 +356,7 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
 
 def download(name: str, language: str = "") -> Path:
     """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
-    datasets = library("torchvision.datasets", "vision")
+    datasets = import_optional("torchvision.datasets", "vision")
     try:
         if name != "imagenet":
             getattr(datasets, name.upper())(data_dir(), download=True)

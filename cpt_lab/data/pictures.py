@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.files import reading
 from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
 
@@ -93,7 +93,10 @@ def open_rgb(path: Path | str, bits: int | None = None, turn: bool = True) -> An
     Raises:
         ValueError: names a file that is damaged.
     """
-    with reading(Path(path)), library("PIL.Image", "vision").open(path) as image:
+    with (
+        reading(Path(path)),
+        import_optional("PIL.Image", "vision").open(path) as image,
+    ):
         return upright_rgb(image, bits, turn)
 
 
@@ -111,7 +114,9 @@ def turned(image: Any, orientation: int, kind: str | None) -> Any:
     """Return a picture of PIL turned by an EXIF orientation; those from TIFF files were turned when PIL loaded them."""
     if orientation == 1 or kind == "TIFF":
         return image
-    return image.transpose(library("PIL.Image", "vision").Transpose[TURNS[orientation]])
+    return image.transpose(
+        import_optional("PIL.Image", "vision").Transpose[TURNS[orientation]]
+    )
 
 
 def rgb(image: Any, bits: int | None = None) -> Any:
@@ -131,7 +136,9 @@ def rgb(image: Any, bits: int | None = None) -> Any:
         if bits is None:
             bits = _bits_for(int(values.max()), "a picture of 16 bits whose values end")
         scaled = np.minimum(values >> (bits - 8), 255)
-        image = library("PIL.Image", "vision").fromarray(scaled.astype(np.uint8))
+        image = import_optional("PIL.Image", "vision").fromarray(
+            scaled.astype(np.uint8)
+        )
     return image.convert("RGB")
 
 
@@ -178,7 +185,7 @@ def _read_orientation(image: Any) -> tuple[int, bool]:
 
 def inspect_picture(path: Path) -> PictureFacts:
     """Return facts about a picture; ValueError for a file that breaks off: it is noticed here, before any training."""
-    with reading(path), library("PIL.Image", "vision").open(path) as image:
+    with reading(path), import_optional("PIL.Image", "vision").open(path) as image:
         facts = inspect_image(image)
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64))

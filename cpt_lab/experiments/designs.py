@@ -16,7 +16,7 @@ from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
-from cpt_core.validation import check_bits, declared, whole
+from cpt_core.validation import check_bits, check_int, check_types
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.registry import deficits, recipe
@@ -66,7 +66,7 @@ def quality_cost(
 
     Paper: sections 4.2 to 4.4, figures 3, 4, 6 and 7.
     """
-    declared(
+    check_types(
         quality_cost,
         {
             "schedules": schedules,
@@ -330,7 +330,7 @@ def deficit_scan(
     Paper: section 5, figure 8, table 1.
     Differs: both controls are ours.
     """
-    declared(
+    check_types(
         deficit_scan,
         {
             "deficit_lengths": deficit_lengths,
@@ -360,14 +360,14 @@ def deficit_scan(
         else settings.window_steps or r.steps
     )
     lengths = [
-        whole("deficit_lengths", n, 0)
+        check_int("deficit_lengths", n, 0)
         for n in _given_or(deficit_lengths, settings.lengths)
     ]
     window = settings.window or total // 2
     if deficit_window is not None:
-        window = whole("deficit_window", deficit_window, 1)
+        window = check_int("deficit_window", deficit_window, 1)
     starts = [
-        whole("deficit_starts", n, 0)
+        check_int("deficit_starts", n, 0)
         for n in _given_or(deficit_starts, settings.starts)
     ]
     for start in starts:
@@ -501,7 +501,7 @@ def equal_cost(
 
     Paper: section 5 (the closing remark on delays).
     """
-    declared(equal_cost, {"seeds": seeds, "q_max": q_max})
+    check_types(equal_cost, {"seeds": seeds, "q_max": q_max})
     found = recipe(scale, dataset, model, task=task or "image")
     r = _changed(found, task, _with_learning_rate(changes, learning_rate))
     specs = []
@@ -588,7 +588,7 @@ def execution(
         arm: a schedule's name, or "static 5".
         seeds: None takes 0 to 9.
     """
-    declared(execution, {"seeds": seeds})
+    check_types(execution, {"seeds": seeds})
     r = recipe(scale, dataset, model, task=task or "image")
     changes = _with_learning_rate(changes, learning_rate)
     r = _changed(

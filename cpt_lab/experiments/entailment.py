@@ -11,7 +11,7 @@ The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a
 
 from dataclasses import dataclass, replace
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import ACCURACY, Changes, Dataset, Experiment, Recipe
 
 
@@ -53,7 +53,7 @@ class EntailmentRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("padding", self.padding, ("max", "longest"))
+        check_choice("padding", self.padding, ("max", "longest"))
         if not self.test_languages:
             raise ValueError("test_languages must name at least one language")
 

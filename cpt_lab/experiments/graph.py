@@ -12,7 +12,7 @@ The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over s
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpt_core.validation import choose, whole
+from cpt_core.validation import check_choice, check_int
 from cpt_lab.experiments.schema import (
     ACCURACY,
     LATER,
@@ -68,8 +68,10 @@ class GraphRecipe(Recipe):
             ("inference", ("sampled", "exact")),
             ("lr_rule", ("cosine", "constant", "step")),
         ):
-            choose(name, getattr(self, name), allowed)
-        if list(self.degrees) != sorted({whole("degrees", d, 0) for d in self.degrees}):
+            check_choice(name, getattr(self, name), allowed)
+        if list(self.degrees) != sorted(
+            {check_int("degrees", d, 0) for d in self.degrees}
+        ):
             raise ValueError(
                 f"degrees must rise from stratum to stratum, got {self.degrees}"
             )

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_core.validation import offer
+from cpt_core.validation import suggest_names
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.parameters import checked
 from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, task_of_dataset
@@ -257,7 +257,7 @@ def find_grids(name: str | None = None) -> dict[str, Grid]:
     if not found:
         names = [*known, *sorted({grid.artefact for grid in known.values()})]
         raise ValueError(
-            f"no grid {name!r}; {offer(name, names)}; `plan` lists them all"
+            f"no grid {name!r}; {suggest_names(name, names)}; `plan` lists them all"
         )
     return found
 
@@ -286,7 +286,7 @@ def grid_specs(
         )
     if scale is not None and scale not in grid.scales:
         raise ValueError(
-            f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}"
+            f"grid {name!r} has no scale {scale!r}; {suggest_names(scale, grid.scales)}"
         )
     given = choices if seeds is None else {"seeds": seeds, **choices}
     check_choices({name: grid}, given)
@@ -382,7 +382,7 @@ def select(
         for value in wanted:
             if value not in there:
                 raise ValueError(
-                    f"no {name} {value!r} in this grid; {offer(value, there)}"
+                    f"no {name} {value!r} in this grid; {suggest_names(value, there)}"
                 )
         if wanted:
             selected = [spec for spec in selected if value_of(spec) in wanted]

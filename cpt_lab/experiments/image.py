@@ -17,7 +17,7 @@ Differs: the paper does not say which epoch it reports; the authors' scripts kee
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import (
     ACCURACY,
     LATER,
@@ -56,7 +56,7 @@ class ImageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("lr_rule", self.lr_rule, ("milestones", "constant", "cosine"))
+        check_choice("lr_rule", self.lr_rule, ("milestones", "constant", "cosine"))
         if not all(0 <= share <= 1 for share in self.milestones):
             raise ValueError(
                 f"milestones must be shares of the steps, from 0 to 1, got {self.milestones!r}"

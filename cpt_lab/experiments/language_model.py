@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import Changes, Dataset, Experiment, Metric, Recipe
 
 
@@ -51,8 +51,8 @@ class LanguageModelRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("lr_rule", self.lr_rule, ("plateau", "cosine", "step", "constant"))
-        choose("unit", self.unit, ("words", "characters"))
+        check_choice("lr_rule", self.lr_rule, ("plateau", "cosine", "step", "constant"))
+        check_choice("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
             raise ValueError(
                 "lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'"

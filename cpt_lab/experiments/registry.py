@@ -10,7 +10,7 @@ cores carry in hours, ``paper`` is the paper's own setting.
 
 from dataclasses import replace
 
-from cpt_core.validation import choose, offer
+from cpt_core.validation import check_choice, suggest_names
 from cpt_lab.experiments import detection, entailment, graph, image, language_model
 from cpt_lab.experiments.schema import (
     PRESETS,
@@ -54,11 +54,11 @@ def recipe(
 
     ValueError names what there is; of scales and presets the module says what they are for.
     """
-    choose("scale", scale, SCALES)
-    choose("preset", preset, PRESETS)
+    check_choice("scale", scale, SCALES)
+    check_choice("preset", preset, PRESETS)
     family = _family(scale, dataset, task)
     models = {r.model: r for r in family.recipes[scale]}
-    found = models[choose("model", model or next(iter(models)), models)]
+    found = models[check_choice("model", model or next(iter(models)), models)]
     if preset == "authors":
         if scale != "paper" or not family.authors:
             there = ", ".join(d.name for d in DATASETS.values() if d.authors)
@@ -73,13 +73,13 @@ def recipe(
 
 def _family(scale: str, dataset: str, task: str) -> Dataset:
     """Return whose recipes a data set, or data of the user's own, takes; ValueError names those with recipes."""
-    choose("task", task, EXPERIMENTS)
+    check_choice("task", task, EXPERIMENTS)
     family = EXPERIMENTS[task_of_dataset(dataset) or task].family(scale, dataset)
     if family is not None:
         return family
     names = sorted(d.name for d in DATASETS.values() if scale in d.recipes)
     raise ValueError(
-        f"no {scale} recipe for dataset {dataset!r}; {offer(dataset, names)}, or your own data"
+        f"no {scale} recipe for dataset {dataset!r}; {suggest_names(dataset, names)}, or your own data"
     )
 
 

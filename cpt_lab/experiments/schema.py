@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cpt_core.schedules.schedule import CYCLE_RULES
-from cpt_core.validation import choose, declared, offer, whole
+from cpt_core.validation import check_choice, check_int, check_types, suggest_names
 from cpt_extras.formats.ladder import LADDERS
 
 SCALES = ("smoke", "demo", "background", "paper")
@@ -89,13 +89,13 @@ class Recipe:
             raise ValueError(
                 f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}"
             )
-        choose("execution", self.execution, EXECUTIONS)
-        choose("ladder", self.ladder, LADDERS)
-        choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
-        choose("eval_bits", self.eval_bits, ("q_max", "current"))
-        declared(type(self), vars(self))
-        whole("steps", self.steps, 1)
-        whole(
+        check_choice("execution", self.execution, EXECUTIONS)
+        check_choice("ladder", self.ladder, LADDERS)
+        check_choice("cycle_rule", self.cycle_rule, CYCLE_RULES)
+        check_choice("eval_bits", self.eval_bits, ("q_max", "current"))
+        check_types(type(self), vars(self))
+        check_int("steps", self.steps, 1)
+        check_int(
             "batch", self.batch, 0 if self.task == "graph" else 1
         )  # 0: the whole graph
         for name in ("lr", "weight_decay"):
@@ -110,7 +110,7 @@ class Recipe:
         Raises:
             ValueError: for a decay that recipes of this task do not have; it names those that they have.
         """
-        choose("decay", decay, DECAYS)
+        check_choice("decay", decay, DECAYS)
         if decay == "recipe":
             return {}
         raise ValueError(
@@ -284,7 +284,7 @@ class Experiment:
         """Raise ValueError unless ``dataset`` is one of this task or the user's own."""
         if dataset not in self.named and not is_own(dataset):
             raise ValueError(
-                f"unknown dataset {dataset!r}; {offer(dataset, list(self.named))}, or files of your own"
+                f"unknown dataset {dataset!r}; {suggest_names(dataset, list(self.named))}, or files of your own"
             )
 
 

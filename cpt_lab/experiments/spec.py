@@ -15,7 +15,7 @@ from typing import Any, Self
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC, SUITE
 from cpt_core.schedules.schedule import Schedule
-from cpt_core.validation import check_bits, choose, whole
+from cpt_core.validation import check_bits, check_choice, check_int
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_extras.search.layered import LayeredSchedule
@@ -67,12 +67,12 @@ class RunSpec:
                 "q_grad",
                 None if self.q_grad is None else check_bits("q_grad", self.q_grad),
             ),
-            ("seed", whole("seed", self.seed, 0)),
+            ("seed", check_int("seed", self.seed, 0)),
         ):
             object.__setattr__(
                 self, name, value
             )  # such as NumPy's, which have no JSON form
-        EXPERIMENTS[choose("task", self.recipe.task, EXPERIMENTS)].check_dataset(
+        EXPERIMENTS[check_choice("task", self.recipe.task, EXPERIMENTS)].check_dataset(
             self.recipe.dataset
         )
         parts = (

@@ -13,14 +13,14 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.schedules.schedule import Schedule
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import OUTPUTS, Case
 from cpt_lab.sweeps.stores import load_rows
 
 RATES = (0.5, 1.0, 2.0)  # times the rate of the recipe
-EVALUATED = {
+EVALUATION_SUFFIXES = {
     "8 bits": "q_max",
     "their own bits": "current",
 }  # at which bits: the precision of a metric in rows
@@ -45,7 +45,7 @@ class Tuned:
 
     def case(self, name: str) -> Case:
         """Return a task; ValueError names those that there are."""
-        return self.cases[choose("case", name, self.cases)]
+        return self.cases[check_choice("case", name, self.cases)]
 
     def rates(
         self, case: str = "digits", seeds: Sequence[int] | None = None
@@ -156,7 +156,7 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
     for i in range(0, len(specs), len(study.tuning)):
         arm, _, rate = specs[i].arm.rpartition(" at ")
         mine = [rows[spec.key] for spec in specs[i : i + len(study.tuning)]]
-        for name, precision in EVALUATED.items():
+        for name, precision in EVALUATION_SUFFIXES.items():
             means.setdefault(arm, {})[float(rate), name] = float(
                 np.mean([quality(row, precision) for row in mine])
             )

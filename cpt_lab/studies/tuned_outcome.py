@@ -13,16 +13,22 @@ from matplotlib.figure import Figure
 
 from cpt_lab.analysis import levels
 from cpt_lab.analysis.estimates import (
-    OWN,
-    RULES,
+    CURRENT_BITS,
+    EVALUATION_RULES,
     TOP,
     Estimate,
     by_run,
-    found,
+    find_rows,
     seeds_by_arms,
 )
-from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.preregistered import Answer, corrected, ruled, secondary, summary
+from cpt_lab.analysis.metrics import plural
+from cpt_lab.analysis.preregistered import (
+    Answer,
+    add_rules,
+    correct_answers,
+    secondary,
+    summary,
+)
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.case import OUTPUTS
@@ -33,7 +39,7 @@ FULL_BITS = "8/8"  # the arm that costs most
 EVALUATIONS = {
     "each as chosen on held-out data": "",
     "both at 8 bits": TOP,
-    "both at their own bits": OWN,
+    "both at their own bits": CURRENT_BITS,
 }
 Question = tuple[
     str, Callable[..., Answer]
@@ -63,7 +69,7 @@ class Task:
         self._held_out = {
             arm: max(of.values()) for arm, of in held_out(study, case).items()
         }
-        self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
+        self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in EVALUATION_RULES}
 
     def quality(self, arm: str, rule: str = "") -> np.ndarray:
         """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
@@ -97,14 +103,14 @@ def complete(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
         except NotMeasuredError:
             continue
         there += len({spec.key for spec in specs} & set(runs["key"]))
-        if not isinstance(rows := found(specs, runs), str):
+        if not isinstance(rows := find_rows(specs, runs), str):
             whole.append(Task(study, case, rows))
     return whole, "" if len(whole) == len(
         study.cases
-    ) else f"open: {there} of {counted(wanted, 'run')}"
+    ) else f"open: {there} of {plural(wanted, 'run')}"
 
 
-def answered(
+def answer_questions(
     parts: Sequence[Task], missing: str, questions: Mapping[str, Question]
 ) -> list[Answer]:
     """Return the answers to a family of questions from what ``complete`` returned."""
@@ -124,14 +130,14 @@ def answered(
             for name, asks, answer in made
         ]
 
-    registered, by_rule = told(), {rule: told(rule) for rule in RULES}
+    registered, by_rule = told(), {rule: told(rule) for rule in EVALUATION_RULES}
     return [
-        ruled(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
-        for i, a in enumerate(corrected(registered))
+        add_rules(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
+        for i, a in enumerate(correct_answers(registered))
     ]
 
 
-def shown(
+def show_table(
     study: Tuned,
     runs: pd.DataFrame,
     questions: Mapping[str, Question],
@@ -145,7 +151,7 @@ def shown(
     parts, missing = complete(study, runs)
     if not parts:
         return
-    told = answered(parts, missing, questions)
+    told = answer_questions(parts, missing, questions)
     undecided = (
         (f"Nothing is decided ({missing}): shown are the tasks that are complete.",)
         if missing

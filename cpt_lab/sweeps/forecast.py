@@ -12,14 +12,14 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from cpt_core.schedules import cost
-from cpt_core.validation import choose, offer
+from cpt_core.validation import check_choice, suggest_names
 from cpt_extras.formats.ladder import LADDERS
-from cpt_extras.progress import waiting
+from cpt_extras.progress import progress_bar
 from cpt_lab.experiments.grids import Selection, find_grids
 from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.step_timing import Calibration, kept, measure
+from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
 from cpt_lab.training.device import DEVICES, device_name, usual_device
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
@@ -53,18 +53,18 @@ def plan(
         ValueError: for an unknown name, a scale that none of the grids has, and what a grid does not take.
     """
     found = find_grids(name)
-    choose("device", device, DEVICES)
+    check_choice("device", device, DEVICES)
     scales = [s for s in SCALES if any(s in grid.scales for grid in found.values())]
     if scale not in (None, *scales):
         raise ValueError(
-            f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {offer(scale, scales)}"
+            f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {suggest_names(scale, scales)}"
         )
     rows_of = cache(
         lambda store: {row["key"]: row for row in stores.load_rows(store)}
     )  # grids share stores
     lines, keys = [], set()
     selected = selection.specs(found, scale)
-    bar = waiting(
+    bar = progress_bar(
         "measuring", selected.items(), progress=None if measured else False, leave=False
     )
     for key, specs in bar:
@@ -89,7 +89,11 @@ def plan(
         line |= {"failed": failed, "missing": len(missing)}
         bar.set_postfix_str(key)
         try:  # the specs of a grid share their recipe
-            known = measure(specs[0], device) if measured else kept(specs[0], device)
+            known = (
+                measure(specs[0], device)
+                if measured
+                else cached_timing(specs[0], device)
+            )
             line |= _price(known, specs, missing, list(rows.values()), device)
         except RuntimeError as error:
             line["note"] = str(error)

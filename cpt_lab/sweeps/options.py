@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cpt_core.validation import choose, declared, whole
+from cpt_core.validation import check_choice, check_int, check_types
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import is_comparable
 from cpt_lab.sweeps.row_format import never_began
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")
-MOST = 1024  # workers or threads: torch crashes where a process cannot have as many threads as it is told
+MAX_WORKERS = 1024  # workers or threads: torch crashes where a process cannot have as many threads as it is told
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class SweepOptions:
         return is_comparable(row) or not self.rerun_old
 
     def __post_init__(self) -> None:
-        choose("executor", self.executor, EXECUTORS)
-        choose("device", self.device, DEVICES)
-        declared(type(self), vars(self))
+        check_choice("executor", self.executor, EXECUTORS)
+        check_choice("device", self.device, DEVICES)
+        check_types(type(self), vars(self))
         for name, least in (
             ("workers", 0),
             ("threads", 1),
@@ -70,7 +70,7 @@ class SweepOptions:
             ("together", 1),
         ):
             if (value := getattr(self, name)) is not None:
-                whole(name, value, least, MOST)
+                check_int(name, value, least, MAX_WORKERS)
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
                 f"timeout must be more than 0 seconds; got {self.timeout!r}"

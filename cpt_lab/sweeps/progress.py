@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from cpt_extras.progress import waiting
+from cpt_extras.progress import progress_bar
 from cpt_lab.signals import PASSED_ON, handle_signals, say, silence
 from cpt_lab.sweeps.worker import Outcome
 
@@ -95,7 +95,7 @@ class Live:
         )
         self.at_once = 0  # runs at a time, where they do not say that they have started
         self.note = ""
-        self.bar = waiting(
+        self.bar = progress_bar(
             "runs",
             total=total,
             unit="run",

@@ -144,7 +144,7 @@ def integrity(stores: Iterable[Path]) -> Integrity:
     return _read_all(*stores)[1]
 
 
-def beside(store: Path) -> Path:
+def sidecar_path(store: Path) -> Path:
     """Return the file of the digests of old rows."""
     return linked_file(store).with_suffix(".sha256")
 
@@ -248,7 +248,7 @@ class Judge:
     @cached_property
     def known(self) -> frozenset[str]:
         """The digests beside the store; read when the first row comes that has none in it."""
-        file = beside(self.store)
+        file = sidecar_path(self.store)
         return (
             frozenset(file.read_text(encoding="utf-8").split())
             if file.exists()
@@ -289,7 +289,7 @@ class Judge:
         if digest(text) in there or digest(canonical(row)) in there:
             return ""
         if given is None:
-            return f"its digest is not in {beside(self.store).name}: it was changed, or came after those"
+            return f"its digest is not in {sidecar_path(self.store).name}: it was changed, or came after those"
         return "it was changed after it was written: its digest is that of another row"
 
 

@@ -27,7 +27,7 @@ class Line(NamedTuple):
     size: int
 
 
-class Found(NamedTuple):
+class LineScan(NamedTuple):
     """The lines of a store that concern a run, and how the store ends."""
 
     lines: dict[
@@ -50,7 +50,7 @@ class StoreIndex:
         self.last: Line | None = None
         self.places: dict[bytes, list[Line]] = {}
 
-    def find(self, file: BinaryIO, word: bytes) -> Found:
+    def find(self, file: BinaryIO, word: bytes) -> LineScan:
         """Return the lines with a key, a JSON string, after reading what was appended since the last time."""
         if self.keys is not None and word not in self.keys:
             self.__init__()  # type: ignore[misc]
@@ -60,7 +60,7 @@ class StoreIndex:
             self.__init__()  # type: ignore[misc]
             rest = self._read_on(file)
             lines = self._lines(file, word) or {}
-        return Found(lines, self.count, self.size, rest)
+        return LineScan(lines, self.count, self.size, rest)
 
     def part(self, keys: Collection[str]) -> "StoreIndex":
         """Return an index of these keys alone, small enough to be sent to another process."""

@@ -48,7 +48,7 @@ class Calibration:
     measured: float  # when, in seconds since 1970
 
 
-def kept(spec: RunSpec, device: str = "auto") -> Calibration | None:
+def cached_timing(spec: RunSpec, device: str = "auto") -> Calibration | None:
     """Return what an earlier call of ``measure`` found for a recipe on this machine; None if there was none."""
     found = _known(runs_dir() / "calibration.json").get(_key(spec, device))
     return Calibration(**found) if found else None

@@ -33,15 +33,15 @@ from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import check_start, supervise
 from cpt_lab.sweeps.progress import Live, Signals, note
 from cpt_lab.sweeps.row_format import linked_file
-from cpt_lab.sweeps.step_timing import kept, measure, runs_per_gpu
+from cpt_lab.sweeps.step_timing import cached_timing, measure, runs_per_gpu
 from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
-from cpt_lab.training.batched_runs import pays
+from cpt_lab.training.batched_runs import batching_pays
 from cpt_lab.training.device import choose_device, lay_out
 
-MOST = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
+MAX_BATCHED_RUNS = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
 Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
@@ -271,11 +271,11 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
         or options.workers == 0
         or options.timeout
         or spec.scale == "paper"
-        or not pays(spec)
+        or not batching_pays(spec)
     ):
         return 1
     workers = options.workers or max(1, usable_cores() // options.threads)
-    return min(MOST, -(-count // workers))
+    return min(MAX_BATCHED_RUNS, -(-count // workers))
 
 
 def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
@@ -357,7 +357,8 @@ def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> in
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
         found = [
-            kept(spec, device) or measure(spec, device) for spec in _recipes(specs)
+            cached_timing(spec, device) or measure(spec, device)
+            for spec in _recipes(specs)
         ]
     except RuntimeError:
         return 1  # one of them does not run at all: it will fail alone, with its reason

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.sweeps.stores import Row, claim, load_curve, place
 
 PROJECT = "cpt"
@@ -119,7 +119,7 @@ class Sender:
     """
 
     def __init__(self, tracker: str) -> None:
-        module, self._send = TRACKERS[choose("log", tracker, TRACKERS)]
+        module, self._send = TRACKERS[check_choice("log", tracker, TRACKERS)]
         self.tracker, self.failure, self.without_curve = tracker, "", 0
         try:
             self._client = import_module(module)

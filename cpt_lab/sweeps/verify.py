@@ -21,7 +21,7 @@ import torch
 
 from cpt_core.numerics import NUMERICS
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_core.validation import whole
+from cpt_core.validation import check_int
 from cpt_extras.kernels import gemm_backend
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.experiments.registry import EXPERIMENTS
@@ -92,8 +92,8 @@ def sample(store: Path, rows: int = 5, seed: int = 0, cheapest: bool = False) ->
 
     Rows that failed are not picked: ValueError where no other is there.
     """
-    whole("rows", rows, 1)
-    whole("seed", seed, 0)
+    check_int("rows", rows, 1)
+    check_int("seed", seed, 0)
     if not Path(store).is_file():
         raise FileNotFoundError(f"there is no file {store}")
     finished = [row for row in load_rows(store) if row["status"] != "failed"]

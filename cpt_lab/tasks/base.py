@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
@@ -104,7 +104,7 @@ class Task(Protocol):
 def task_of(spec: RunSpec) -> type[Task]:
     """Import the task class of a spec; ImportError names the extra that it needs."""
     experiment = EXPERIMENTS[spec.recipe.task]
-    return library(experiment.task, experiment.extra)
+    return import_optional(experiment.task, experiment.extra)
 
 
 def load_data(recipe: Recipe) -> Any:

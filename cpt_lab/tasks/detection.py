@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.detection import (
     Annotated,
@@ -207,7 +207,7 @@ def _precision(
     logging.getLogger("faster_coco_eval").setLevel(
         logging.WARNING
     )  # it would log a table of its own
-    metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
+    metric = import_optional("torchmetrics.detection", "vision").MeanAveragePrecision(
         iou_thresholds=ious,
         rec_thresholds=recalls.tolist(),
         extended_summary=True,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from cpt_extras.optional_libraries import library
+from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.common import batch_keys, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
@@ -99,7 +99,7 @@ class EntailmentTask:
 
     def model(self) -> nn.Module:
         """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""
-        r, transformers = self.recipe, library("transformers", "text")
+        r, transformers = self.recipe, import_optional("transformers", "text")
         build = transformers.BertForSequenceClassification
         given: dict[str, Any] = {
             "num_labels": len(LABELS),
@@ -216,7 +216,7 @@ def checkpoint_folder(name: str) -> Path:
         raise DataNotFoundError(f"there is no pretrained model in {folder}{hint}")
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no pretrained model: it has no config.json")
-    kind = library("transformers", "text").PretrainedConfig.get_config_dict(
+    kind = import_optional("transformers", "text").PretrainedConfig.get_config_dict(
         folder, local_files_only=True
     )[0]
     if kind.get("model_type") != "bert":
@@ -230,7 +230,7 @@ class _quiet:
     """No reports and progress bars of ``transformers`` inside this context."""
 
     def __enter__(self) -> None:
-        self.logging = library("transformers", "text").utils.logging
+        self.logging = import_optional("transformers", "text").utils.logging
         self.level, self.bars = (
             self.logging.get_verbosity(),
             self.logging.is_progress_bar_enabled(),
@@ -246,10 +246,10 @@ class _quiet:
 
 def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
     """Return the checkpoint's tokenizer, or word pieces learned from the training text alone."""
-    tokenizers = library("tokenizers", "text")
+    tokenizers = import_optional("tokenizers", "text")
     if recipe.checkpoint:
         folder = checkpoint_folder(recipe.checkpoint)
-        auto = library("transformers", "text").AutoTokenizer
+        auto = import_optional("transformers", "text").AutoTokenizer
         return auto.from_pretrained(folder, local_files_only=True).backend_tokenizer
     text = [*data.train["premise"], *data.train["hypothesis"]]
     normalizer, words = (

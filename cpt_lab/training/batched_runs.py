@@ -41,7 +41,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class RunRequest(NamedTuple):
     """What a run waits for: the loss of a step of its session, at a learning rate."""
 
     session: Session
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 Answer = tuple[Tensor, float]  # the loss (0-d), and how many seconds the step took
-Steps = Generator[Asked, Answer, T]
+Steps = Generator[RunRequest, Answer, T]
 
 
 def alone(run: Steps[T]) -> T:
@@ -91,7 +91,7 @@ def together(runs: Sequence[Steps[T]]) -> list[T]:
     return [arm.result for arm in arms]
 
 
-def pays(spec: RunSpec) -> bool:
+def batching_pays(spec: RunSpec) -> bool:
     """Whether runs of a recipe end sooner side by side, as ``python -m bench.batched_runs`` measured."""
     recipe = spec.recipe
     if isinstance(recipe, GraphRecipe):
@@ -169,7 +169,7 @@ class _Arm:
             self.changed(object())
         session, _, lr = self.asked
         session.kind()
-        return self.state, tuple(session.in_force), lr
+        return self.state, tuple(session.active_levels), lr
 
     def follow(self, leader: "_Arm") -> None:
         """Be where another arm is, which has done the same step."""
@@ -305,7 +305,7 @@ class _SideBySide:
         )
         return {id(arm): d.loss for arm, d in zip(arms, done, strict=True)}
 
-    def _update(self, arms: list[tuple[Asked, Sequence[Tensor | None]]]) -> None:
+    def _update(self, arms: list[tuple[RunRequest, Sequence[Tensor | None]]]) -> None:
         for (session, _, lr), gradients in arms:
             for group in session.optimizer.param_groups:
                 group["lr"] = lr

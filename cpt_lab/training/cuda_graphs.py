@@ -58,7 +58,7 @@ class CudaRecorder:
         return graph.replay, result
 
 
-def why_not(device: torch.device, fixed_shape: bool) -> str:
+def unsupported_reason(device: torch.device, fixed_shape: bool) -> str:
     """Return why the steps of a task are not captured, "" where they are."""
     if device.type != "cuda":
         return f"the device is {device.type}"

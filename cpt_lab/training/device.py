@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import collect_env
 
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.resources import DRIVERS
@@ -81,7 +81,7 @@ def usual_device(device: str, spec: RunSpec) -> str:
         DeviceNotFoundError: for CUDA where there is none.
         ValueError: for an unknown name, and for a recipe that the device cannot follow.
     """
-    choose("device", device, DEVICES)
+    check_choice("device", device, DEVICES)
     check_device(device)
     small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
     chosen = (

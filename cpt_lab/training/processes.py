@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
+from cpt_extras.integrations.distributed import own_ranges, synced_ranges
 from cpt_lab.signals import PASSED_ON
 
 
@@ -79,7 +79,7 @@ def by_first(work: Callable[[], Any]) -> Any:
 
 def agreed() -> AbstractContextManager[None]:
     """Round on ranges of all processes, where there are several."""
-    return agreed_ranges() if count() > 1 else nullcontext()
+    return synced_ranges() if count() > 1 else nullcontext()
 
 
 def share(of: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import choose, declared
-from cpt_extras.search.range_test import range_tested
+from cpt_core.validation import check_choice, check_types
+from cpt_extras.search.range_test import run_range_test
 from cpt_extras.search.range_test_result import PrecisionRange
-from cpt_extras.search.restartable import Judge, Trial
-from cpt_extras.search.sensitivity_analysis import measured
+from cpt_extras.search.restartable import Judge, RestartableTraining
+from cpt_extras.search.sensitivity_analysis import run_sensitivity
 from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
@@ -35,8 +35,8 @@ def recipe_range_test(
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
         **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_extras.search.precision_range_test``.
     """
-    declared(recipe_range_test, {"recipe": recipe, "device": device})
-    return range_tested(partial(of_recipe, recipe, device), **options)
+    check_types(recipe_range_test, {"recipe": recipe, "device": device})
+    return run_range_test(partial(of_recipe, recipe, device), **options)
 
 
 def recipe_sensitivity(
@@ -58,14 +58,14 @@ def recipe_sensitivity(
     Raises:
         ValueError: for a recipe whose learning rate waits for evaluations, or that holds out no data; and as there.
     """
-    declared(recipe_sensitivity, {"recipe": recipe, "device": device})
+    check_types(recipe_sensitivity, {"recipe": recipe, "device": device})
     if getattr(recipe, "lr_rule", "") == "plateau":
         raise ValueError(
             "the learning rate of this recipe waits for evaluations; give one with lr_rule='cosine'"
         )
     recipe = recipe if steps is None else replace(recipe, steps=steps)
     start = partial(of_recipe, recipe, device, falling=True, metric=metric, judged=True)
-    return measured(start, False, steps=recipe.steps, **options)
+    return run_sensitivity(start, False, steps=recipe.steps, **options)
 
 
 def of_recipe(
@@ -77,7 +77,7 @@ def of_recipe(
     falling: bool = False,
     metric: str | None = None,
     judged: bool = False,
-) -> Generator[tuple[Trial, int]]:
+) -> Generator[tuple[RestartableTraining, int]]:
     """Yield for every seed what to train, and 0: each has batches of its own.
 
     The learning rate is that of the start throughout, or with ``falling`` that of the recipe's training.
@@ -88,7 +88,7 @@ def of_recipe(
         step = _stepper(session, falling)
         judge = _judge(session, q_max, metric) if judged else None
         yield (
-            Trial(
+            RestartableTraining(
                 session.model, step, session.optimizer, q_max, session.task.title, judge
             ),
             0,
@@ -111,7 +111,9 @@ def _stepper(session: Session, falling: bool) -> Any:
 def _judge(session: Session, q_max: int, metric: str | None) -> Judge:
     main = session.metric
     name = (
-        main.name if metric is None else choose("metric", metric, (main.name, "loss"))
+        main.name
+        if metric is None
+        else check_choice("metric", metric, (main.name, "loss"))
     )
 
     def held_out() -> float:

@@ -21,7 +21,7 @@ from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, why_not
+from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, unsupported_reason
 from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
@@ -52,13 +52,13 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
 
 def constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
     """Return what a captured step holds of a layer as constants: it serves where this is the same."""
-    active = precision.now
+    active = precision.active_bits
     requested = getattr(active, "requested", ())  # on a ladder
     formats = () if all(q is None or q.plain for q in requested) else requested
     caches_by_bits = precision.kind == "graph" and (
         "aggregation" in precision.quantizers or precision.execution != "simulated"
     )
-    by_bits = caches_by_bits and precision.now.formats.activation
+    by_bits = caches_by_bits and precision.active_bits.formats.activation
     executes = precision.execution != "simulated" and (
         precision.int8_operands,
         precision.int8_gradient,
@@ -106,7 +106,9 @@ class Session:
         self._layers = list(all_precisions(self.model).values())
         for layer in self._layers:
             layer.unseen = False  # gradients are as small as the authors', on their grid: nobody can multiply this loss
-        self.in_force: list[Any] = []  # of every layer, when ``kind`` was asked last
+        self.active_levels: list[
+            Any
+        ] = []  # of every layer, when ``kind`` was asked last
         self.capture: Capture | None = None  # records the step and replays it
         self._captures: list[Capture] = []
         self.forward: Any = (
@@ -115,7 +117,7 @@ class Session:
         reason = (
             "several processes"
             if processes.count() > 1
-            else why_not(self.device, self.task.fixed_shape)
+            else unsupported_reason(self.device, self.task.fixed_shape)
         )
         if not reason:
             self.capture = Capture(
@@ -158,9 +160,9 @@ class Session:
 
         And more bits than codes have are simulated in any case.
         """
-        if self.in_force != (now := [p.now for p in self._layers]):
+        if self.active_levels != (now := [p.active_bits for p in self._layers]):
             parts = [constants_of(p) for p in self._layers]
-            self.in_force, self._kind = now, tuple(parts)
+            self.active_levels, self._kind = now, tuple(parts)
         return self._kind
 
     def batches(self, start: int) -> Iterator[Any]:

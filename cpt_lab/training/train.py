@@ -29,7 +29,7 @@ from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import processes
-from cpt_lab.training.batched_runs import Asked, Steps, alone
+from cpt_lab.training.batched_runs import RunRequest, Steps, alone
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
 from cpt_lab.training.session import Session
 
@@ -132,7 +132,7 @@ def steps_of(
     while state.step < recipe.steps:
         lr = session.lr_at(state.step, state.history["evaluations"])
         asked = time.monotonic()
-        loss, seconds = yield Asked(session, state.step, lr)
+        loss, seconds = yield RunRequest(session, state.step, lr)
         losses.append(loss)
         started += (
             time.monotonic() - asked - seconds

@@ -17,8 +17,8 @@ from cpt_lab.analysis.claims import (
     OPEN,
     SMALLER,
     claims,
+    effect_verdict,
     judge,
-    said,
     verdict,
 )
 from cpt_lab.analysis.effects import Effect
@@ -122,7 +122,7 @@ def test_holm(seed):
     claim = replace(IDS["schedule_controls"], margin=0.0)
     words = rules.holm(
         [
-            lambda alpha, e=e: said(claim, e, alpha)
+            lambda alpha, e=e: effect_verdict(claim, e, alpha)
             for e in (students(*x) for x in samples)
         ]
     )
@@ -264,7 +264,9 @@ def test_a_better_predictor():
     )  # one domain is too few
     e = entry(images + graphs, "noise_decides")
     # each by itself, but not two together: in this suite of schedules even quality that is noise alone stays open
-    assert [said(e.claim, effect) for effect, _ in e.effects] == [CONFIRMED] * 2
+    assert [effect_verdict(e.claim, effect) for effect, _ in e.effects] == [
+        CONFIRMED
+    ] * 2
     assert e.verdict(False) == OPEN
     assert "open (better predictor by itself, not among 2)" in e.evidence()[0]
     assert "strength of noise exposure minus that of cost" in e.evidence()[0]

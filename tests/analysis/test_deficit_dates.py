@@ -205,7 +205,7 @@ def test_decay_name_reads_the_recipe(fields, name):
 
 
 def entry_of(claim, found):
-    (entry,) = claims.judged(found, [claim])
+    (entry,) = claims.judge_claims(found, [claim])
     return entry
 
 
@@ -246,7 +246,9 @@ def test_other_claims_read_no_preregistered_runs(committed):
     """They are pooled with nothing: of the claims on deficits, two have an effect in H3."""
     deficits = [claim.id for claim in claims.claims() if claim.id.startswith("deficit")]
     names = {
-        entry.claim.id for entry in claims.judged(committed, deficits) if entry.effects
+        entry.claim.id
+        for entry in claims.judge_claims(committed, deficits)
+        if entry.effects
     }
     assert names == {"deficit_decay", "deficit_window"}
     assert all(IDS[name].measure in claims.ASKED_TOO for name in names)

@@ -27,7 +27,7 @@ def digits():
 
 
 def num_steps(found, claim):
-    (entry,) = claims.judged(found, [claim])
+    (entry,) = claims.judge_claims(found, [claim])
     return [effect.level for effect, _ in entry.effects]
 
 
@@ -43,7 +43,7 @@ def test_effect_level_is_static_q_max_of_its_experiment(digits):
 
 
 def test_effect_level_stands_in_the_evidence(digits):
-    (entry,) = claims.judged(digits, ["cpt_improves"])
+    (entry,) = claims.judge_claims(digits, ["cpt_improves"])
     assert all("; static " in line for line in entry.evidence())
 
 
@@ -137,7 +137,7 @@ def test_claim_without_evidence_says_what_it_needs():
 
 def test_coverage_counts_claims_with_effects(digits):
     names = ["cpt_improves", "products_fanout", "detection_saves"]
-    entries = claims.judged(digits, names)
+    entries = claims.judge_claims(digits, names)
     there, missing = claims.coverage(entries)
     assert (there, missing) == (2, 1)  # one measured, one computed, one without runs
-    assert claims.coverage(claims.judged(digits.iloc[:0], names)) == (1, 2)
+    assert claims.coverage(claims.judge_claims(digits.iloc[:0], names)) == (1, 2)

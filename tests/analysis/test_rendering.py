@@ -7,7 +7,7 @@ import pytest
 from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.metrics import METRICS, counted, interval_text, intervals
+from cpt_lab.analysis.metrics import METRICS, interval_text, intervals, plural
 from cpt_lab.analysis.rendering import Section, contents, markdown, render, terminal
 from cpt_lab.experiments.schema import Metric
 
@@ -156,4 +156,4 @@ def test_numbers_in_words():
         "",
     ]
     assert interval_text(-0.5, -1, 0) == "-0.50 [-1.00, +0.00]"
-    assert [counted(n, "seed") for n in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]
+    assert [plural(n, "seed") for n in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]

@@ -227,7 +227,7 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
     ]
     names = [
         name
-        for name, _ in run_groups.named(
+        for name, _ in run_groups.with_unique_names(
             run_groups.quality_cost_groups(run_table.table(rows_of(specs)))
         )
     ]
@@ -240,7 +240,10 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
     ]
     table = run_table.table(rows_of(specs))
     names = [
-        name for name, _ in run_groups.named(run_groups.quality_cost_groups(table))
+        name
+        for name, _ in run_groups.with_unique_names(
+            run_groups.quality_cost_groups(table)
+        )
     ]
     assert [
         f"600 steps, {n} cycles, q_min 3" in name

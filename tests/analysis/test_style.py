@@ -198,7 +198,7 @@ def test_every_arm_is_named_once_in_every_panel():
 def test_names_without_room_are_listed():
     found = []
     for _ in range(2):
-        with style.drawing(figsize=(3, 2)) as (_, ((ax,),)):
+        with style.subplots(figsize=(3, 2)) as (_, ((ax,),)):
             ax.plot([0, 1], [0, 1])
             style.name_points(
                 ax, ["short", "long " * 60, "x"], [0, 1, 1], [0, 1, 1], ["#222222"] * 3
@@ -272,7 +272,7 @@ def test_profile_colors_differ_from_static():
 
 
 def test_heading_breaks_at_semicolons():
-    with style.drawing(figsize=(4, 2)) as (figure, _):
+    with style.subplots(figsize=(4, 2)) as (figure, _):
         style.set_finding(
             figure,
             "Quality rises with cost; none of ten schedules exceeds static 8, seven fall below",
@@ -284,7 +284,7 @@ def test_heading_breaks_at_semicolons():
 
 
 def test_caption_lies_below_legend():
-    with style.drawing(figsize=(4, 3)) as (figure, ((ax,),)):
+    with style.subplots(figsize=(4, 3)) as (figure, ((ax,),)):
         ax.set_xlabel("steps")
         for i in range(9):
             ax.plot([0, 1], [0, i], label=f"a rather long name of line {i}")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -96,7 +96,7 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
         [(24, 12, 8, 12), (60, 12, 15, 20), (60, 12, 15, 20)],
     ),
     "function": (
-        lambda: Does(lambda _, x: x @ x.T),
+        lambda: FunctionModule(lambda _, x: x @ x.T),
         lambda: (torch.empty(3, 4),),
         [(36, 12, 12, 9)],
     ),

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,7 +102,7 @@ def adapted(layer):
         "down": nn.Linear(8, 2),
         "up": nn.Linear(2, 8),
     }
-    return Does(lambda m, x: m.base(x) + m.up(m.down(x)), **parts)
+    return FunctionModule(lambda m, x: m.base(x) + m.up(m.down(x)), **parts)
 
 
 class Attends(nn.Module):

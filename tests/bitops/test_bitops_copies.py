@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import dgl
 import pytest
 import torch
-from helpers import Does, refused
+from helpers import FunctionModule, refused
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
@@ -98,7 +98,7 @@ def keeping(where):
         model.kept = where(y)
         return y
 
-    return Does(forward, layer=nn.Linear(4, 4))
+    return FunctionModule(forward, layer=nn.Linear(4, 4))
 
 
 def test_a_model_that_keeps_tensors_with_a_history():
@@ -113,7 +113,7 @@ def test_what_cannot_be_copied_is_refused_in_words():
     model, x = keeping(lambda y: SimpleNamespace(value=y)), torch.randn(2, 4)
     model(x)
     refused(
-        r"cannot copy Does, .* remove what the model keeps from an earlier forward",
+        r"cannot copy FunctionModule, .* remove what the model keeps from an earlier forward",
         count_bitops,
         model,
         (x,),
@@ -130,7 +130,7 @@ def choosing():
         x = nn.functional.dropout(model.norm(model.first(x.add_(1))), 0.5)
         return model.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
 
-    return Does(
+    return FunctionModule(
         forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), second=nn.Linear(4, 2)
     )
 
@@ -150,7 +150,7 @@ def test_without_data_it_is_refused_in_words(where):
     model, x = (model.to("meta"), x) if where == "model" else (model, x.to("meta"))
     with pytest.raises(
         ValueError,
-        match=r"^Does does not run on shapes alone .*; give the model and its inputs real",
+        match=r"^FunctionModule does not run on shapes alone .*; give the model and its inputs real",
     ):
         count_bitops(model, (x,))
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 import transformers as hf
-from helpers import Does, refused
+from helpers import FunctionModule, refused
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -44,7 +44,7 @@ DISENTANGLED = {
 def plain(function, *shape):
     """A function of an input and a parameter, beside a layer."""
     parts = {"layer": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(shape))}
-    return Does(lambda m, x: function(m.layer(x), m.weight), **parts)
+    return FunctionModule(lambda m, x: function(m.layer(x), m.weight), **parts)
 
 
 def borrowed():
@@ -54,7 +54,9 @@ def borrowed():
         q, k, v = F.linear(x, m.attn.qkv.weight, m.attn.qkv.bias).chunk(3, -1)
         return m.out(F.scaled_dot_product_attention(q, k, v))
 
-    return Does(forward, attn=Does(None, qkv=nn.Linear(8, 24)), out=nn.Linear(8, 3))
+    return FunctionModule(
+        forward, attn=FunctionModule(None, qkv=nn.Linear(8, 24)), out=nn.Linear(8, 3)
+    )
 
 
 def sequences():
@@ -270,7 +272,7 @@ def test_the_plan_says_what_its_total_lacks():
 )
 def test_only_products_that_are_computed_are_priced(function, passes):
     parts = {"layer": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(8))}
-    model = Does(
+    model = FunctionModule(
         lambda m, x: function(m.layer, m.weight, x) + 0 * m.layer(x).sum(), **parts
     )
     x = sequences()
@@ -352,7 +354,7 @@ def test_the_ledger_sees_recomputed_products(reentrant):
         lambda m, x: m.block(m.first(x)),
         lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
     ):
-        model = Does(forward, first=nn.Linear(8, 8), block=borrowed())
+        model = FunctionModule(forward, first=nn.Linear(8, 8), block=borrowed())
         with BitOpsLedger(model) as ledger:
             model(sequences()).sum().backward()
         totals.append((ledger.unpriced["block (products)"], ledger.by_pass("per_op")))
@@ -433,7 +435,9 @@ def test_fused_kernels_of_evaluation_cost_what_their_parts_cost(make):
         return m.head(y[0] if isinstance(y, tuple) else y)
 
     model, x = (
-        Does(forward, frozen=make().requires_grad_(False), head=nn.Linear(8, 3)),
+        FunctionModule(
+            forward, frozen=make().requires_grad_(False), head=nn.Linear(8, 3)
+        ),
         sequences(),
     )
     totals = []
@@ -475,7 +479,7 @@ def asks(more):
         y = m.layer(x)
         return more(m, y) if mask.any() else y
 
-    return Does(forward, layer=nn.Linear(8, 8))
+    return FunctionModule(forward, layer=nn.Linear(8, 8))
 
 
 def longformer():

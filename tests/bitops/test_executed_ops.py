@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Does, Standardised
+from helpers import FunctionModule, Standardised
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -64,7 +64,7 @@ MODELS = {
         lambda: nn.Sequential(
             nn.Linear(40, 64),
             nn.Unflatten(1, (8, 8)),
-            Does(attend),
+            FunctionModule(attend),
             nn.Flatten(),
             nn.Linear(64, 9),
         ),

@@ -29,7 +29,7 @@ from helpers import refused
 from PIL import Image
 
 from cpt_lab.data import common
-from cpt_lab.data.common import load_once, split_sizes, titled, whole_numbers
+from cpt_lab.data.common import load_once, split_sizes, title_with_sizes, whole_numbers
 from cpt_lab.data.detection import load_detection
 from cpt_lab.data.entailment import load_entailment
 from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint, task_of_data
@@ -586,7 +586,7 @@ def test_all_wrong_files_are_named_at_once(data_folder):
     names = [str(i) for i in range(15)]
     refused(
         r"15 files are wrong:\n(.*\n){10}and 5 more",
-        common.each,
+        common.read_each,
         lambda name: whole_numbers(name, ["a"]),
         names,
     )
@@ -711,7 +711,9 @@ def test_sizes_follow_ones_own_data(wanted, there, sizes):
     assert split_sizes(asked, there) == sizes
     used, held = sizes
     rest = range(there - held)[:used]
-    assert (titled("mine", asked, rest, range(held)) == "mine") == (sizes == wanted)
+    assert (title_with_sizes("mine", asked, rest, range(held)) == "mine") == (
+        sizes == wanted
+    )
     if sum(filter(None, wanted)) > there:
         refused(
             rf"images wanted, there are {there}",

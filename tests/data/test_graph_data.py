@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse
 import torch
 from dataset_layouts import archive, graph_arrays, ogb_folder, planetoid, table, write
-from helpers import said_by
+from helpers import run_command
 
 from cpt_lab import data
 from cpt_lab.data import graph_readers
@@ -223,7 +223,8 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
     assert (
-        said_by(sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code) == ""
+        run_command(sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code)
+        == ""
     )
 
 

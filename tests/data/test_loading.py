@@ -66,7 +66,7 @@ def pets(data_folder):
 READERS = {
     "as many as cores": (6, 64, 1, 6, None),
     "no limit": (6, None, 1000, 6, None),
-    "no more than are of use": (200, None, 1, common.MOST, None),
+    "no more than are of use": (200, None, 1, common.MAX_READERS, None),
     "just room for all": (4, 64, 8, 4, None),
     "room for some": (
         4,

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import Does, identical, make, refused, running_ranges
+from helpers import FunctionModule, identical, make, refused, running_ranges
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -42,7 +42,9 @@ def rows_of(found):
 def test_check_finds_weights_used_by_a_parent(read, layer):
     """A weight has the bits of its layer wherever it is used; what is computed of it has those of the running one."""
     forward = lambda m, x: F.linear(m.called(x), read(m.passed.weight))  # noqa: E731
-    used = Does(forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False))
+    used = FunctionModule(
+        forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False)
+    )
     found = check(quantize_(nn.Sequential(nn.Linear(4, 4), used)), (torch.ones(3, 4),))
     assert (found.ok, found.bypassed, found.unused, found.float32) == (True, (), (), [])
     assert [e.layer for e in found.operations if not e.backward] == [
@@ -56,7 +58,9 @@ def test_check_finds_weights_used_where_nothing_is_intercepted():
     parts = {"called": nn.Linear(4, 4), "passed": nn.Linear(4, 4, bias=False)}
     found = check(
         quantize_(
-            Does(lambda m, x: torch.cdist(m.called(x), m.passed.weight), **parts)
+            FunctionModule(
+                lambda m, x: torch.cdist(m.called(x), m.passed.weight), **parts
+            )
         ),
         (torch.ones(3, 4),),
     )
@@ -69,7 +73,9 @@ def test_check_finds_weights_used_where_nothing_is_intercepted():
 
 
 def test_a_layer_that_is_not_used_is_not_called_bypassed():
-    model = Does(lambda m, x: m.first(x), first=nn.Linear(4, 4), other=nn.Linear(4, 4))
+    model = FunctionModule(
+        lambda m, x: m.first(x), first=nn.Linear(4, 4), other=nn.Linear(4, 4)
+    )
     found = check(quantize_(model), (torch.ones(3, 4),))
     assert (found.ok, found.bypassed, found.unused) == (True, (), ("other",))
     assert "took no part in the step: other" in str(found)
@@ -104,7 +110,7 @@ def backward_of(found):
 
 
 def test_check_finds_complex_matmuls():
-    model = Does(
+    model = FunctionModule(
         lambda m, x: torch.einsum("nd,de->ne", m.layer(x) + 0j, m.w).real,
         layer=nn.Linear(4, 4),
     )
@@ -141,7 +147,7 @@ UNKNOWN = {  # a function -> what it computes of a weight and of four rows of fo
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_check_finds_operations_that_nothing_intercepts(name):
     function, macs = UNKNOWN[name]
-    model = Does(
+    model = FunctionModule(
         lambda m, x: function(m, m.layer(x)),
         layer=nn.Linear(4, 4),
         w=nn.Parameter(torch.randn(4, 4)),
@@ -176,7 +182,7 @@ WRAPPED = {
 def test_a_backward_pass_is_seen_or_missed_aloud(kind):
     wrap, seen = WRAPPED[kind]
     found = check(
-        quantize_(Does(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))),
+        quantize_(FunctionModule(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))),
         (torch.randn(3, 4),),
     )
     assert len(backward_of(found)) == seen
@@ -210,7 +216,7 @@ def test_parameters_that_forward_writes_to_are_put_back():
             torch.mul(m.layer.weight, 2, out=m.layer.weight)
         return y * m.mean
 
-    model = Does(
+    model = FunctionModule(
         forward,
         layer=nn.Linear(4, 4),
         mean=nn.Parameter(torch.randn(2, 1, 4), requires_grad=False),
@@ -227,7 +233,7 @@ def test_parameters_that_forward_writes_to_are_put_back():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model = Does(
+    model = FunctionModule(
         lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
         first=nn.Linear(4, 4),
         block=block,
@@ -251,7 +257,7 @@ def test_a_forward_that_is_called_directly_is_its_module_s(kind):
     x = torch.randn(4, 3, 8)
     found = []
     for call in (lambda m, x: m.inner(x), lambda m, x: m.inner.forward(x)):
-        model = quantize_(Does(call, inner=kind(8, 8)))
+        model = quantize_(FunctionModule(call, inner=kind(8, 8)))
         if found:
             model.inner.register_forward_hook(
                 lambda *_: 1 / 0
@@ -277,7 +283,7 @@ def test_a_model_that_multiplies_at_random_is_checked():
         return m.last(x)
 
     model = quantize_(
-        Does(
+        FunctionModule(
             forward,
             layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)),
             last=nn.Linear(4, 4),
@@ -300,9 +306,9 @@ def test_check_finds_flex_attention():
         )
         return m.out(flex_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    attention = Does(forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)).requires_grad_(
-        False
-    )
+    attention = FunctionModule(
+        forward, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)
+    ).requires_grad_(False)
     model, x = (
         quantize_(nn.Sequential(attention, nn.Linear(8, 4))),
         torch.randn(2, 5, 8),
@@ -315,7 +321,7 @@ def test_check_finds_flex_attention():
 
 
 def test_what_no_gradient_reaches_has_no_backward_price():
-    model = Does(
+    model = FunctionModule(
         lambda m, x: m.head(m.encoder(x).detach()),
         encoder=nn.Linear(4, 4),
         head=nn.Linear(4, 2),
@@ -336,7 +342,9 @@ def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_i
         m.mean = 0.9 * m.mean + 0.1 * x.mean(0)
         return m.layer(m.norm(x)) + m.mean
 
-    model = quantize_(Does(forward, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
+    model = quantize_(
+        FunctionModule(forward, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    )
     model.register_buffer("mean", torch.zeros(4))
     inner, x = model.forward, torch.randn(3, 4)
     model.forward = lambda x: inner(x)
@@ -425,7 +433,7 @@ def test_the_model_is_left_as_it_was_when_it_fails():
     refused("broken", check, model, (torch.randn(3, 4),), error=KeyError)
     assert torch.equal(model[1].running_mean, before)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert model[0].precision.in_force is None
+    assert model[0].precision.active_levels is None
 
 
 def test_a_compiled_model_is_checked_in_eager_mode():
@@ -441,7 +449,7 @@ class Recurrent(nn.LSTM):
 
 def experts():
     """The first has no token."""
-    return Does(
+    return FunctionModule(
         lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]),
         first=nn.Linear(4, 4),
         second=nn.Linear(4, 4),
@@ -511,7 +519,7 @@ class ByHand(torch.autograd.Function):
 
 
 def test_check_finds_float32_matmuls_of_a_backward_pass():
-    own = Does(
+    own = FunctionModule(
         lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4))
     )
     found = check(quantize_(nn.Sequential(nn.Linear(4, 4), own)), (torch.randn(5, 4),))
@@ -523,7 +531,7 @@ def test_check_finds_float32_matmuls_of_a_backward_pass():
 
 def test_the_print_has_a_line_per_layer_and_the_details_one_per_operation():
     parts = {"layer": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
-    model = Does(
+    model = FunctionModule(
         lambda m, x: m.head(torch.cdist(h := m.layer(x), m.layer.weight) + h @ h.T @ h),
         **parts,
     )

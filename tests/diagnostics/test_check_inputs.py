@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -52,7 +52,7 @@ def discriminator(read):
         x = read(value)
         return m.layer(x.mul_(2) if m.writes else x)
 
-    return quantize_(Does(forward, layer=nn.Linear(4, 2), writes=False))
+    return quantize_(FunctionModule(forward, layer=nn.Linear(4, 2), writes=False))
 
 
 @pytest.mark.parametrize("function", RUNS, ids=lambda f: f.__name__)
@@ -83,7 +83,7 @@ def test_what_a_model_writes_into_its_input_stays_in_a_copy(kind, function):
 @pytest.mark.parametrize("function", RUNS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_the_hidden_state_of_a_loop_is_an_input(kind, function):
-    model = quantize_(Does(lambda m, x, h: m.rnn(x, h), rnn=kind(4, 4)))
+    model = quantize_(FunctionModule(lambda m, x, h: m.rnn(x, h), rnn=kind(4, 4)))
     x = torch.randn(5, 2, 4)
     with precision(model, 8):
         y, hidden = model(x, None)
@@ -110,7 +110,7 @@ def test_the_gradient_of_a_picture_is_checked_and_priced():
 
 def test_check_counts_a_parameter_that_is_an_input_as_a_weight():
     model = quantize_(
-        Does(
+        FunctionModule(
             lambda m, x, w: m.layer(x) @ w,
             layer=nn.Linear(4, 4),
             w=nn.Parameter(torch.randn(4, 4)),

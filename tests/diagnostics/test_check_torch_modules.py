@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 
 from cpt_core.quantization.convert import quantize_
@@ -123,7 +123,7 @@ def test_no_module_of_torch_crashes_the_check():
     ):
         models = {name: model for name, (model, _) in tested.items() if name in group}
         found = check(
-            quantize_(Does(beside, each=nn.ModuleDict(models))),
+            quantize_(FunctionModule(beside, each=nn.ModuleDict(models))),
             tuple(tested[name][1] for name in models),
             invariances=False,
         )

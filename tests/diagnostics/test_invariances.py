@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from helpers import Does, identical
+from helpers import FunctionModule, identical
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
@@ -40,7 +40,7 @@ class Rounds(nn.Module):
         self.dims, self.when, self.layer = dims, when, nn.Linear(4, 4)
 
     def forward(self, x):
-        if self.dims and self.layer.precision.now.active and self.when(x):
+        if self.dims and self.layer.precision.active_bits.active and self.when(x):
             step = x.detach().abs().amax(self.dims, keepdim=True) / 3
             x = x + ((x.detach() / step).round() * step - x.detach())
         return self.layer(x)
@@ -61,7 +61,7 @@ def around(rounds, before=lambda x: x):
     model = nn.ModuleDict(
         {"first": nn.Linear(4, 4), "odd": rounds, "last": nn.Linear(4, 4)}
     )
-    return Does(
+    return FunctionModule(
         lambda m, x, *more: m.parts["last"](
             m.parts["odd"](before(m.parts["first"](x), *more))
         ),
@@ -132,14 +132,14 @@ def test_an_invariance_holds_or_is_broken_where_a_layer_breaks_it(name):
 
 def pooled(dims):
     model = nn.ModuleDict({"odd": Rounds(dims), "last": nn.Linear(4, 4)})
-    return Does(
+    return FunctionModule(
         lambda m, x, mask: m.parts["last"](masked_mean(m.parts["odd"](x), mask)),
         parts=model,
     )
 
 
 def per_token(dims):
-    return Does(
+    return FunctionModule(
         lambda m, x, mask: m.odd(x) + masked_mean(m.odd(x), mask)[:, None],
         odd=Rounds(dims),
     )
@@ -154,7 +154,7 @@ def per_token(dims):
 def test_masked_positions_are_found_in_masks_of_any_type(make, read):
     def model(dims):
         inner = make(dims)
-        return Does(
+        return FunctionModule(
             lambda m, x, mask: m.inner(x, mask.reshape(3, 6).float()), inner=inner
         )
 
@@ -165,12 +165,12 @@ def test_masked_positions_are_found_in_masks_of_any_type(make, read):
 
 
 def test_masked_positions_in_both_readings_of_a_mask():
-    model = Does(
+    model = FunctionModule(
         lambda m, x, ignored: m.odd(x).masked_fill(ignored[..., None], 0).sum(1),
         odd=Rounds((1,)),
     )
     assert answers_of(model, TOKENS, MASK == 0)[questions.MASKED].status == "broken"
-    ignoring = Does(
+    ignoring = FunctionModule(
         lambda m, x, mask: m.odd(x).sum(1), odd=Rounds((1,))
     )  # float32 reads what the mask leaves out
     assert (
@@ -218,11 +218,12 @@ def test_decoding_with_a_cache_is_compared_with_the_full_pass():
 
 def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
     def forward(m, x):
-        is_odd = m.layer.precision.now.active and is_recomputed(x)
+        is_odd = m.layer.precision.active_bits.active and is_recomputed(x)
         return m.layer(x.sin() if is_odd else x)
 
     found = answers_of(
-        Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0].clone().requires_grad_()
+        FunctionModule(forward, layer=nn.Linear(4, 4)),
+        TOKENS[:, 0].clone().requires_grad_(),
     )
     assert found[questions.CHECKPOINTED].status == "broken"
     assert "the quantised model raises: torch.utils.checkpoint" in str(
@@ -244,15 +245,15 @@ def test_another_memory_layout_of_an_input():
 @pytest.mark.parametrize("by_strides", [True, False])
 def test_another_memory_layout_of_operands_inside_a_model(by_strides):
     def handler(mode, function, a, b):
-        is_rounded = mode.running.stack[-1].interception.precision.now.active
+        is_rounded = mode.running.stack[-1].interception.precision.active_bits.active
         return function(
             a, b.round() if is_rounded and by_strides and b.stride(-1) != 1 else b
         )
 
-    model = Does(
+    model = FunctionModule(
         lambda m, x: m.mix(m.layer(x)),
         layer=nn.Linear(4, 4),
-        mix=Does(lambda m, h: torch.mm(h, h.sin().T)),
+        mix=FunctionModule(lambda m, h: torch.mm(h, h.sin().T)),
     )
     with patch.dict(OP_HANDLERS, {torch.mm: handler}):
         found = answers_of(model, TOKENS[0])[questions.LAYOUT]
@@ -278,7 +279,7 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
     """Behind a ReLU single outputs are zero before and after a change that does reach them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU())
-    mixing = Does(lambda m, x: m.net(x + x.mean(0)), net=model)
+    mixing = FunctionModule(lambda m, x: m.net(x + x.mean(0)), net=model)
     for size in (
         4,
         64,
@@ -293,7 +294,7 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
 
 def test_one_content_of_a_position_is_no_evidence():
     """Samples see each other here, but only where one is larger than any of the inputs."""
-    model = Does(
+    model = FunctionModule(
         lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,))
     )
     assert (
@@ -304,12 +305,12 @@ def test_one_content_of_a_position_is_no_evidence():
 
 def test_outputs_that_never_move_are_no_evidence():
     def forward(m, x):
-        is_quantized = m.odd.layer.precision.now.active
+        is_quantized = m.odd.layer.precision.active_bits.active
         return torch.cat(
             [m.layer(x), torch.relu(m.odd(x) - (0 if is_quantized else 1e3))], 1
         )
 
-    model = Does(forward, odd=Rounds((0,)), layer=nn.Linear(4, 4))
+    model = FunctionModule(forward, odd=Rounds((0,)), layer=nn.Linear(4, 4))
     assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
 
 
@@ -324,7 +325,7 @@ def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
             raise ValueError("three samples, please")
         return m.layer(x)
 
-    found = answers_of(Does(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0])[
+    found = answers_of(FunctionModule(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0])[
         questions.ALONE
     ]
     assert (found.status, "three samples, please" in found.note) == (
@@ -342,7 +343,9 @@ def test_a_model_that_differs_from_pass_to_pass_is_asked_nothing_more(kind):
         noise = torch.randn(4, generator=generator) if kind == "generator" else m.passes
         return m.layer(x) + noise
 
-    found = answers_of(Does(forward, layer=nn.Linear(4, 4), passes=0), TOKENS[:, 0])
+    found = answers_of(
+        FunctionModule(forward, layer=nn.Linear(4, 4), passes=0), TOKENS[:, 0]
+    )
     assert {name: answer.status for name, answer in found.items()} == {
         questions.REPEATED: "not applicable"
     }
@@ -362,7 +365,7 @@ def test_random_numbers_and_buffers_are_the_same_in_every_pass():
         m.seen += 1
         return m.layer(x) + torch.rand(4) + random.random() + np.random.rand() + m.seen  # noqa: NPY002
 
-    model = Does(forward, layer=nn.Linear(4, 4))
+    model = FunctionModule(forward, layer=nn.Linear(4, 4))
     model.register_buffer("seen", torch.zeros(1))
     assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
     assert model.seen == 0
@@ -373,7 +376,9 @@ def test_a_model_that_cannot_be_evaluated_has_one_answer():
         assert m.training, "only for training"
         return m.layer(x)
 
-    found = check(quantize_(Does(forward, layer=nn.Linear(4, 4))), (TOKENS[:, 0],))
+    found = check(
+        quantize_(FunctionModule(forward, layer=nn.Linear(4, 4))), (TOKENS[:, 0],)
+    )
     assert [(a.status, "only for training" in a.note) for a in found.invariances] == [
         ("not applicable", True)
     ]
@@ -385,7 +390,7 @@ def test_a_model_that_cannot_be_evaluated_has_one_answer():
 
 def test_every_input_and_axis_is_tried():
     """The second input, time before the batch, and dictionaries."""
-    model = Does(
+    model = FunctionModule(
         lambda m, a, given: m.odd(given["x"][0].cumsum(0)) + a, odd=Rounds((0,))
     )
     found = answers_of(model, torch.zeros(4), {"x": [TOKENS.transpose(0, 1)]})
@@ -401,10 +406,10 @@ def test_packed_sequences_are_changed_where_their_numbers_are():
         return m.odd(pad_packed_sequence(packed)[0]).sum(0)
 
     packed = pack_sequence([TOKENS[0, :4], TOKENS[1, :3]])
-    found = answers_of(Does(forward, odd=Rounds((0,))), packed)
+    found = answers_of(FunctionModule(forward, odd=Rounds((0,))), packed)
     assert found[questions.CHECKPOINTED].status == "holds"
     rows = answers_of(
-        Does(lambda m, packed: m.odd(packed.data), odd=Rounds((0,))), packed
+        FunctionModule(lambda m, packed: m.odd(packed.data), odd=Rounds((0,))), packed
     )
     assert rows[questions.SAMPLES].status == "broken"
 
@@ -478,7 +483,7 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
         y = m.odd(m.drop(m.norm(x)))
         return y, m.rnn(y[None])
 
-    model = quantize_(Does(forward, **parts))
+    model = quantize_(FunctionModule(forward, **parts))
     scheduler = PrecisionScheduler(model, StaticSchedule(5, 8), eval_bits=6)
     x = torch.randn(3, 4, requires_grad=True)
     model(torch.randn(3, 4))[0].sum().backward()
@@ -501,7 +506,8 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
             (p.training, p.calibrated, p.fixed, p.zeros_unknown) for p in layers
         ]
         active = [
-            (p.in_force, p.execution, p.grids, p.driver, p.quantizers) for p in layers
+            (p.active_levels, p.execution, p.grids, p.owning_scheduler, p.quantizers)
+            for p in layers
         ]
         hooks = [
             (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()

@@ -302,7 +302,7 @@ def test_codes_and_values_are_counted_alike(granularity):
             cpt.Format.affine(9),
         )  # 9 bits are too many for codes
         both = [
-            rounding_stats.summed(
+            rounding_stats.rounding_stats(
                 drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format
             )
             for format in formats

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 
 import cpt_core as cpt
@@ -15,7 +15,9 @@ def net(attend=lambda _, q, k: q @ k.mT):
         h = m.linear(x)
         return m.attend(h, h) @ h
 
-    return Does(forward, linear=nn.Linear(8, 6), attend=Does(attend))
+    return FunctionModule(
+        forward, linear=nn.Linear(8, 6), attend=FunctionModule(attend)
+    )
 
 
 X = (torch.randn(3, 5, 8),)
@@ -74,7 +76,7 @@ def test_a_model_that_is_not_converted_is_in_float32():
 
 
 def recurrent():
-    return Does(
+    return FunctionModule(
         lambda m, x: m.head(m.norm(m.rnn(x)[0])),
         rnn=nn.LSTM(8, 6),
         norm=nn.LayerNorm(6),
@@ -86,7 +88,7 @@ def convolutional():
     def forward(m, x):
         return m.head(m.norm(m.conv(x)).mean(-1))
 
-    return Does(
+    return FunctionModule(
         forward, conv=nn.Conv1d(5, 4, 3), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 3)
     )
 
@@ -94,7 +96,7 @@ def convolutional():
 def graph():
     edges = cpt.Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
     conv = cpt.GraphConv(8, 6)
-    return Does(
+    return FunctionModule(
         lambda m, x: m.head(m.conv(edges, x[:, 0])), conv=conv, head=nn.Linear(6, 4)
     )
 

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from helpers import said_by
+from helpers import run_command
 
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, SUITE, SuiteEntry
 from cpt_lab.analysis.schedules import figure_2
@@ -51,7 +51,7 @@ print(json.dumps({
 def told():
     names = [*list(find_grids("figure_3"))[:2], "ptb/lstm", "digits/equal_cost"]
     code = f"{ADD}\nNAMES = {names!r}\n{ASK}"
-    return json.loads(said_by(sys.executable, "-W", "ignore", "-c", code))
+    return json.loads(run_command(sys.executable, "-W", "ignore", "-c", code))
 
 
 def test_the_grids_of_the_paper_stay_as_they_are(told):

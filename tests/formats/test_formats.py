@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import refused, said_by
+from helpers import refused, run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -287,6 +287,8 @@ def test_a_stored_ladder_is_found_again_in_another_process():
         f"print({{FormatLadder({{3: 'mxfp4', 8: 'e4m3'}}): 1}}[pickle.loads({stored!r})])"
     )
     assert (
-        said_by(sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"})
+        run_command(
+            sys.executable, "-c", code, env=os.environ | {"PYTHONHASHSEED": "7"}
+        )
         == "1\n"
     )

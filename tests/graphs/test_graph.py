@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import dgl
 import pytest
 import torch
-from helpers import WITH_CUDA, Ran, refused
+from helpers import WITH_CUDA, OpRecorder, refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_core.graphs.graph import Graph, as_graph
@@ -329,10 +329,10 @@ def test_a_sample_is_a_function_of_the_generator():
 
 def test_samples_of_a_checked_graph_are_not_checked_again():
     """Every check reads a number back, for which a GPU must be waited for."""
-    with Ran() as ran:
+    with OpRecorder() as ran:
         graph = Graph.from_edges(*random_edges(), 30)
     assert ran.count("_local_scalar_dense")
-    with Ran() as ran:
+    with OpRecorder() as ran:
         _, blocks = sample_blocks(
             graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0)
         )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import Standardised, identical, pictures, refused, said_by, small
+from helpers import Standardised, identical, pictures, refused, run_command, small
 from torch import nn
 
 import cpt_core as cpt
@@ -98,7 +98,7 @@ def alone(tmp_path_factory):
         torch.export.save(programs[name], folder / f"{name}.pt2")
         expected[name], inputs[name] = evaluated(model, others, bits), others
     torch.save(inputs, folder / "inputs.pt")
-    said_by(sys.executable, "-c", ALONE, cwd=folder)
+    run_command(sys.executable, "-c", ALONE, cwd=folder)
     return programs, {
         name: (torch.load(folder / f"{name}.pt"), expected[name]) for name in MODELS
     }
@@ -231,7 +231,7 @@ def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
     other, before = copy.deepcopy(model), evaluated(model, x, 8)
     program = cpt.export(model, x, dynamic_shapes=({},))
     assert identical(model.state_dict().values(), other.state_dict().values())
-    assert [p.in_force for p in layer_precisions(model).values()] == [None, None]
+    assert [p.active_levels for p in layer_precisions(model).values()] == [None, None]
     assert torch.equal(evaluated(model, x, 8), before)
     with pytest.raises(
         (RuntimeError, AssertionError), match="6"

@@ -334,7 +334,7 @@ def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path
     trainer.train()
     assert [b for _, b, _ in seen] == per_batch(schedule)
     model = copy.deepcopy(trainer.model).eval()  # which nobody drives
-    assert not any(p.now.is_set for p in precisions_of(model))
+    assert not any(p.active_bits.is_set for p in precisions_of(model))
     callback.remove()
     trainer.model.eval()
     assert {p.bits for p in precisions_of(trainer.model)} == {8}

@@ -31,7 +31,7 @@ PARTS = {
     "DIVIDED": 8,
     "WIDE": 0,
 }  # several of everything, 64 bits
-KEPT = sorted(tiles.KEPT)
+KEPT = sorted(tiles.KEPT_DIMS)
 LAYOUTS, VALUES = layouts(1), numbers(1)
 
 
@@ -292,7 +292,7 @@ def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch, "zeros", failing)
     reason = "Triton's kernels do not run (RuntimeError: Failed to find C compiler.)"
     assert module._triton(False) == ("reference", reason)
-    assert triton_kernels.why_not() == reason
+    assert triton_kernels.unsupported_reason() == reason
     with pytest.raises(
         RuntimeError,
         match=r"CPT_KERNELS=triton asks for the Triton kernels, but Triton's kernels do",

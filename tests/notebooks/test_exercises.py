@@ -14,7 +14,7 @@ from notebook_dataflow import FOLDER, NOTEBOOKS, PAPER, PREDICTING, code_cells, 
 import cpt_core as cpt
 from cpt_lab.data.common import one_thread
 from cpt_lessons import exercises
-from cpt_lessons.answer_parsing import told
+from cpt_lessons.answer_parsing import paste_repr
 from cpt_lessons.demonstrations import held_out, tiny_problem
 from cpt_lessons.exercise_checks import OPERANDS, library_layer, trained
 from cpt_lessons.exercises import EXERCISES
@@ -484,9 +484,9 @@ def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(cap
     )
     assert hint == "  Hint: 2^q steps have one level more than 2^q"
     assert len(first) < 100
-    assert told(torch.tensor([True, False])) == "tensor([True, False])"
+    assert paste_repr(torch.tensor([True, False])) == "tensor([True, False])"
     assert (
-        told(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True))
+        paste_repr(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True))
         == "tensor(0.5)"
     )
 

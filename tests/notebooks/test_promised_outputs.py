@@ -15,7 +15,7 @@ OWN_RUNS = """
 from cpt_lab.analysis import runs
 from cpt_lessons import run_reports
 rows = runs.committed("{store}").query("{condition}")
-run_reports.compared(rows)
+run_reports.compare_with_paper(rows)
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RING, WITH_CUDA, Does, OnRing, Ran, identical
+from helpers import RING, WITH_CUDA, FunctionModule, OnRing, OpRecorder, identical
 from quantization.test_int8 import attention, first
 from torch import nn
 
@@ -44,8 +44,11 @@ KINDS = {
     "sequences": (lambda: nn.Linear(8, 6, bias=False), (2, 5, 8)),
     "rotated": (lambda: nn.Linear(8, 6), (5, 8)),
     "block": (block, (4, 3, 6, 6)),
-    "lstm": (lambda: Does(first, layer=nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
-    "attention": (lambda: Does(first, layer=attention()), (2, 6, 12)),
+    "lstm": (
+        lambda: FunctionModule(first, layer=nn.LSTM(5, 4, bidirectional=True)),
+        (3, 3, 5),
+    ),
+    "attention": (lambda: FunctionModule(first, layer=attention()), (2, 6, 12)),
     "gcn": (
         lambda: OnRing(GraphConv(3, 4)),
         (6, 3),
@@ -97,7 +100,7 @@ def left_by_a_step(model, call, inputs, half):
     model.zero_grad()
     with torch.autocast("cpu", HALF, enabled=half):
         outputs = call(inputs)
-    with Ran() as ran:
+    with OpRecorder() as ran:
         sum(y.float().cos().sum() for y in outputs.values()).backward()
     return {
         kind: [

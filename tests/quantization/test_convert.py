@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     NEAREST,
-    Does,
+    FunctionModule,
     identical,
     pictures,
     quantize_gradient,
@@ -29,7 +29,7 @@ from cpt_core.quantization.convert import (
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels.backend import backend as kernels_in_force
 from cpt_extras.kernels.backend import reference
@@ -300,7 +300,9 @@ def test_what_is_not_converted_is_listed_with_its_reason():
     [
         (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
         (
-            Does(lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])),
+            FunctionModule(
+                lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])
+            ),
             None,
             "",
         ),
@@ -401,7 +403,7 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
         with reference():
             assert said.format("reference") in repr(model)
         first, *others = layers.values()
-        first.set_levels(Levels(7, 3, 5, 5))
+        first.set_levels(RoleLevels(7, 3, 5, 5))
         roles = "activation=7, weight=3, error=5, weight_gradient=5"
         assert str(summary(model)).splitlines()[-2:] == [
             f"in force in 1 layer: {roles}, execution={execution}, kernels={kernels}",

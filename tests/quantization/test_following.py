@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import Does, refused
+from helpers import FunctionModule, refused
 from torch import nn
 
 import cpt_core as cpt
@@ -131,7 +131,9 @@ def test_two_models_of_one_optimizer_have_one_scheduler():
         match=r"followed already.*PrecisionScheduler\(nn.ModuleList\(\[first, second\]\)",
     ):
         cpt.PrecisionScheduler(decoder, SCHEDULE, optimizer=optimizer)
-    assert all(p.driver is its_own for p in layer_precisions(decoder).values())
+    assert all(
+        p.owning_scheduler is its_own for p in layer_precisions(decoder).values()
+    )
     loss_of(encoder, 0).backward()
     optimizer.step()
     assert first.last_step == 1
@@ -177,7 +179,7 @@ def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
     def made():
         parts = {"body": nn.Linear(8, 8), "a": nn.Linear(8, 2), "b": nn.Linear(8, 3)}
         model = cpt.quantize_(
-            Does(lambda m, x, task: getattr(m, task)(m.body(x)), **parts)
+            FunctionModule(lambda m, x, task: getattr(m, task)(m.body(x)), **parts)
         )
         return model, cpt.PrecisionScheduler(model, SCHEDULE)
 

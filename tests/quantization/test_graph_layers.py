@@ -8,7 +8,7 @@ import dgl.nn
 import numpy as np
 import pytest
 import torch
-from helpers import Does, Ran, to_dgl
+from helpers import FunctionModule, OpRecorder, to_dgl
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,7 +47,7 @@ def forward(m, g, x):
 
 def their_model(conv=dgl.nn.GraphConv, *args):
     """A model as users of DGL write it."""
-    return Does(
+    return FunctionModule(
         forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3)
     )
 
@@ -278,7 +278,7 @@ def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
 def test_matrix_norm_is_no_layer_norm_of_one_row_on_a_gpu():
     """CUDA's layer norm has a block of threads for every row: one for the whole graph.  Needs no GPU."""
     for device, layer_norm in (("cpu", True), ("cuda:0", False)):
-        with FakeTensorMode(), Ran() as ran:
+        with FakeTensorMode(), OpRecorder() as ran:
             assert MatrixNorm()(torch.empty(50, 8, device=device)).shape == (50, 8)
         assert ran.count("native_layer_norm") == layer_norm
 
@@ -407,9 +407,9 @@ def test_operations_of_dgls_layers():
 
 def test_count_bitops_binds_keyword_arguments_by_name():
     layer = quantize_(
-        Does(lambda m, g, x: m.conv(features=x, graph=g), conv=SAGEConv(6, 4))
+        FunctionModule(lambda m, g, x: m.conv(features=x, graph=g), conv=SAGEConv(6, 4))
     )
     swapped = count_bitops(layer, (graph(), features()))
     restore_(layer)
-    layer = quantize_(Does(lambda m, g, x: m.conv(g, x), conv=layer.conv))
+    layer = quantize_(FunctionModule(lambda m, g, x: m.conv(g, x), conv=layer.conv))
     assert swapped.macs == count_bitops(layer, (graph(), features())).macs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Ran
+from helpers import OpRecorder
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,7 +35,7 @@ def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
     if way == "model":
         model, x = model.to(dtype), x.to(dtype)
 
-    with Ran() as ran:
+    with OpRecorder() as ran:
         with (
             torch.autocast("cpu", dtype, enabled=way == "autocast"),
             precision(model, 8),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Does, Ran, refused
+from helpers import FunctionModule, OpRecorder, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -255,7 +255,7 @@ LSTMS = {
         (7, 4, 12),
     ),
     "packed": (
-        lambda: Does(
+        lambda: FunctionModule(
             lambda m, x: m.layer(
                 pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
             ),
@@ -267,7 +267,9 @@ LSTMS = {
     "batch first": (lambda: nn.LSTM(12, 12, batch_first=True), (4, 7, 12)),
     "one sequence": (lambda: nn.LSTM(12, 12), (7, 12)),
     "used twice": (
-        lambda: Does(lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(12, 12)),
+        lambda: FunctionModule(
+            lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(12, 12)
+        ),
         (7, 4, 12),
     ),
 }
@@ -351,7 +353,7 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
     num_weights = layer.weight.numel()
     for shared in (True, False):
         model = convert(layer, "integer", shared)
-        with Ran() as ran:
+        with OpRecorder() as ran:
             passes(model, x)
 
         def large(*operands, size=num_weights):
@@ -377,7 +379,7 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
 )
 def test_products_of_attention_run_where_the_summary_says(execution, shared, left):
     model = convert(made(LAYERS, "attention"), execution, shared)
-    with Ran() as ran:
+    with OpRecorder() as ran:
         passes(model, torch.randn(3, 7, 12))
     assert ran.count("bmm") == 2 * len(left)  # of scores and of context
     no_sums = ran.count("_int_mm", where=lambda a, b, *_: b.shape[1] > 1)
@@ -437,8 +439,10 @@ OTHER_MATMULS = {
 def test_other_matmuls_are_simulated(name):
     x, found = drawn("two-sided", 3, 7, 12), []
     for execution in ("integer", "simulated"):
-        model = convert(Does(lambda model, x: OTHER_MATMULS[name](x)), execution)
-        with cpt.precision(model, 8), Ran() as ran:
+        model = convert(
+            FunctionModule(lambda model, x: OTHER_MATMULS[name](x)), execution
+        )
+        with cpt.precision(model, 8), OpRecorder() as ran:
             found.append(model(x))
         assert not ran.count("cpt::encode")
     assert torch.equal(*found)
@@ -459,7 +463,7 @@ def test_integers_of_convolutions_without_their_integer_form(name):
     x = x[..., 0] if name == "one dimension" else x
     for execution in ("integer", "simulated"):
         model = convert(layer, execution)
-        with Ran() as ran:
+        with OpRecorder() as ran:
             found += passes(model, x)[0]
         assert not ran.count("cpt::encode")
     half = len(found) // 2
@@ -483,7 +487,7 @@ OTHER_CLASSES = {
 @pytest.mark.parametrize("name", OTHER_CLASSES)
 def test_integers_multiply_in_forwards_of_other_classes(name):
     x = drawn("two-sided", *OTHER_CLASSES[name][1])
-    with Ran() as ran:
+    with OpRecorder() as ran:
         compare(both(made(OTHER_CLASSES, name)), [x])
     assert ran.count("cpt::encode")
 

@@ -6,7 +6,15 @@ import warnings
 
 import pytest
 import torch
-from helpers import Does, OnRing, Ran, identical, losses_of, pictures, small
+from helpers import (
+    FunctionModule,
+    OnRing,
+    OpRecorder,
+    identical,
+    losses_of,
+    pictures,
+    small,
+)
 from quantization.test_int8 import attention, first
 from torch import nn
 
@@ -193,8 +201,8 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
     "conv": (lambda: nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
-    "lstm": (lambda: Does(first, layer=nn.LSTM(6, 5)), (4, 2, 6)),
-    "attention": (lambda: Does(first, layer=attention()), (2, 5, 12)),
+    "lstm": (lambda: FunctionModule(first, layer=nn.LSTM(6, 5)), (4, 2, 6)),
+    "attention": (lambda: FunctionModule(first, layer=attention()), (2, 5, 12)),
     "gcn": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
     "sage": (lambda: OnRing(cpt.SAGEConv(6, 5)), (6, 6)),
 }
@@ -215,13 +223,13 @@ def test_copies_compute_the_same_and_what_is_too_wide_for_codes_is_simulated(kin
     model, x = layer_of(kind)
     with cpt.precision(model, 4, q_grad=8):
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        with Ran() as ran:
+        with OpRecorder() as ran:
             expected = passes(model, x)
         assert ran.count("cpt::encode")
         for other in copies:
             assert all(map(torch.equal, passes(other, x), expected))
     for bits, dtype in ((12, torch.float32), (32, torch.float32), (4, torch.float64)):
-        with cpt.precision(model.to(dtype), bits), Ran() as ran:
+        with cpt.precision(model.to(dtype), bits), OpRecorder() as ran:
             assert model(x.to(dtype)).isfinite().all()
         assert not ran.count("cpt::encode")
 
@@ -236,7 +244,7 @@ def test_autocast_rounds_results_and_nothing_before(kind):
         )  # the results of whose have the type of its input
         with cpt.precision(model, 8):
             full = model(x.float())
-            with torch.autocast("cpu", torch.bfloat16), Ran() as ran:
+            with torch.autocast("cpu", torch.bfloat16), OpRecorder() as ran:
                 half = model(x)
         assert half.dtype == torch.bfloat16
         assert bool(ran.count("cpt::encode")) is (execution == "integer")

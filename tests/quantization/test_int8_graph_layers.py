@@ -7,7 +7,7 @@ from functools import partial
 import dgl.nn
 import pytest
 import torch
-from helpers import Ran, identical, losses_of, to_dgl
+from helpers import OpRecorder, identical, losses_of, to_dgl
 from quantization.test_int8 import drawn, kept_bytes
 from torch import nn
 
@@ -211,7 +211,7 @@ def test_what_summary_says_on_codes_runs_on_codes(
         layer.weight.shape[0] if isinstance(layer, GraphConv) else layer._in_src_feats,
     )
     _ = g.transposed
-    with cpt.precision(model, 8, q_grad=8), Ran() as ran:
+    with cpt.precision(model, 8, q_grad=8), OpRecorder() as ran:
         model[0](g, x.requires_grad_()).square().sum().backward()
     counted = (
         ran.count("mm", "addmm"),
@@ -409,7 +409,7 @@ def test_one_pass_over_the_rows_changes_no_bit(case, plain_handlers):
 )
 def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
     model, x = cpt.quantize_(GraphConv(*sizes), config), features().requires_grad_()
-    with cpt.precision(model, 3, q_grad=5), Ran() as ran:
+    with cpt.precision(model, 3, q_grad=5), OpRecorder() as ran:
         model(graph(), x).square().sum().backward()
     assert {name: ran.count(f"cpt::{name}") for name in expected} == expected
 

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import (
-    Does,
     ForeignCheckpoint,
+    FunctionModule,
     identical,
     mode_of,
     reported,
@@ -118,7 +118,9 @@ class Own(nn.Module):
 
 
 def two(forward, **parts):
-    return Does(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **parts)
+    return FunctionModule(
+        forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **parts
+    )
 
 
 def tie(model):
@@ -156,13 +158,13 @@ OWNERS = {  # what -> model, the layers of its operations
     ),
     "weight of nobody": (lambda: two(lambda m, x: F.linear(x, FOREIGN)), [""]),
     "list of parameters": (
-        lambda: Does(
+        lambda: FunctionModule(
             lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])
         ),
         [""],
     ),
     "container of a weight": (
-        lambda: Does(lambda m, x: x @ m.part.w, part=nn.Module()),
+        lambda: FunctionModule(lambda m, x: x @ m.part.w, part=nn.Module()),
         ["part"],
     ),
     "forward called directly": (
@@ -222,14 +224,16 @@ def test_functional_call_computes_as_the_module_does():
     with precision(model, 3, 8):
         expected, layers = model(x), layers_of(model, x)
         assert torch.equal(torch.func.functional_call(model, values, (x,)), expected)
-        around = Does(
+        around = FunctionModule(
             lambda m, x: torch.func.functional_call(m.model, values, (x,)), model=model
         )
         assert layers_of(around, x) == layers == ["first", "own", "second"]
 
 
 def test_module_added_later_runs_in_float32_inside_a_converted_one():
-    model = quantize_(Does(lambda m, x: m.late(m.first(x)), first=nn.Linear(4, 4)))
+    model = quantize_(
+        FunctionModule(lambda m, x: m.late(m.first(x)), first=nn.Linear(4, 4))
+    )
     model.late = nn.Linear(4, 4)
     x = torch.randn(3, 4)
     with precision(model, 2):
@@ -374,7 +378,7 @@ def test_interrupted_child_may_be_caught_by_its_parent():
         return m.first(x) @ x.mT
 
     part = Stopped(raising(KeyboardInterrupt))
-    model = quantize_(Does(caught, part=part, first=nn.Linear(4, 4)))
+    model = quantize_(FunctionModule(caught, part=part, first=nn.Linear(4, 4)))
     with precision(model, 4):
         assert layers_of(model, torch.randn(2, 4)) == ["part.first", "first", ""]
     assert modes_on() == 0
@@ -404,7 +408,7 @@ def test_converted_models_inside_each_other():
         seen.append(modes_on())
         return y @ y.mT
 
-    outer = quantize_(Does(run, first=nn.Linear(4, 4)))
+    outer = quantize_(FunctionModule(run, first=nn.Linear(4, 4)))
     x = torch.randn(2, 4)
     with precision(inner, 4), precision(outer, 4):
         assert layers_of(outer, x) == [""]
@@ -419,7 +423,9 @@ def test_model_that_calls_itself():
         return m(y, depth - 1) @ y.mT if depth else y
 
     model = quantize_(
-        Does(lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4))
+        FunctionModule(
+            lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4)
+        )
     )
     with precision(model, 4):
         assert layers_of(model, torch.randn(4, 4)) == ["first"] * 3 + ["", ""]
@@ -612,7 +618,7 @@ class Keeps(torch.autograd.Function):
 
 def test_functions_kept_for_the_backward_pass_stay_as_they_are():
     model = quantize_(
-        Does(
+        FunctionModule(
             lambda m, x: Keeps.apply(x, m.w, torch.matmul),
             w=nn.Parameter(torch.randn(4, 4)),
         )

@@ -8,7 +8,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.schedules.schedule import Levels, StaticSchedule
+from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
 from cpt_extras.formats.format_rounding import rotate
 from cpt_extras.formats.ladder import AFFINE, LADDERS
 from cpt_extras.formats.quantizer import FormatQuantizer
@@ -148,10 +148,10 @@ def test_gradients_have_the_format_of_their_level():
 def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
     results = {}
     for name, levels in {
-        "error": Levels(None, None, 3, None),
-        "weight": Levels(None, None, None, 3),
-        "both": Levels(None, None, 3, 3),
-        "none": Levels(None, None, None, None),
+        "error": RoleLevels(None, None, 3, None),
+        "weight": RoleLevels(None, None, None, 3),
+        "both": RoleLevels(None, None, 3, 3),
+        "none": RoleLevels(None, None, None, None),
     }.items():
         model, x = converted(kind, "nearest", ladder=ladder)
         model.precision.set_levels(levels)
@@ -179,7 +179,7 @@ def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
 
 def test_stochastic_gradients_apart_draw_noise_of_their_own():
     model, x = converted("linear")
-    model.precision.set_levels(Levels(8, 8, 3, 4))
+    model.precision.set_levels(RoleLevels(8, 8, 3, 4))
     before = int(model.precision.noise_key)
     model(x.requires_grad_()).sum().backward()
     assert int(model.precision.noise_key) == before + 2
@@ -187,7 +187,7 @@ def test_stochastic_gradients_apart_draw_noise_of_their_own():
 
 def test_stochastic_gradients_apart_have_the_noise_of_the_layer():
     model, x = converted("linear")
-    model.precision.set_levels(Levels(None, None, 3, 4))
+    model.precision.set_levels(RoleLevels(None, None, 3, 4))
     key = model.precision.noise_key.clone()
     y = model(x.requires_grad_())
     gradient = torch.randn_like(y)
@@ -220,7 +220,7 @@ def test_a_rotation_spreads_an_outlier_over_its_block():
         model, x = converted("linear", ladder=of_operands(ladder))
         x[:, 0] = 100.0
         model.precision.set_bits(4, None)
-        found = model.precision.operand("input", x)
+        found = model.precision.quantize_operand("input", x)
         back = (
             rotate(found, 32, model.precision.key, inverse=True) if hadamard else found
         )
@@ -236,17 +236,17 @@ def test_roles_have_schedules_of_their_own():
     scheduler = cpt.PrecisionScheduler(nn.Sequential(model), roles)
     seen = []
     for step in range(4):
-        seen.append(model.precision.in_force)
+        seen.append(model.precision.active_levels)
         if step < 3:
             scheduler.step()
     assert seen == [(8, q, 6, 32) for q in (3, 4, 6, 8)]
     twin, _ = converted("linear")
     other = cpt.PrecisionScheduler(nn.Sequential(twin), roles)
     other.load_state_dict(scheduler.state_dict())
-    assert twin.precision.in_force == model.precision.in_force
+    assert twin.precision.active_levels == model.precision.active_levels
     with cpt.precision(model, bits=2):
-        assert model.precision.in_force == (2, 2, 6, 32)
-    assert model.precision.in_force == (8, 8, 6, 32)
+        assert model.precision.active_levels == (2, 2, 6, 32)
+    assert model.precision.active_levels == (8, 8, 6, 32)
     assert model(x).isfinite().all()
 
 
@@ -318,7 +318,7 @@ def test_a_float_phase_quantises_nothing(ladder):
     assert torch.equal(model.weight.grad, plain.weight.grad)
     for _ in range(4):
         scheduler.step()
-    assert model.precision.in_force == (3, 3, 8, 8)
+    assert model.precision.active_levels == (3, 3, 8, 8)
     assert not torch.equal(model(x), plain(x))
 
 
@@ -364,7 +364,7 @@ def test_what_a_layer_cannot_take_is_refused_before_training(
     model, _ = converted(kind, ladder=ladder)
     refused(said, cpt.PrecisionScheduler, nn.Sequential(model), schedule)
     assert all(
-        p.in_force is None for p in layer_precisions(nn.Sequential(model)).values()
+        p.active_levels is None for p in layer_precisions(nn.Sequential(model)).values()
     )
 
 
@@ -398,7 +398,7 @@ def test_products_on_codes_are_the_simulated_ones(kind, gradient, levels):
     for execution in ("simulated", "integer"):
         ladder = {"weight": None, "activation": None, "gradient": gradient}
         model, x = converted(kind, "nearest", ladder=ladder, execution=execution)
-        model.precision.set_levels(Levels(*levels))
+        model.precision.set_levels(RoleLevels(*levels))
         y = model(x.requires_grad_())
         upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
         results.append([y, *torch.autograd.grad(y, [x, model.weight], upstream)])
@@ -453,10 +453,10 @@ def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
     model = net(ladder)
     cpt.PrecisionScheduler(model, schedule)
     model(inputs())
-    before = layer_precisions(model)["0"].now.formats
+    before = layer_precisions(model)["0"].active_bits.formats
     expected = model.train(training)(inputs())
     assert cpt.check(model, (inputs(),)).ok
-    assert layer_precisions(model)["0"].now.formats == before
+    assert layer_precisions(model)["0"].active_bits.formats == before
     assert torch.equal(model(inputs()), expected)
 
 
@@ -573,15 +573,15 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
     layer = layer_precisions(net())["0"]
     found = set()
     for levels in (
-        Levels(8, 8, 8, 8),
-        Levels(8, 8, 8, 4),
-        Levels(8, 8, None, 8),
-        Levels(8, 8, 8, None),
+        RoleLevels(8, 8, 8, 8),
+        RoleLevels(8, 8, 8, 4),
+        RoleLevels(8, 8, None, 8),
+        RoleLevels(8, 8, 8, None),
     ):
         layer.set_levels(levels)
         found.add(constants_of(layer))
     assert len(found) == 4
-    layer.set_levels(Levels(6, 5, 7, 3))
+    layer.set_levels(RoleLevels(6, 5, 7, 3))
     assert constants_of(layer) in found  # only numbers differ from the second
 
 
@@ -640,7 +640,7 @@ def test_ranges_of_rows_take_the_place_of_running_ones(kind):
     )
     role = next(r for r in model[0].precision.quantizers if r.startswith("input"))
     assert torch.equal(
-        model[0].precision.operand(role, x),
+        model[0].precision.quantize_operand(role, x),
         cpt.quantize(x, format="e4m3:granularity=per_row"),
     )
 
@@ -650,10 +650,10 @@ def test_q_max_is_that_of_every_role():
     cpt.PrecisionScheduler(model, RISING)
     layer = layer_precisions(model)["0"]
     with cpt.precision(model, "q_max"):
-        assert layer.in_force == (6, 2, 32, 32)
-        assert str(layer.now.formats.weight) == "e3m2"
+        assert layer.active_levels == (6, 2, 32, 32)
+        assert str(layer.active_bits.formats.weight) == "e3m2"
     with cpt.precision(model, "q_max", q_grad=8):
-        assert layer.in_force == (6, 2, 8, 8)
+        assert layer.active_levels == (6, 2, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -664,10 +664,10 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
     model = net(BY_ROLE)
     precision = TrainerPrecision(model, RISING, None, eval_bits=asked)
     model.eval()
-    assert layer_precisions(model)["0"].in_force[:2] == expected
+    assert layer_precisions(model)["0"].active_levels[:2] == expected
     assert precision.eval_logs() == {"eval_bits": expected[0] or 32}
     model.train()
-    assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
+    assert layer_precisions(model)["0"].active_levels == (6, 1, 32, 32)
 
 
 @pytest.mark.parametrize("cost", cpt.formats.COSTS)

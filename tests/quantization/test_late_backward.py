@@ -21,7 +21,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import all_precisions, layer_precisions
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.search.role_schedules import RoleSchedules
 
@@ -384,7 +384,7 @@ def test_gradient_has_bits_of_forward_in_every_configuration(config, name):
 
 
 def test_split_gradient_has_bits_of_forward():
-    levels, found = Levels(4, 5, 3, 6), []
+    levels, found = RoleLevels(4, 5, 3, 6), []
     for is_late in (False, True):
         torch.manual_seed(0)
         model, x = quantize_(mlp(), NEAREST), torch.randn(4, 8, requires_grad=True)
@@ -393,7 +393,7 @@ def test_split_gradient_has_bits_of_forward():
         loss = model(x).square().sum()
         if is_late:
             for layer in layer_precisions(model).values():
-                layer.set_levels(Levels(8, 8, 2, 2))
+                layer.set_levels(RoleLevels(8, 8, 2, 2))
         loss.backward()
         found.append([x.grad, *(p.grad for p in model.parameters())])
     assert identical(*found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from helpers import NAN, NEAREST, Does, reported
+from helpers import NAN, NEAREST, FunctionModule, reported
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import bias
@@ -29,7 +29,7 @@ from cpt_extras.search.role_schedules import RoleSchedules
 
 def weighted(function, *sizes):
     """A module with a weight and a bias, whose own forward is a function of it and of its inputs."""
-    return Does(
+    return FunctionModule(
         function,
         w=nn.Parameter(torch.randn(sizes)),
         b=nn.Parameter(torch.randn(sizes[-1])),
@@ -342,7 +342,9 @@ def test_what_comes_later_is_not_seen(implementation):
     """A later token changes no earlier output: no range spans tokens."""
     torch.manual_seed(0)
     attend, x = CAUSAL[implementation], torch.randn(2, 7, 8)
-    model = quantize_(Does(attend, layer=nn.MultiheadAttention(8, 2, batch_first=True)))
+    model = quantize_(
+        FunctionModule(attend, layer=nn.MultiheadAttention(8, 2, batch_first=True))
+    )
     later = x.clone()
     later[:, 5] = 30 * torch.randn(2, 8)
     for mode in (True, False):
@@ -377,7 +379,7 @@ def test_angles_of_positions_stay_as_they_are():
     def angles(m, positions):
         return m.frequency @ positions.float()[None]
 
-    rotary = Does(angles, frequency=nn.Buffer(torch.rand(4, 1)))
+    rotary = FunctionModule(angles, frequency=nn.Buffer(torch.rand(4, 1)))
     model = quantize_(nn.ModuleDict({"rotary": rotary, "linear": nn.Linear(2, 2)}))
     with precision(model, 2):
         rotary = model["rotary"]
@@ -432,7 +434,7 @@ def test_compiled_code_computes_what_eager_code_does():
         *(made(name, config) for name in OF_EVERY_RULE), strict=True
     )
     parts = nn.ModuleList(modules)  # compiled at once
-    model = Does(
+    model = FunctionModule(
         lambda m, inputs: [part(*x) for part, x in zip(m.parts, inputs, strict=True)],
         parts=parts,
     )
@@ -525,9 +527,9 @@ def test_gradients_that_differ_between_backward_products():
 
 def test_patterns_name_modules_and_what_has_no_precision_says_so():
     def block():
-        attention = Does(lambda m, x: x @ x.mT)
+        attention = FunctionModule(lambda m, x: x @ x.mT)
         return quantize_(
-            Does(
+            FunctionModule(
                 lambda m, x: m.attention(m.first(x)),
                 first=nn.Linear(6, 6),
                 attention=attention,
@@ -579,7 +581,7 @@ def by_operators(m, x):
 def test_operators_of_graphs_are_products_like_others():
     torch.manual_seed(0)
     sizes = {"w": (6, 4), "k": (2, 1, 3), "t": (2, 1, 1, 2)}
-    plain = Does(
+    plain = FunctionModule(
         by_operators,
         **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()},
     )
@@ -605,7 +607,7 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
         lambda m, x, y: F.cross_entropy(F.linear(x, m.head.weight), y),
     ):
         torch.manual_seed(1)
-        head = Does(loss_of, head=nn.Linear(6, 5, bias=False))
+        head = FunctionModule(loss_of, head=nn.Linear(6, 5, bias=False))
         nn.init.normal_(head.head.weight)
         model = quantize_(head, NEAREST)
         with precision(model, 3, 3):
@@ -637,7 +639,10 @@ def outer_by_einsum(m, x):
 @pytest.mark.parametrize("forward", [outer, outer_by_einsum])
 def test_sum_over_one_element_is_a_scaling(forward):
     """In training as in evaluation, with gradients or without."""
-    model, x = quantize_(Does(forward, qkv=nn.Linear(8, 24))), torch.randn(4, 8)
+    model, x = (
+        quantize_(FunctionModule(forward, qkv=nn.Linear(8, 24))),
+        torch.randn(4, 8),
+    )
     with precision(model, 2, 8):
         assert [
             operation.layer
@@ -664,7 +669,7 @@ def test_an_encoder_takes_padding_at_evaluation():
 def masked():
     """Attention of torch with what a test gives it."""
     return quantize_(
-        Does(
+        FunctionModule(
             lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)
         )
     )
@@ -674,7 +679,7 @@ def test_what_torch_does_not_read_is_not_read():
     """Scores of attention are added to nothing where there is no mask."""
     nothing, x = torch.full((2, 3, 3), NAN), torch.randn(2, 3, 4)
     model = quantize_(
-        Does(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5))
+        FunctionModule(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5))
     )
     with precision(model, 20, 20):
         torch.testing.assert_close(model(x), 0.5 * x @ x.mT, rtol=1e-3, atol=1e-3)
@@ -721,7 +726,7 @@ def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
 
 
 def test_an_einsum_that_sums_over_nothing_is_no_product():
-    outer = Does(
+    outer = FunctionModule(
         lambda m, x: torch.einsum("bd,dn->bdn", x, m.w),
         w=nn.Parameter(torch.randn(4, 3)),
     )

@@ -15,7 +15,7 @@ from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantiz
 from cpt_core.quantization.precision import EXECUTIONS
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_extras.integrations.distributed import agreed_ranges
+from cpt_extras.integrations.distributed import synced_ranges
 from cpt_extras.integrations.processes import KEY_BITS, key_offset
 
 pytestmark = pytest.mark.slow
@@ -208,7 +208,7 @@ def worker(rank, folder):
         if execution == "simulated":
             torch.save(state, f"{folder}/state{rank}.pt")
     found["losses"] = [losses(c, rank, 2) for c in (OF_EXAMPLES, NEAREST)]
-    with agreed_ranges():
+    with synced_ranges():
         found["agreed"] = [losses(config, rank, 2, kind) for kind, config in AGREED]
         refused = quantize_(nn.LSTM(4, 4))
         with pytest.raises(
@@ -286,7 +286,7 @@ def test_without_a_group_nobody_can_agree():
         pytest.raises(
             RuntimeError, match=r"call torch\.distributed\.init_process_group"
         ),
-        agreed_ranges(),
+        synced_ranges(),
     ):
         pass
 

@@ -396,7 +396,7 @@ def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
     for call in (
         lambda: quantize(x, bits),
         lambda: quantize(x[:0], bits),
-        lambda: running_layer().operand("input", x),
+        lambda: running_layer().quantize_operand("input", x),
     ):
         refused(message, call)
 
@@ -466,27 +466,29 @@ def test_evaluation_uses_the_running_range_and_clips(start):
     layer = running_layer(start)
     batches = [image(seed=s) for s in range(3)]
     for x in batches:
-        assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
+        assert torch.equal(
+            layer.quantize_operand("input", x), quantize(x, 4, "conv_input")
+        )
     layer.eval()
     low, width = expected_range(batches, start == "corrected")
     x = image(seed=9) * 3
     levels = np.clip(np.rint((x.numpy() - low) / (width / 15)), 0, 15)
     np.testing.assert_allclose(
-        layer.operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5
+        layer.quantize_operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5
     )
     before = layer.running_input.clone()
-    layer.operand("input", x * 100)
+    layer.quantize_operand("input", x * 100)
     assert torch.equal(layer.running_input, before)  # evaluation does not move it
 
 
 def test_evaluation_before_any_training():
     x = image()
     layer = running_layer().eval()
-    assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
+    assert torch.equal(layer.quantize_operand("input", x), quantize(x, 4, "conv_input"))
     assert layer.running_input.count_nonzero() == 0
     layer = running_layer("zero").eval()
     assert (
-        layer.operand("input", x).abs().max() < 15 * 1.01e-8
+        layer.quantize_operand("input", x).abs().max() < 15 * 1.01e-8
     )  # the authors' rule: everything collapses
 
 
@@ -497,13 +499,15 @@ def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
     poisoned = x.clone()
     poisoned[0, 0, 0, 0] = bad
     if good_first:
-        layer.operand("input", x)
+        layer.quantize_operand("input", x)
     before = layer.running_input.clone()
-    assert not layer.operand("input", poisoned).isfinite().all()
+    assert not layer.quantize_operand("input", poisoned).isfinite().all()
     assert torch.equal(layer.running_input, before)
     layer.eval()
-    torch.testing.assert_close(layer.operand("input", x), quantize(x, 4, "conv_input"))
-    assert layer.operand("input", poisoned * math.nan).isnan().all()
+    torch.testing.assert_close(
+        layer.quantize_operand("input", x), quantize(x, 4, "conv_input")
+    )
+    assert layer.quantize_operand("input", poisoned * math.nan).isnan().all()
 
 
 def files_entered(call):
@@ -527,9 +531,9 @@ def test_rounding_is_walked_in_four_files():
     with precision(layer, 4):
         former = fake_quantize.use_operators(fake_quantize.PlainOperators)
         try:
-            own = layer.precision.operand("weight", layer.weight)
+            own = layer.precision.quantize_operand("weight", layer.weight)
             entered = files_entered(
-                lambda: layer.precision.operand("weight", layer.weight)
+                lambda: layer.precision.quantize_operand("weight", layer.weight)
             )
         finally:
             fake_quantize.use_operators(former)

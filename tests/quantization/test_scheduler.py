@@ -413,7 +413,7 @@ def test_float_equals_the_unconverted_model(training, device):
 
 
 def num_steps(model):
-    return {layer.in_force for layer in layer_precisions(model).values()}
+    return {layer.active_levels for layer in layer_precisions(model).values()}
 
 
 def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
@@ -437,7 +437,7 @@ def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
     scheduler.eval_bits = "float"
     assert num_steps(model) == {(None,) * 4}
     model[1].train()  # a part by itself
-    assert [layer.in_force[0] for layer in layer_precisions(model).values()] == [
+    assert [layer.active_levels[0] for layer in layer_precisions(model).values()] == [
         None,
         6,
     ]

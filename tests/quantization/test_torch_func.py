@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from helpers import NEAREST, Does, OnRing, identical, pictures, quantize_gradient, small
+from helpers import (
+    NEAREST,
+    FunctionModule,
+    OnRing,
+    identical,
+    pictures,
+    quantize_gradient,
+    small,
+)
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -18,7 +26,7 @@ from cpt_core.quantization.convert import (
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.tensor_rounding import quantize
 
 MODELS = {
@@ -71,7 +79,7 @@ def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
     make, shape = MODELS[kind]
     model, x = quantize_(make(), config), torch.randn(shape, requires_grad=True)
     for p in layer_precisions(model).values():
-        p.set_levels(Levels(20, 20, 20, 21 if apart else 20))
+        p.set_levels(RoleLevels(20, 20, 20, 21 if apart else 20))
     weight = next(model.parameters())
     found = penalty_gradients(model, x, weight)
     expected = penalty_gradients(restore_(model), x, weight)
@@ -148,7 +156,7 @@ def language():
         "lstm": nn.LSTM(6, 4, bidirectional=True),
         "attention": nn.MultiheadAttention(8, 2),
     }
-    return Does(forward, **parts, head=nn.Linear(8, 3))
+    return FunctionModule(forward, **parts, head=nn.Linear(8, 3))
 
 
 def nested(model, x, **how):
@@ -257,7 +265,9 @@ def test_transforms_are_refused_with_the_way_out(name, transform):
 
 def test_functional_call_rounds_the_weights_of_others_as_weights():
     torch.manual_seed(0)
-    tied = Does(lambda m, x: m.encoder(x) @ m.encoder.weight, encoder=nn.Linear(6, 4))
+    tied = FunctionModule(
+        lambda m, x: m.encoder(x) @ m.encoder.weight, encoder=nn.Linear(6, 4)
+    )
     model, x = quantize_(tied, NEAREST), torch.randn(5, 6)
     values = {
         name: p.detach().clone().requires_grad_()

@@ -223,7 +223,9 @@ def test_computed_weight_keeps_its_zeros(make, layer):
         )
         model(x)
         assert "computed_weight" in operands
-        rounded = layer_precisions(model)["0"].operand("computed_weight", layer.weight)
+        rounded = layer_precisions(model)["0"].quantize_operand(
+            "computed_weight", layer.weight
+        )
         assert bool((rounded[zeros] == 0).all())
 
 
@@ -257,7 +259,10 @@ def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
         weight = next(p for p in layer.parameters() if p.dim() > 1)
         assert bool(
             (
-                layer_precisions(model)["0"].operand("weight", weight)[weight == 0] == 0
+                layer_precisions(model)["0"].quantize_operand("weight", weight)[
+                    weight == 0
+                ]
+                == 0
             ).all()
         )
 

@@ -110,7 +110,7 @@ def test_every_running_range(reference):
         layer = LayerPrecision(roles, running_start="zero")
         for i, batch in enumerate(case["train"]):
             layer.set_bits(int(batch["bits"]), None)
-            found = {"output": layer.operand("input", tensor(batch["input"]))}
+            found = {"output": layer.quantize_operand("input", tensor(batch["input"]))}
             found["running_min"], found["running_range"], _ = layer.running_input
             wrong += [
                 (case["id"], i, k)
@@ -120,7 +120,7 @@ def test_every_running_range(reference):
         layer.eval()
         layer.set_bits(int(case["eval_bits"]), None)
         if differs(
-            layer.operand("input", tensor(case["eval_input"])),
+            layer.quantize_operand("input", tensor(case["eval_input"])),
             case["eval_output"],
             VALUE_ATOL,
         ):

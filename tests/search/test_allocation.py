@@ -10,7 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import Levels
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.allocation import (
     TOLERANCE,
@@ -141,7 +141,7 @@ def test_roles_that_matter_more_have_more_bits():
     s = measured(in_roles=((4.0, 1.0, 16.0),))
     fixed = allocate(s, 0.3, 2, 8, "roles")
     assert isinstance(fixed, RoleSchedules)
-    mean = Levels(*(x.mean() for x in fixed.levels()))
+    mean = RoleLevels(*(x.mean() for x in fixed.levels()))
     assert mean.weight_gradient == mean.error > mean.weight > mean.activation
     everywhere = allocate(
         s, 0.3, 2, 8, "all"

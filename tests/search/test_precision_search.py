@@ -19,7 +19,7 @@ from cpt_extras.search.search_result import (
     Arm,
     Difference,
     Result,
-    tried,
+    run_precision_search,
 )
 from tests.search.test_restartable import problem as trained
 
@@ -64,7 +64,7 @@ class Trainings:
 
 
 def answer(run, **options):
-    return tried(
+    return run_precision_search(
         run,
         "net on data",
         400,
@@ -243,12 +243,16 @@ def test_float32_that_diverges_is_an_error():
 
 
 def test_so_few_steps_that_no_schedule_costs_that_are_said():
-    told = tried(Trainings(), "net", 8, cycles=1, margin=1.0).sentences()["Schedule"]
+    told = run_precision_search(
+        Trainings(), "net", 8, cycles=1, margin=1.0
+    ).sentences()["Schedule"]
     assert "late (RR): RR +" in told
     assert told.endswith(
         "]. Not tried: CR, of which so few steps have none of exactly the cost of 4 bits."
     )
-    told = tried(Trainings(), "net", 11, cycles=1, margin=1.0).sentences()["Schedule"]
+    told = run_precision_search(
+        Trainings(), "net", 11, cycles=1, margin=1.0
+    ).sentences()["Schedule"]
     assert (
         told
         == "Not tried: CR and RR, of which so few steps have none of exactly the cost of 4 bits."

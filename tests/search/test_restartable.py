@@ -151,7 +151,7 @@ def test_a_converted_model_keeps_its_precision(repeat):
     cpt.PrecisionScheduler(model, cpt.make_schedule("STATIC", q_max=6, total_steps=10))
     repeat(model, train_step, optimizer)
     for layer in layer_precisions(model).values():
-        assert layer.in_force == layer.highest == (6, 6, 6, 6)
+        assert layer.active_levels == layer.highest == (6, 6, 6, 6)
         assert int(layer.levels) == 63
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import INF, Does, refused
+from helpers import INF, FunctionModule, refused
 from torch import nn
 
 from cpt_core.bitops.plan import count_bitops
@@ -60,7 +60,7 @@ def test_every_role_has_one_bit_less_once():
     used, answers = [], iter([0.9] * 5 + [0.5, 0.4, 0.3, 0.2])
 
     def watched(step):
-        used.append({tuple(p.in_force) for p in layer_precisions(model).values()})
+        used.append({tuple(p.active_levels) for p in layer_precisions(model).values()})
         return train_step(step)
 
     short = {**SHORT, "seeds": (0,)}
@@ -80,7 +80,7 @@ def test_every_role_has_one_bit_less_once():
         (3, 2, 3, 3),
         (2, 3, 3, 3),
         (3, 3, 2, 2),
-    ]  # as ``Levels``: activation first
+    ]  # as ``RoleLevels``: activation first
     assert runs[5:] == [[{levels}] * 8 for levels in wanted]
     assert found.in_roles == (pytest.approx((0.1, 0.2, 0.3)),)
 
@@ -269,7 +269,7 @@ def test_products_that_are_caught_have_a_weight_and_an_estimate():
         "attention": nn.MultiheadAttention(8, 2, batch_first=True),
         "out": nn.Linear(8, 2),
     }
-    model = Does(
+    model = FunctionModule(
         lambda m, x: m.out(m.attention(x, x, x, need_weights=False)[0]), **parts
     )
     x = torch.randn(3, 5, 8)

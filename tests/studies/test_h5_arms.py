@@ -7,7 +7,7 @@ from helpers import refused
 from bench import sensitivities
 from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.studies.h5 import arms
-from cpt_lab.studies.h5.arms import CASES, allocated, stored
+from cpt_lab.studies.h5.arms import CASES, allocated, stored_sensitivity
 
 
 def made_up(steps, base=4):
@@ -40,7 +40,7 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(
     for module in (arms, sensitivities):
         monkeypatch.setattr(module, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(sensitivities, "recipe_sensitivity", measure)
-    stored.cache_clear()
+    stored_sensitivity.cache_clear()
     for case in ("facebook", "digits"):
         monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
         sensitivities.main()
@@ -49,13 +49,13 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(
         "digits",
         "facebook",
     ]
-    assert stored("digits") == made_up(600)
-    assert stored("facebook") == made_up(64, 3)
-    stored.cache_clear()
+    assert stored_sensitivity("digits") == made_up(600)
+    assert stored_sensitivity("facebook") == made_up(64, 3)
+    stored_sensitivity.cache_clear()
 
 
 def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
-    stored.cache_clear()
+    stored_sensitivity.cache_clear()
     refused("no sensitivity of 'digits'; measure it: ", allocated, "digits")
     refused("unknown case 'mnist'", allocated, "mnist")

@@ -180,7 +180,7 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     def missing(case):
         raise NotMeasuredError(case)
 
-    monkeypatch.setattr("cpt_lab.studies.h5.arms.stored", missing)
+    monkeypatch.setattr("cpt_lab.studies.h5.arms.stored_sensitivity", missing)
     assert not list(sections(table([])))
     found = effects(table([]))
     assert set(found["word"]) == {"open: where bits matter has not been measured"}

@@ -38,7 +38,7 @@ def made(date, fresh=False, sd=0.1):
 )
 def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
     monkeypatch.setattr(repeated, "committed", lambda: table(made(former)))
-    (found,) = repeated.repeated(GRID, made(date, fresh=True, sd=sd))
+    (found,) = repeated.replicated_effects(GRID, made(date, fresh=True, sd=sd))
     assert found.word == word
     assert f"equal learning rate: {word}: " in str(found)
     assert str(found).endswith("points, n = 10 and 10")
@@ -111,7 +111,7 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(
     assert list(grids) == [GRID] * kept
     for grid in grids.values():
         (values,) = grid["effects"].values()
-        assert values == list(repeated.repeated(GRID, again)[0].now.values)
+        assert values == list(repeated.replicated_effects(GRID, again)[0].now.values)
     for row in again:
         row["provenance"]["dirty"] = True
     written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)

@@ -95,7 +95,7 @@ def forged(row, digest=None):
 def certify(store):
     """Write the digests of rows beside their store, as those have them that are older than digests in lines."""
     old = (json.loads(line) for line in store.read_bytes().splitlines())
-    row_format.beside(store).write_text(
+    row_format.sidecar_path(store).write_text(
         "".join(f"{row_format.digest(row_format.canonical(row))}\n" for row in old)
     )
 

@@ -111,7 +111,9 @@ def test_all_convolutions_are_quantised_with_their_biases():
     head = model.head.classification_head
     assert head.cls_logits.bias is not None
     cpt.PrecisionScheduler(model, cpt.make_schedule("STATIC", q_max=2, total_steps=1))
-    values = head.cls_logits.precision.operand("bias", torch.linspace(0, 1, 50))
+    values = head.cls_logits.precision.quantize_operand(
+        "bias", torch.linspace(0, 1, 50)
+    )
     assert len(values.unique()) == 4
 
 

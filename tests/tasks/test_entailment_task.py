@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from dataset_layouts import write
-from helpers import refused, said_by, same, smoke_spec
+from helpers import refused, run_command, same, smoke_spec
 
 import cpt_core as cpt
 from cpt_lab.data.entailment import EntailmentData
@@ -127,7 +127,7 @@ from cpt_lab.tasks.entailment import _tokenizer, load_entailment
 r = replace(recipe("smoke", "templates"), vocabulary=120)
 print(_tokenizer(r, load_entailment(r)).to_str())
 """
-    there = json.loads(said_by(sys.executable, "-c", code))["model"]["vocab"]
+    there = json.loads(run_command(sys.executable, "-c", code))["model"]["vocab"]
     r = replace(recipe("smoke", "templates"), vocabulary=120)
     here = entailment_task._tokenizer(r, entailment_task.load_entailment(r)).get_vocab()
     assert there == here

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import said_by, same, smoke_spec
+from helpers import run_command, same, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
@@ -88,7 +88,9 @@ print(json.dumps(out))
 @pytest.mark.slow
 def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
     """In one process in which no library of an extra can be imported."""
-    found = json.loads(said_by(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS))
+    found = json.loads(
+        run_command(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS)
+    )
     assert (found["tested"], found["needed"]) == (
         [2, 4, 8],
         [],

@@ -18,7 +18,7 @@ from book.notebooks import clean
 from cpt_extras.figures import data_of
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.run_table import committed
-from cpt_lab.analysis.style import drawing, name_points
+from cpt_lab.analysis.style import name_points, subplots
 from cpt_lab.paths import notebooks_dir
 from cpt_lessons.export import glossary_page, notebook_page
 from cpt_lessons.notebooks import notebooks
@@ -117,7 +117,7 @@ def displayed(figure):
 
 
 def test_a_figure_is_shown_sharp_and_says_what_it_shows():
-    with drawing(figsize=(2, 1)) as (figure, ((ax,),)):
+    with subplots(figsize=(2, 1)) as (figure, ((ax,),)):
         ax.plot([0, 1], label='"so"')
         ax.set(xlabel="step", ylabel="loss < 1")
         figure.suptitle(r"own (a\$b)")
@@ -155,14 +155,14 @@ def test_a_figure_is_shown_sharp_and_says_what_it_shows():
 
 
 def test_a_figure_may_be_given_its_words():
-    with drawing(alt="a line\nthat rises") as (figure, ((ax,),)):
+    with subplots(alt="a line\nthat rises") as (figure, ((ax,),)):
         ax.set_title("not this")
     assert figure.description() == "a line that rises"
 
 
 def drawn(*given, **options):
     """What is said of the data of a figure with one line."""
-    with drawing() as (figure, ((ax,),)):
+    with subplots() as (figure, ((ax,),)):
         ax.plot(*given, **options)
     return data_of(figure)
 
@@ -195,7 +195,7 @@ def test_the_last_digits_of_a_machine_are_not_told():
 
 
 def test_what_is_said_of_all_kinds_of_parts():
-    with drawing(1, 3) as (figure, ((bars, errors, picture),)):
+    with subplots(1, 3) as (figure, ((bars, errors, picture),)):
         bars.bar([1, 2], [3, 5], width=1)
         bars.axhline(9)
         errors.errorbar([1, 2], [10, float("nan")], yerr=[2, 1], fmt="none")
@@ -209,13 +209,13 @@ def test_what_is_said_of_all_kinds_of_parts():
     assert second.startswith("2: 3 parts, 8 points; x 0..7, mean ")
     assert "; y 8..12, mean 10.3333; xy mean " in second
     assert third == "3: picture 0..5, mean 2"
-    with drawing() as (empty, _):
+    with subplots() as (empty, _):
         pass
     assert data_of(empty) == []
 
 
 def test_names_of_points_are_no_data():
-    with drawing() as (figure, ((ax,),)):
+    with subplots() as (figure, ((ax,),)):
         ax.plot([1, 1.001, 1.002], [1, 1.001, 1], "o")
         said = data_of(figure)
         name_points(

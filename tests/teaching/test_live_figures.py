@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpt_extras.figures import DescribedFigure
+from cpt_extras.figures import AltTextFigure
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps.stores import load_rows
 from cpt_lab.sweeps.sweep import run_grid
@@ -34,13 +34,13 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(
     start, pictures, monkeypatch
 ):
     monkeypatch.setattr(live_figures, "SECONDS", 0.0)
-    titles, show = [], DescribedFigure.show_by
+    titles, show = [], AltTextFigure.show_by
 
     def noted(figure, by):
         titles.append(figure.get_suptitle())
         show(figure, by)
 
-    monkeypatch.setattr(DescribedFigure, "show_by", noted)
+    monkeypatch.setattr(AltTextFigure, "show_by", noted)
     watched = live_figures.Watched(SPECS)
     for step, losses in enumerate([(2.0, 3.0), (2.0, 1.0), (1.0, 0.5)], start):
         for spec, loss in zip(SPECS, losses, strict=True):

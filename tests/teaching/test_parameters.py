@@ -8,7 +8,7 @@ import nbformat
 import pytest
 import torch
 from dataset_layouts import image_folder, write
-from helpers import refused, said_by
+from helpers import refused, run_command
 from nbformat.v4 import new_code_cell, new_notebook
 
 from cpt_lab.experiments import designs
@@ -262,7 +262,9 @@ def test_parameters_of_a_notebook_may_have_types(typed_notebook):
 
 
 def test_papermill_lists_types_defaults_and_comments(typed_notebook):
-    told = said_by(sys.executable, "-m", "papermill", "--help-notebook", typed_notebook)
+    told = run_command(
+        sys.executable, "-m", "papermill", "--help-notebook", typed_notebook
+    )
     listed = re.sub(r"\s+", " ", told)
     assert "q_max: list (default [8]) [6, 8] gives both halves" in listed
     assert "learning_rate: float (default None) None takes the recipe's" in listed

@@ -12,7 +12,7 @@ from cpt_lab.analysis.run_table import committed
 from cpt_lessons import evidence_figures, paper_runs, run_reports
 from cpt_lessons.parameters import check_parameters
 from cpt_lessons.predictions import PREDICTIONS
-from cpt_lessons.run_reports import beside_static, compared, ran
+from cpt_lessons.run_reports import beside_static, compare_with_paper, print_runs
 
 
 def test_what_ran_is_said_in_a_line(capsys):
@@ -24,9 +24,9 @@ def test_what_ran_is_said_in_a_line(capsys):
             "seconds": 0.8,
         }
     )
-    ran(runs)
-    ran(runs[:1].assign(diverged=True))
-    ran(runs[:0])
+    print_runs(runs)
+    print_runs(runs[:1].assign(diverged=True))
+    print_runs(runs[:0])
     assert capsys.readouterr().out.splitlines() == [
         "3 runs, 2 arms, 2 seeds, none diverged: 2 s of training",
         "1 run, 1 arm, 1 seed, 1 diverged: 1 s of training",
@@ -45,7 +45,7 @@ def shown(monkeypatch):
 @pytest.mark.slow
 def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys, shown):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    compared(
+    compare_with_paper(
         rows[
             rows.arm.isin(["RR", "CR", "static 3", "static 4", "static 5", "static 8"])
         ]
@@ -60,7 +60,7 @@ def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys, shown):
     figure, table = shown
     assert "static 8 reaches" in " ".join(text.get_text() for text in figure.texts)
     assert "the paper says" in table.html()
-    compared(rows[rows.arm == "RR"])
+    compare_with_paper(rows[rows.arm == "RR"])
     assert capsys.readouterr().out.splitlines()[1:] == [
         "RR (cost 0.40): no static precision ran within 10 % of its cost"
     ]
@@ -113,7 +113,7 @@ def test_every_experiment_and_aggregation_is_compared(capsys, shown):
         "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 5']"
     )
     text = committed("language_pydoc").query("arm in ['RR', 'static 3', 'static 8']")
-    compared(
+    compare_with_paper(
         gcn.assign(scale="demo"), text[text.q_max.isin([8, 6])].assign(scale="demo")
     )
     told = [
@@ -134,7 +134,7 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
         "model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')"
     )
     smoke = rows.assign(scale="smoke")
-    compared(smoke.assign(accuracy=0.88))
+    compare_with_paper(smoke.assign(accuracy=0.88))
     _, reason, inside = capsys.readouterr().out.splitlines()
     assert (
         reason
@@ -142,8 +142,8 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     )
     assert inside == "smoke accuracy of ER: within the range of 12 earlier seeds"
     with pytest.raises(AssertionError, match="outside its band"):
-        compared(smoke.assign(accuracy=0.1))
-    compared(smoke.assign(accuracy=0.1, dataset="my-images/"))
+        compare_with_paper(smoke.assign(accuracy=0.1))
+    compare_with_paper(smoke.assign(accuracy=0.1, dataset="my-images/"))
 
 
 def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():

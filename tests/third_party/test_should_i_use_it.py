@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Does
+from helpers import FunctionModule
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -76,7 +76,7 @@ def gpt():
 
 def gcn():
     layers = {"first": cpt.GraphConv(32, 64), "second": cpt.GraphConv(64, 7)}
-    model = Does(
+    model = FunctionModule(
         lambda m, graph, x: m.second(graph, m.first(graph, x).relu()), **layers
     )
     start = torch.arange(0, 606, 6)  # 100 nodes of six neighbours

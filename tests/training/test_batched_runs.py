@@ -13,7 +13,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import batched_runs as module
-from cpt_lab.training.batched_runs import pays, together
+from cpt_lab.training.batched_runs import batching_pays, together
 from cpt_lab.training.replay import CannotReplay, Replay
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, steps_of, train
@@ -183,7 +183,7 @@ def test_one_that_raises_ends_alone(where, monkeypatch):
 
     def broken(step, model, loss):
         if step == 6:
-            model.body[0].precision.in_force = None
+            model.body[0].precision.active_levels = None
             raise ArithmeticError("no luck")
 
     def failing(self, batch, lr):
@@ -351,7 +351,7 @@ def test_recording_leaves_a_run_as_it_was():
 
 def test_what_pays_is_what_was_measured_to():
     found = {
-        name: pays(smoke_spec(d, "static 8", 0, m, **changes))
+        name: batching_pays(smoke_spec(d, "static 8", 0, m, **changes))
         for name, (d, m, changes) in TASKS.items()
     }
     assert [name for name, yes in found.items() if not yes] == ["bert", "sage"]

@@ -305,4 +305,4 @@ def test_a_number_that_python_keeps_is_noticed(recorders, eager):
 def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
     monkeypatch.setenv("CPT_CAPTURE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cuda_graphs.why_not(torch.device(device), fixed) == reason
+    assert cuda_graphs.unsupported_reason(torch.device(device), fixed) == reason

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
-from cpt_extras.integrations.distributed import agreed_ranges, own_ranges
+from cpt_extras.integrations.distributed import own_ranges, synced_ranges
 from cpt_extras.kernels import operators
 from cpt_lab.data.image_batches import array_batches
 from cpt_lab.experiments import designs
@@ -88,7 +88,7 @@ def worker(rank, folder):
         trained(checkpoint=folder / "run.pt", should_stop=asked)
     distributed.barrier()
     found["resumed"] = trained(checkpoint=folder / "run.pt")
-    with agreed_ranges():
+    with synced_ranges():
         active = operators.active
         with own_ranges():
             found["own"] = operators.active is active.ops

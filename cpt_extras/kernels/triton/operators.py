@@ -25,7 +25,13 @@ from triton.language.extra import libdevice
 
 from cpt_core.quantization import rounding
 from cpt_extras.kernels import grids, integer_reference
-from cpt_extras.kernels.triton.tiles import KEPT, Plan, plan_of, power_of_2, range_shape
+from cpt_extras.kernels.triton.tiles import (
+    KEPT_DIMS,
+    Plan,
+    plan_of,
+    power_of_2,
+    range_shape,
+)
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 ALL = tl.constexpr(tl.PropagateNan.ALL)
@@ -381,7 +387,7 @@ def _track(running, low, width):
 def range_of(x: Tensor, granularity: str) -> rounding.Range:
     """Return the ranges of a tensor that is not empty, as ``rounding.range_of``."""
     granularity = grids.parts_of(granularity)[0]
-    if granularity not in KEPT:
+    if granularity not in KEPT_DIMS:
         return rounding.range_of(x, granularity)
     x = x.float()
     strides, low, width = _new_range(x, granularity)
@@ -452,7 +458,7 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
     kept, format = grids.parts_of(granularity)
-    if format is not None or kept not in KEPT:
+    if format is not None or kept not in KEPT_DIMS:
         return grids.fake_quantize(x, levels, granularity, key)
     if x.dtype != torch.float32:
         y, low, width = fake_quantize(x.float(), levels, granularity, key)
@@ -531,7 +537,7 @@ def track(running: Tensor, low: Tensor, width: Tensor) -> None:
     _launch(_track, 1, running, running, low, width)
 
 
-def why_not() -> str:
+def unsupported_reason() -> str:
     """Return why the kernels cannot run here, "" if they can: Triton builds its launcher at first use, with gcc."""
     try:
         x = torch.zeros(2, 2, device="cuda")

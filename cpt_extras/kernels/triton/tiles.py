@@ -28,7 +28,7 @@ DIVIDED = 256  # columns of a tile whose indices must be divided up, so that sev
 Ints = tuple[int, ...]
 
 # granularity -> the dimensions that its range keeps
-KEPT: dict[str, Callable[[int], range]] = {
+KEPT_DIMS: dict[str, Callable[[int], range]] = {
     "per_tensor": lambda dims: range(0),
     "per_channel": lambda dims: range(1 if dims > 1 else 0),
     "per_row": lambda dims: range(dims - 1),
@@ -80,7 +80,7 @@ def range_shape(shape: Ints, granularity: str) -> tuple[Ints, Ints]:
     Raises:
         ValueError: for a range of no elements.
     """
-    kept = KEPT[granularity](len(shape))
+    kept = KEPT_DIMS[granularity](len(shape))
     if any(size == 0 for d, size in enumerate(shape) if d not in kept):
         raise ValueError(
             f"a tensor of shape {tuple(shape)} has no range {granularity}: it is empty"

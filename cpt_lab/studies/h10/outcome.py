@@ -7,17 +7,17 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate
-from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, unbeaten
+from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, judge_unbeaten
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
 from cpt_lab.studies.tuned_outcome import (
     FULL_BITS,
     Task,
-    answered,
+    answer_questions,
     by_evaluation,
     complete,
     level_columns,
-    shown,
+    show_table,
 )
 
 OTHERS = {
@@ -37,7 +37,7 @@ def effects(parts: Sequence[Task], question: str, rule: str = "") -> list[Estima
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H10, a family of three tests, from rows."""
-    return answered(*tasks(runs), QUESTIONS)
+    return answer_questions(*tasks(runs), QUESTIONS)
 
 
 def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
@@ -45,7 +45,7 @@ def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
         "H10a": ((LATE, "4/4"), (FULL_BITS, LATE)),
         "H10b": (("gradients late", "both late"),),
     }.get(question, ())
-    return unbeaten(
+    return judge_unbeaten(
         effects(parts, question, rule),
         "the forward switch beats it nowhere by the margin",
         "the forward switch wins",
@@ -140,7 +140,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "and 5/4 costs 1.6 % more. Learning rate and bits of evaluation of every arm, and which opponent is taken, "
         "were chosen on held-out data."
     )
-    return shown(
+    return show_table(
         STUDY,
         runs,
         QUESTIONS,

@@ -17,17 +17,22 @@ from scipy import stats
 
 from cpt_lab.analysis import deficit_dates, preregistered
 from cpt_lab.analysis.estimates import (
-    OWN,
+    CURRENT_BITS,
+    EVALUATION_RULES,
     PERCENT,
     POINTS,
-    RULES,
     Estimate,
     by_run,
-    found,
+    find_rows,
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.preregistered import Answer, corrected, ruled, unbeaten
+from cpt_lab.analysis.preregistered import (
+    Answer,
+    add_rules,
+    correct_answers,
+    judge_unbeaten,
+)
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
@@ -44,7 +49,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     told, alike = [], {}
     for question, (asks, names, answer) in QUESTIONS.items():
         specs = [grid_specs(name) for name in names]
-        rows = found([spec for part in specs for spec in part], runs)
+        rows = find_rows([spec for part in specs for spec in part], runs)
         if isinstance(rows, str):
             told.append(Answer(question, asks, word=rows))
             continue
@@ -54,11 +59,11 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         if answer is _static:
             alike = {
                 rule: replace(_static(*frames, rule=rule), question=question)
-                for rule in RULES
+                for rule in EVALUATION_RULES
             }
     return [
-        ruled(a, told, alike) if a.question == "H2" and alike else a
-        for a in corrected(told)
+        add_rules(a, told, alike) if a.question == "H2" and alike else a
+        for a in correct_answers(told)
     ]
 
 
@@ -103,7 +108,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
 
 def decay_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of H3, from which ``deficit_dates.outcome`` has the loss by date and decay; none if some miss."""
-    rows = found(grid_specs("h3/facebook"), runs)
+    rows = find_rows(grid_specs("h3/facebook"), runs)
     return runs.iloc[:0] if isinstance(rows, str) else rows.reset_index()
 
 
@@ -114,7 +119,7 @@ def _frame(specs: list[RunSpec], rows: pd.DataFrame) -> pd.DataFrame:
         f"degree{low}": f"_degree{low}_current"
         for low in getattr(recipe, "degrees", ())
     }
-    return by_run(specs, rows, OUTPUTS[recipe.dataset], {**RULES, **strata})
+    return by_run(specs, rows, OUTPUTS[recipe.dataset], {**EVALUATION_RULES, **strata})
 
 
 def _direction(effects: Sequence[Estimate], below: str, above: str) -> str:
@@ -196,7 +201,7 @@ def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
     a = np.column_stack([np.ones(len(x)), x])
     for name in ("h1/facebook", "h1/characters"):
         specs = grid_specs(name)
-        if isinstance(rows := found(specs, runs), str):
+        if isinstance(rows := find_rows(specs, runs), str):
             continue
         frame = _frame(specs, rows)
         y = seeds_by_arms(frame).mean().to_numpy()
@@ -227,7 +232,7 @@ def _static(*frames: pd.DataFrame, rule: str = "") -> Answer:
         unit, at_top, at_own = (
             frame["unit"].iloc[0],
             seeds_by_arms(frame),
-            seeds_by_arms(frame, OWN),
+            seeds_by_arms(frame, CURRENT_BITS),
         )
         for bits in (5, 3):
             arm, cyclic = f"static {bits}", f"cyclic at the cost of static {bits}"
@@ -251,7 +256,7 @@ def _static(*frames: pd.DataFrame, rule: str = "") -> Answer:
                     Estimate(f"{name} at {where}", unit, np.asarray(schedule - values))
                 )
     alike = f"; alike within the margin in {sum(effect.small for effect in primary)}"
-    return unbeaten(
+    return judge_unbeaten(
         primary,
         "no schedule beats static by the margin",
         "a schedule wins",
@@ -302,7 +307,7 @@ def _date(frame: pd.DataFrame) -> Answer:
 # --- H4 -------------------------------------------------------------------------------------------
 def _gradients(frame: pd.DataFrame) -> Answer:
     at = {(int(s.schedule(0)), s.q_grad): s.arm for s in frame["spec"]}
-    wide = seeds_by_arms(frame, OWN)
+    wide = seeds_by_arms(frame, CURRENT_BITS)
     y = {bits: wide[arm].to_numpy() for bits, arm in at.items()}
     primary = Estimate(
         "6 bits forward with 8-bit gradients, minus the reverse",
@@ -355,7 +360,9 @@ def _hubs(frame: pd.DataFrame) -> Answer:
     ]
     for bits in (8, 4, 3):
         name = f"FP-Agg minus Q-Agg at {bits} bits"
-        secondary.append(Estimate(f"{name}, all nodes", POINTS, gain(bits, OWN)))
+        secondary.append(
+            Estimate(f"{name}, all nodes", POINTS, gain(bits, CURRENT_BITS))
+        )
         for low in arms.DEGREES:
             secondary.append(
                 Estimate(

@@ -14,7 +14,7 @@ from functools import cache, partial
 
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_extras.search.allocation import allocate, static_of_cost
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.sensitivity_result import OVER, Sensitivity
@@ -74,8 +74,8 @@ def allocated(
     Raises:
         NotMeasuredError: when no sensitivity is stored.
     """
-    c = CASES[choose("case", case, CASES)]
-    r, s = c.recipe, stored(case)
+    c = CASES[check_choice("case", case, CASES)]
+    r, s = c.recipe, stored_sensitivity(case)
     arms: dict[str, Schedule] = {STATIC: StaticSchedule(c.bits, r.steps)}
     arms |= {
         f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps)
@@ -109,7 +109,7 @@ def low_then_high(static: int, total_steps: int) -> TableSchedule:
 
 
 @cache
-def stored(case: str) -> Sensitivity:
+def stored_sensitivity(case: str) -> Sensitivity:
     """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
     path = results_dir() / FILE
     held = (

@@ -18,23 +18,30 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.sensitivity_result import OVER
 from cpt_lab.analysis.estimates import (
-    OWN,
+    CURRENT_BITS,
+    EVALUATION_RULES,
     PERCENT,
-    RULES,
     TOP,
     Estimate,
     by_run,
-    found,
+    find_rows,
     holm,
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.preregistered import LEVEL, Answer, depends
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, whole
+from cpt_lab.analysis.style import COLORS, SMALL, integer_ticks, interval_bar, subplots
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.studies.case import OUTPUTS
-from cpt_lab.studies.h5.arms import CASES, LATE, Q_MAX, STATIC, allocated, stored
+from cpt_lab.studies.h5.arms import (
+    CASES,
+    LATE,
+    Q_MAX,
+    STATIC,
+    allocated,
+    stored_sensitivity,
+)
 
 ASKS = "Do bits put where they matter beat static precision of equal cost?"
 ALLOCATED = tuple(f"over {over}" for over in OVER)
@@ -43,7 +50,7 @@ WINS, LOSES = "wins", "loses"
 ELSEWHERE = ", as what wins here loses elsewhere"
 # the outcomes that the document knows: some arm wins and nowhere loses, wins and loses, loses; none wins
 WON, MIXED, WORSE = "bits here, not there", f"mixed{ELSEWHERE}", "worse than static"
-NOTHING = "nothing beat static"
+NOTHING_BEAT_STATIC = "nothing beat static"
 
 
 class Arms:
@@ -55,7 +62,7 @@ class Arms:
             runs["unit"].iloc[0],
             {r.arm: r.spec.schedule for r in runs.itertuples()},
         )
-        self.by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
+        self.by_rule = {rule: seeds_by_arms(runs, rule) for rule in EVALUATION_RULES}
         self.lost = runs.groupby("arm")["lost"].sum()
         bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
         self.bitops = bitops / bitops.loc[STATIC]
@@ -63,8 +70,8 @@ class Arms:
     @property
     def opponent(self) -> str:
         """The better of static's two evaluations by its mean, one of ``RULES``."""
-        at_top, at_own = (self.by_rule[rule][STATIC] for rule in (TOP, OWN))
-        return TOP if at_top.mean() >= at_own.mean() else OWN
+        at_top, at_own = (self.by_rule[rule][STATIC] for rule in (TOP, CURRENT_BITS))
+        return TOP if at_top.mean() >= at_own.mean() else CURRENT_BITS
 
     def gain(self, arm: str, rule: str = "") -> Estimate:
         """Return what an arm gains at 8 bits on static's better evaluation, or on static by one of ``RULES``."""
@@ -129,7 +136,7 @@ def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
             specs = allocated(case)
         except NotMeasuredError:
             return "open: where bits matter has not been measured"
-        rows = found(specs, runs)
+        rows = find_rows(specs, runs)
         return rows if isinstance(rows, str) else Arms(specs, rows)
 
     return {case: arms(case) for case in CASES}
@@ -147,7 +154,7 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
                 "lost": 0,
             }
         return
-    s, opponent = stored(case), rule or arms.opponent
+    s, opponent = stored_sensitivity(case), rule or arms.opponent
     static = float(arms.by_rule[opponent][STATIC].mean())
     scale = 100 / float(np.mean(s.reference)) if arms.unit == PERCENT else 100.0
     for arm in ARMS:
@@ -199,7 +206,7 @@ def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
             add(
                 f"{arm}, minus static at its own bits",
                 top[arm],
-                arms.by_rule[OWN][STATIC],
+                arms.by_rule[CURRENT_BITS][STATIC],
             )
             way = (top[arm].mean() - static) / (top[f"static {Q_MAX}"].mean() - static)
             lines.append(
@@ -222,7 +229,7 @@ def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
         for other in ALLOCATED[:2]:
             add(f"{ALLOCATED[2]}, minus {other}", top[ALLOCATED[2]], top[other])
         for over in OVER[:2]:
-            shown = f"{stored(case).agreement(over):+.2f}"
+            shown = f"{stored_sensitivity(case).agreement(over):+.2f}"
             lines.append(
                 (
                     case,
@@ -258,7 +265,7 @@ def verdict(gains: pd.DataFrame) -> str:
     if not (mine["word"] == WINS).any():
         best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
         return (
-            f"{NOTHING}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
+            f"{NOTHING_BEAT_STATIC}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
     said, of = [], mine["arm"].map(_outcomes(gains))
@@ -289,7 +296,9 @@ def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
 
 def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
-    by_rule = {rule: _outcomes(effects(parts, rule)) for rule in ("", *RULES)}
+    by_rule = {
+        rule: _outcomes(effects(parts, rule)) for rule in ("", *EVALUATION_RULES)
+    }
     registered = by_rule.pop("")
     said = {
         a: depends(word, {rule: of[a] for rule, of in by_rule.items()})
@@ -301,7 +310,7 @@ def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
 def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the outcomes of all allocated arms in words by each of ``RULES``, also where both rules agree."""
     found = {}
-    for rule in RULES:
+    for rule in EVALUATION_RULES:
         outcomes = _outcomes(effects(parts, rule))
         found[rule] = "; ".join(
             f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items()
@@ -329,7 +338,11 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     parts = cases(runs)
     said = verdict(effects(parts))
     words = (
-        "; ".join(word for word in (WON, MIXED, WORSE, NOTHING) if word in said.lower())
+        "; ".join(
+            word
+            for word in (WON, MIXED, WORSE, NOTHING_BEAT_STATIC)
+            if word in said.lower()
+        )
         or said
     )
     primary = [
@@ -384,7 +397,10 @@ def allocation_figure(gains: pd.DataFrame) -> Figure:
     cases = [case for case in CASES if (gains["n"][gains["case"] == case] > 0).any()]
     if not cases:
         raise ValueError("no case of H5 is answered yet; all runs of one are needed")
-    with drawing(len(cases), 4, figsize=(10, 2.2 * len(cases) + 0.4)) as (figure, axes):
+    with subplots(len(cases), 4, figsize=(10, 2.2 * len(cases) + 0.4)) as (
+        figure,
+        axes,
+    ):
         for row, case in zip(axes, cases, strict=True):
             specs = {spec.arm.split(" at ")[0]: spec for spec in allocated(case, [0])}
             for ax, arm in zip(row, ALLOCATED, strict=False):
@@ -418,7 +434,7 @@ def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
     ax.set_ylim(
         low, low + (high - low) / (0.97 - 0.11 * len(parts))
     )  # names stand above all lines
-    whole(ax.yaxis)
+    integer_ticks(ax.yaxis)
     ax.tick_params(labelsize=SMALL)
     ax.legend(fontsize=SMALL, loc="upper left")
 

@@ -12,7 +12,7 @@ from functools import partial
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_core.validation import choose
+from cpt_core.validation import check_choice
 from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.studies.case import FACEBOOK, Case
@@ -36,7 +36,7 @@ def on_ladders(
     case: str = "digits", seeds: Sequence[int] | None = None
 ) -> list[RunSpec]:
     """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself."""
-    c, found = CASES[choose("case", case, CASES)], []
+    c, found = CASES[check_choice("case", case, CASES)], []
     for name in ON:
         levels = LADDERS[name].levels
         low, high = levels[0], levels[-1]

@@ -17,17 +17,17 @@ from cpt_lab.analysis.estimates import (
     TOP,
     Estimate,
     by_run,
-    found,
+    find_rows,
     seeds_by_arms,
-    standing,
+    significant_effects,
 )
 from cpt_lab.analysis.preregistered import (
     Answer,
-    corrected,
+    correct_answers,
     in_margins,
     intervals,
+    judge_unbeaten,
     summary,
-    unbeaten,
 )
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
@@ -96,7 +96,7 @@ class Cell:
 
 def cells(runs: pd.DataFrame) -> list[Cell] | str:
     """Return the cells; a word on what is missing, as long as not all runs are there."""
-    rows = found([spec for case in CASES for spec in on_ladders(case)], runs)
+    rows = find_rows([spec for case in CASES for spec in on_ladders(case)], runs)
     return (
         rows
         if isinstance(rows, str)
@@ -115,7 +115,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         strict=True,
     )
     lost = sum(c.lost for c in parts)
-    return corrected(
+    return correct_answers(
         [
             replace(answer, question=name, asks=asks, lost=lost)
             for (name, asks), answer in told
@@ -128,7 +128,9 @@ def _correlation(parts: list[Cell]) -> Answer:
         Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement())
         for c in parts
     ]
-    above, below = (standing(primary, side, 0.025) for side in ("greater", "less"))
+    above, below = (
+        significant_effects(primary, side, 0.025) for side in ("greater", "less")
+    )
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
     stands = (
@@ -149,7 +151,9 @@ def _gains(parts: list[Cell], arms: Collection[str]) -> Answer:
         Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), c.margin)
         for c in parts
     ]
-    return unbeaten(primary, "nothing beats static formats by the margin", "better")
+    return judge_unbeaten(
+        primary, "nothing beats static formats by the margin", "better"
+    )
 
 
 def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:

@@ -9,7 +9,10 @@ from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.h1_to_h4.arms import least_noisy
 from cpt_lab.studies.tuned import Tuned
 
-Q_MAX, SPENT = 8, 5  # gradient bits of the paper, and those of gradients that pay
+Q_MAX, REDUCED_GRAD_BITS = (
+    8,
+    5,
+)  # gradient bits of the paper, and those of gradients that pay
 BUDGETS = (3, 4, 5)  # bits of the static precisions whose costs are spent
 CYCLED = (3, 4)  # of them, those that H8 has
 
@@ -37,9 +40,9 @@ CASES = {
 }
 
 
-def pays(bits: int) -> str:
+def paying_arm(bits: int) -> str:
     """Return the arm that spends no more than ``bits``/8: a bit more forward, gradients of 5 bits."""
-    return f"{bits + 1}/{SPENT}"
+    return f"{bits + 1}/{REDUCED_GRAD_BITS}"
 
 
 def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
@@ -51,13 +54,13 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
     steps = case.recipe.steps
     pairs = (
         [(b, Q_MAX) for b in BUDGETS]
-        + [(b + 1, SPENT) for b in BUDGETS]
+        + [(b + 1, REDUCED_GRAD_BITS) for b in BUDGETS]
         + [(Q_MAX, Q_MAX)]
     )
     found: dict[str, tuple[Schedule, int]] = {
         f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs
     }
-    for q, g in [(4, Q_MAX), *((b + 1, SPENT) for b in CYCLED)]:
+    for q, g in [(4, Q_MAX), *((b + 1, REDUCED_GRAD_BITS) for b in CYCLED)]:
         found[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
     return found
 

@@ -11,19 +11,26 @@ from scipy.stats import bootstrap
 
 from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.preregistered import Answer, against, unbeaten
+from cpt_lab.analysis.preregistered import Answer, against, judge_unbeaten
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
-from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
+from cpt_lab.analysis.style import COLORS, SMALL, interval_bar, legend_below, subplots
+from cpt_lab.studies.h7.arms import (
+    BUDGETS,
+    CYCLED,
+    Q_MAX,
+    REDUCED_GRAD_BITS,
+    STUDY,
+    paying_arm,
+)
 from cpt_lab.studies.tuned_outcome import (
     EVALUATIONS,
     FULL_BITS,
     Task,
-    answered,
+    answer_questions,
     by_evaluation,
     complete,
     level_columns,
-    shown,
+    show_table,
 )
 
 GAIN = 4  # tasks that must gain
@@ -32,7 +39,7 @@ tasks = partial(complete, STUDY)
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H7 and H8, a family of five tests, from rows."""
-    return answered(*tasks(runs), QUESTIONS)
+    return answer_questions(*tasks(runs), QUESTIONS)
 
 
 def p_of_gains(primary: Sequence[Estimate]) -> float:
@@ -42,7 +49,7 @@ def p_of_gains(primary: Sequence[Estimate]) -> float:
 
 
 def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
-    static, pair = f"{bits}/{Q_MAX}", pays(bits)
+    static, pair = f"{bits}/{Q_MAX}", paying_arm(bits)
     primary = [t.gain(pair, static, rule) for t in parts]
     p = max(p_of_gains(primary), *(e.p(-e.margin, "greater") for e in primary))
     _, wins, loses = against(primary)
@@ -63,14 +70,14 @@ def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
 
 
 def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
-    pair, paid = pays(bits), f"{bits}/{Q_MAX}"
+    pair, paid = paying_arm(bits), f"{bits}/{Q_MAX}"
     primary = [t.gain(f"cycle at {pair}", pair, rule) for t in parts]
     other = [
         t.gain(f"cycle at {paid}", paid)
         for t in parts
         if f"cycle at {paid}" in t.settings
     ]
-    return unbeaten(
+    return judge_unbeaten(
         primary, "no cycle beats static by the margin", "a cycle wins", other
     )
 
@@ -78,14 +85,14 @@ def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
 QUESTIONS = {
     **{
         f"H7{x}": (
-            f"At the cost of static {b}, are {b + 1} forward bits with {SPENT}-bit gradients better?",
+            f"At the cost of static {b}, are {b + 1} forward bits with {REDUCED_GRAD_BITS}-bit gradients better?",
             partial(_pays, bits=b),
         )
         for x, b in zip("abc", BUDGETS, strict=True)
     },
     **{
         f"H8{x}": (
-            f"Does a cycle beat {b + 1} forward bits with {SPENT}-bit gradients at equal cost?",
+            f"Does a cycle beat {b + 1} forward bits with {REDUCED_GRAD_BITS}-bit gradients at equal cost?",
             partial(_cycles, bits=b),
         )
         for x, b in zip("ab", CYCLED, strict=True)
@@ -100,7 +107,7 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
     """
     found: dict[str, list[str]] = {"task": [t.name for t in parts]}
     for bits in BUDGETS:
-        static, pair = f"{bits}/{Q_MAX}", pays(bits)
+        static, pair = f"{bits}/{Q_MAX}", paying_arm(bits)
         cells = found[f"{pair} minus {static} [95 %]"] = []
         for t in parts:
             gain, full = t.gain(pair, static), t.gain(FULL_BITS, static)
@@ -122,7 +129,7 @@ def gains_by_evaluation(
     parts: Sequence[Task], bits: int = min(BUDGETS)
 ) -> pd.DataFrame:
     """Return what the pair that costs no more than static ``bits`` gains on it, by the bits of evaluation."""
-    pair, static = pays(bits), f"{bits}/{Q_MAX}"
+    pair, static = paying_arm(bits), f"{bits}/{Q_MAX}"
     found = by_evaluation(
         parts, lambda t: (pair, static), f"{pair} minus {static} [95 %]"
     )
@@ -145,18 +152,18 @@ def figure(parts: Sequence[Task]) -> Figure:
     """Draw what gradients that pay, a cycle, and both gain on static precision of equal cost, in margins."""
     if not parts:
         raise ValueError("no task of H7 is complete yet; all runs of one are needed")
-    with drawing(
+    with subplots(
         1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True
     ) as (drawn, axes):
         for ax, bits in zip(axes[0], BUDGETS, strict=True):
             _panel(ax, bits, parts)
         won = [
-            len(against([t.gain(pays(b), f"{b}/{Q_MAX}") for t in parts])[1])
+            len(against([t.gain(paying_arm(b), f"{b}/{Q_MAX}") for t in parts])[1])
             for b in BUDGETS
         ]
         said = f"{', '.join(map(str, won[:-1]))} and {won[-1]} of {len(parts)} tasks"
         drawn.suptitle(
-            f"One more forward bit, paid with {SPENT}-bit gradients, gains in {said}",
+            f"One more forward bit, paid with {REDUCED_GRAD_BITS}-bit gradients, gains in {said}",
             fontsize=11,
         )
         axes[0, 0].set_yticks(
@@ -167,7 +174,7 @@ def figure(parts: Sequence[Task]) -> Figure:
 
 
 def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
-    static, pair = f"{bits}/{Q_MAX}", pays(bits)
+    static, pair = f"{bits}/{Q_MAX}", paying_arm(bits)
     shown = {
         pair: ("gradients pay", "o", COLORS["small"]),
         f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
@@ -196,7 +203,8 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H7 and H8 came to, once all runs of a task are there."""
     note = (
-        f"H7 and H8 of docs/preregistration.md. Pairs are forward/gradient bits: {pays(3)} costs less than 3/{Q_MAX}. "
+        "H7 and H8 of docs/preregistration.md. Pairs are forward/gradient bits: "
+        f"{paying_arm(3)} costs less than 3/{Q_MAX}. "
         "Learning rate and bits of evaluation of every arm were chosen on held-out data. Grey: too little to name."
     )
     alt = "gains of gradients that pay for forward bits, of a cycle, and of both, on static precision of equal cost"
@@ -204,7 +212,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         ("beside all that there is to win", gains),
         ("by the bits of evaluation", gains_by_evaluation),
     )
-    return shown(
+    return show_table(
         STUDY,
         runs,
         QUESTIONS,
