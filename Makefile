@@ -66,10 +66,11 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 	@touch $@
 	@echo "setup: done; next: make reproduce, or $(BIN)/jupyter lab"
 
-lint: setup  ## style and types
+lint: setup  ## style, types and commit subjects
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m bench.commit_subjects
 
 check: lint  ## lint, types and the tests that are not marked slow: while you work
 	$(PYTESTS) -m "not slow" tests
