@@ -25,6 +25,9 @@ HALF = (
     torch.bfloat16,
 )  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
+# attribute of a layer in a whole-model pickle of release 0.3.0 -> its name today
+FORMER_ATTRIBUTES = {"now": "active_bits", "driver": "owning_scheduler"}
+
 
 class LayerPrecision(nn.Module):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
@@ -484,13 +487,15 @@ class LayerPrecision(nn.Module):
         """Leave the scheduler out of a copy."""
         return {
             **vars(self),
-            "driver": self.owning_scheduler is not None,
+            "owning_scheduler": self.owning_scheduler is not None,
             "fixed": False,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
-        super().__setstate__(state)
+        super().__setstate__(
+            {FORMER_ATTRIBUTES.get(name, name): value for name, value in state.items()}
+        )
         if "_running" not in vars(
             self
         ):  # stored by a release whose running ranges were buffers

@@ -42,6 +42,9 @@ class RoleLevels(NamedTuple):
     weight_gradient: Any  # and where with activations
 
 
+Levels = RoleLevels  # the name in whole-model pickles of release 0.3.0
+
+
 class Schedule:
     """What every schedule can do. ``q_min``, ``q_max`` are bits, ``total_steps`` optimizer steps."""
 

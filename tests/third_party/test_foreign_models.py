@@ -62,7 +62,7 @@ class BatchMean(nn.Module):
     def forward(self, x):
         y = self.linear(x)
         is_quantised = (
-            self.linear.precision.now.active
+            self.linear.precision.active_bits.active
             if hasattr(self.linear, "precision")
             else False
         )
