@@ -530,7 +530,7 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
         macs=1024 * 1000,
         measured=time.time() - 3 * 86400,
     )
-    monkeypatch.setattr(forecast, "kept", lambda spec, device: known)
+    monkeypatch.setattr(forecast, "cached_timing", lambda spec, device: known)
     (line,) = forecast.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
     squares = sum(int(q * q + 16 * q) for spec in specs for q in spec.schedule.bits())

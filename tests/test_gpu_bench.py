@@ -72,7 +72,7 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
 )
 def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
     """On the CPU a tape stands in for the CUDA graph; the first steps show the backend that is recorded."""
-    monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "")
+    monkeypatch.setattr(session, "unsupported_reason", lambda device, fixed_shape: "")
     monkeypatch.setattr(session, "CudaRecorder", lambda device: TapeRecorder())
     monkeypatch.setattr(parts, "WARM_UP", 5)
     backend()  # loads the kernels

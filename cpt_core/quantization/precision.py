@@ -532,7 +532,7 @@ class LayerPrecision(nn.Module):
 
 @torch.compiler.disable
 def _with_split_gradient(*arguments: Any) -> Tensor:
-    return extensions.load("split_gradients").matmul_with_quantized_grad(*arguments)
+    return extensions.load("split_gradients").matmul_with_split_gradient(*arguments)
 
 
 def is_recomputing() -> bool:

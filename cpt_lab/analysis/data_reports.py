@@ -24,17 +24,17 @@ def stored_reports(
         files: stores, whose reports lie beside them.
         rows: rows whose reports are meant; None for all rows of the stores.
     """
-    found: dict[str, DataReport] = {}
+    reports: dict[str, DataReport] = {}
     missing: dict[str, str] = {}
     for file in files:
         if not place(file, "data", "").parent.is_dir():  # rows older than data reports
             continue
         for row in load_rows(file) if rows is None else rows:
             digest = row.get("data_report")
-            if digest is None or digest in found:
+            if digest is None or digest in reports:
                 continue
             try:
-                found[digest] = load_data_report(file, digest)
+                reports[digest] = load_data_report(file, digest)
                 missing.pop(digest, None)
             except (FileNotFoundError, ValueError) as error:
                 reason = (
@@ -43,14 +43,14 @@ def stored_reports(
                 missing[digest] = (
                     f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
                 )
-    return list(found.values()), list(missing.values())
+    return list(reports.values()), list(missing.values())
 
 
 def sections(
     reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left"
 ) -> list[Section]:
     """Return a section of a page for every data report, and one for those that cannot be read."""
-    shown = []
+    page_sections = []
     for report in reports:
         notes = [
             f"Report {report.digest}: `data_report` of the rows that were trained on these data."
@@ -58,12 +58,12 @@ def sections(
         if not report.notices:
             notes.append(NOTHING_CHANGED)
         table = pd.DataFrame(report.facts, columns=["topic", "fact"])
-        shown.append(
+        page_sections.append(
             Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style)
         )
     if sentences := tuple(missing):
-        shown.append(Section("Data whose report cannot be read", sentences))
-    return shown
+        page_sections.append(Section("Data whose report cannot be read", sentences))
+    return page_sections
 
 
 def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ _OPTIMIZERS = {
 
 
 def settings_table(
-    topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()
+    topic: str, specs: Sequence[RunSpec], figure_specs: Sequence[RunSpec] = ()
 ) -> pd.DataFrame:
     """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
 
@@ -174,7 +174,7 @@ def settings_table(
     Args:
         topic: a key of ``SECTIONS``.
         specs: the runs of this notebook, of one task; none leaves their column out.
-        drawn: the runs that the figure below shows, of the same task; none leaves their column out.
+        figure_specs: the runs that the figure below shows, of the same task; none leaves their column out.
 
     Returns:
         Columns: setting, one per data set of the paper that has this task, "figure below", "this run". A mark says that
@@ -184,47 +184,47 @@ def settings_table(
         ValueError: for an unknown topic, without any runs, and for a task that the section does not have.
     """
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
-    shown = [*drawn, *specs]
-    if not shown:
+    all_specs = [*figure_specs, *specs]
+    if not all_specs:
         raise ValueError("specs: expected at least one run here or in drawn, got none")
-    task, model = shown[0].recipe.task, shown[0].recipe.model
-    theirs, reference = {}, None
+    task, model = all_specs[0].recipe.task, all_specs[0].recipe.model
+    paper_columns, reference = {}, None
     for dataset, name in section.settings:
-        found, arms = _paper_recipe(topic, dataset, name)
-        if found.task != task:
+        paper_recipe, arms = _paper_recipe(topic, dataset, name)
+        if paper_recipe.task != task:
             continue
-        values = _settings([found], None) | arms
-        theirs[f"paper: {DATASETS[dataset].title}"] = values
-        if reference is None or found.model == model:
+        values = _settings([paper_recipe], None) | arms
+        paper_columns[f"paper: {DATASETS[dataset].title}"] = values
+        if reference is None or paper_recipe.model == model:
             reference = values
     if reference is None:
         raise ValueError(
             f"topic: {topic!r} of the paper has no experiment of task {task!r}"
         )
 
-    ours = (
-        {"figure below": _settings([spec.recipe for spec in drawn], drawn)}
-        if drawn
+    run_columns = (
+        {"figure below": _settings([spec.recipe for spec in figure_specs], figure_specs)}
+        if figure_specs
         else {}
     )
     if specs:
-        ours["this run"] = _settings([spec.recipe for spec in specs], specs)
-    further = [name for name in reference if name not in _SHOWN_FIRST]
+        run_columns["this run"] = _settings([spec.recipe for spec in specs], specs)
+    other_fields = [name for name in reference if name not in _SHOWN_FIRST]
     names = [
         *_SHOWN_FIRST,
         *(
             n
-            for n in further
-            if any(values[n] != reference[n] for values in ours.values())
+            for n in other_fields
+            if any(values[n] != reference[n] for values in run_columns.values())
         ),
     ]
     lines = []
     for name in names:
-        of_paper = [values[name] for values in theirs.values()]
-        measured = [_marked(values[name], reference[name]) for values in ours.values()]
+        paper_values = [values[name] for values in paper_columns.values()]
+        measured = [_marked(values[name], reference[name]) for values in run_columns.values()]
         label = _SHOWN_FIRST.get(name) or _LABELS.get(name) or name.replace("_", " ")
-        lines.append((label, *of_paper, *measured))
-    return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
+        lines.append((label, *paper_values, *measured))
+    return pd.DataFrame(lines, columns=["setting", *paper_columns, *run_columns])
 
 
 def _paper_recipe(
@@ -233,10 +233,10 @@ def _paper_recipe(
     """Return the paper's recipe of a section, and what its runs are where they are no schedules."""
     if topic != "critical-periods":
         return recipe("paper", dataset, model), {}
-    found, settings = deficits("paper", dataset, model)
+    deficit_recipe, settings = deficits("paper", dataset, model)
     lengths = f"deficits of {', '.join(f'{n:,}' for n in settings.lengths if n)} steps"
     windows = f", {plural(len(settings.starts), 'window')}" if settings.starts else ""
-    return found, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
+    return deficit_recipe, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
 
 
 def _marked(value: str, printed: str) -> str:
@@ -272,19 +272,19 @@ def _settings(
         }
         return words
     schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
-    others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
+    other_arms = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
     static = [
-        arm.removeprefix("static ") for arm in others if arm.startswith("static ")
+        arm.removeprefix("static ") for arm in other_arms if arm.startswith("static ")
     ]
     if static and all(
         spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs
     ):
         static = ["q_max"]
-    same = all(spec.q_grad == spec.q_max for spec in specs)
+    has_equal_gradient_bits = all(spec.q_grad == spec.q_max for spec in specs)
     words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
-    words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
+    words["q_grad"] = "q_max" if has_equal_gradient_bits else _listed(str(spec.q_grad) for spec in specs)
     words["seeds"] = _seeds(specs)
-    deficits = [arm for arm in others if not arm.startswith("static ")]
+    deficits = [arm for arm in other_arms if not arm.startswith("static ")]
     words["arms"] = _arms(list(schedules), static, len(deficits))
     return words
 
@@ -298,19 +298,19 @@ def _seeds(specs: Sequence[RunSpec]) -> str:
     return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
 
 
-def _arms(schedules: list[str], static: list[str], others: int) -> str:
-    named = (
+def _arms(schedules: list[str], static: list[str], num_deficit_arms: int) -> str:
+    schedule_text = (
         ", ".join(schedules)
         if len(schedules) < len(SUITE)
         else f"{len(SUITE)} schedules"
     )
-    parts = [named] if schedules else []
+    parts = [schedule_text] if schedules else []
     if static:
         parts.append(
             f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}"
         )
-    if others:
-        parts.append(plural(others, "arm") + " with and without a deficit")
+    if num_deficit_arms:
+        parts.append(plural(num_deficit_arms, "arm") + " with and without a deficit")
     return ", ".join(parts)
 
 
@@ -460,14 +460,14 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         topic: a key of ``SECTIONS``; "" takes all numbers.
         runs: None takes all committed rows.
     """
-    found = all_committed() if runs is None else runs
-    numbers = paper_comparison.summary(found)
+    all_runs = all_committed() if runs is None else runs
+    numbers = paper_comparison.summary(all_runs)
     if not topic:
         return numbers
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
-    mine = [
+    is_in_section = [
         p.artefact in section.artefacts and p.dataset in datasets
         for p in paper_numbers.numbers().itertuples()
     ]
-    return numbers[mine]
+    return numbers[is_in_section]

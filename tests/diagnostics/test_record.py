@@ -537,7 +537,7 @@ def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
     monkeypatch.setattr(
         rounding_stats,
-        "summed",
+        "rounding_stats",
         lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64),
     )
     with cpt.diagnostics.record(model, every=2) as recording:

@@ -65,10 +65,10 @@ def trained(model, call=None):
 def slow(monkeypatch):
     """A machine without instructions for products of 8-bit integers."""
     monkeypatch.setattr(
-        "cpt_extras.int8.execution.multiplies_codes", lambda device: False
+        "cpt_extras.int8.execution.has_fast_int8", lambda device: False
     )
     monkeypatch.setattr(
-        "cpt_extras.int8.fallback.multiplies_codes", lambda device: False
+        "cpt_extras.int8.fallback.has_fast_int8", lambda device: False
     )
     monkeypatch.setattr("cpt_extras.int8.execution._warned_devices", set())
 
@@ -118,7 +118,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
         cpt.summary(model)
     )
     monkeypatch.setattr(
-        "cpt_extras.int8.execution.multiplies_codes", lambda device: True
+        "cpt_extras.int8.execution.has_fast_int8", lambda device: True
     )
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)

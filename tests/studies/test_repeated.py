@@ -129,7 +129,7 @@ def test_effects_on_other_data_are_no_answer(monkeypatch, command):
         "cpt_lab.sweeps.sweep.run_grid",
         lambda specs, store, **_: asked.extend(specs) or [],
     )
-    monkeypatch.setattr(repeated, "repeated", lambda grid, rows: [])
+    monkeypatch.setattr(repeated, "replicated_effects", lambda grid, rows: [])
     monkeypatch.setattr(repeated, "committed", lambda: stored)
     assert command("verify", "--verdict", "h5/digits")[0] == 0
     assert asked

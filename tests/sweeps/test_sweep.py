@@ -888,7 +888,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
             peak_memory=peaks[spec.recipe.model], host_memory=hosts[spec.recipe.model]
         )
 
-    monkeypatch.setattr(sweep_module, "kept", lambda *given: None)
+    monkeypatch.setattr(sweep_module, "cached_timing", lambda *given: None)
     monkeypatch.setattr(sweep_module, "measure", measured)
     assert slots(specs, workers=4) == [
         0,

@@ -93,7 +93,7 @@ def recorders(monkeypatch):
 
     monkeypatch.setattr(
         session,
-        "why_not",
+        "unsupported_reason",
         lambda device, fixed_shape: "" if fixed_shape else "shapes differ",
     )
     monkeypatch.setattr(session, "CudaRecorder", recorder)
