@@ -47,15 +47,15 @@ def aggregation_difference(
         raise ValueError(
             f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}"
         )
-    differences_by_arm = {
+    found = {
         arm: paired(
-            arm_runs[arm_runs["aggregation"] == "quantized"],
-            arm_runs[arm_runs["aggregation"] == "fp"],
+            part[part["aggregation"] == "quantized"],
+            part[part["aggregation"] == "fp"],
             metric,
         )
-        for arm, arm_runs in runs.groupby("arm")
+        for arm, part in runs.groupby("arm")
     }
-    return pd.concat(differences_by_arm, names=["arm", "seed"]).rename("difference").reset_index()
+    return pd.concat(found, names=["arm", "seed"]).rename("difference").reset_index()
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -114,21 +114,21 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
 
 
 def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
-    arm_runs = runs[runs["arm"] == f"static {bits}"]
+    part = runs[runs["arm"] == f"static {bits}"]
     for kind, color in COLORED.items():
-        name, kind_runs = AGGREGATIONS[kind], arm_runs[arm_runs["aggregation"] == kind]
+        name, mine = AGGREGATIONS[kind], part[part["aggregation"] == kind]
         curves = [
             [
                 (e["step"], 100 * e.get("valid", e["test"])["accuracy"])
                 for e in evaluations
             ]
-            for evaluations in kind_runs.loc[kind_runs["status"] == "ok", "evaluations"]
+            for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
         ]
-        num_diverged = int(kind_runs["diverged"].sum())
+        lost = int(mine["diverged"].sum())
         label = f"{name}, static {bits} bits" + (
-            f" ({num_diverged} of {len(kind_runs)} diverged)" if num_diverged else ""
+            f" ({lost} of {len(mine)} diverged)" if lost else ""
         )
-        if not curves and not num_diverged:
+        if not curves and not lost:
             raise ValueError(f"no finished run of static {bits} with {name}")
         if not curves:
             ax.plot([], [], color=color, label=label)
@@ -144,10 +144,10 @@ def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
     ax.set(xlabel="training step", ylabel="validation accuracy (%)")
 
 
-def _differences(ax: Axes, differences: pd.DataFrame) -> None:
-    arms = sorted(differences["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
+def _differences(ax: Axes, found: pd.DataFrame) -> None:
+    arms = sorted(found["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
     for x, arm in enumerate(arms):
-        values = 100 * differences[differences["arm"] == arm]["difference"].to_numpy()
+        values = 100 * found[found["arm"] == arm]["difference"].to_numpy()
         ax.plot(
             np.full(len(values), x),
             values,

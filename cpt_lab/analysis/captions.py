@@ -26,12 +26,12 @@ TRAIN_IMAGES = {
 SMOKE_WARNING = "smoke scale: not a result. "
 
 
-def caption(runs: pd.DataFrame, all_runs: pd.DataFrame | None = None) -> str:
+def caption(runs: pd.DataFrame, stored: pd.DataFrame | None = None) -> str:
     """Return the caption of an experiment's figure, such as "ResNet-8 on ...; 4 seeds; static 8 reaches 75.4 %".
 
     Args:
         runs: of one experiment, those that are drawn; of several q_max the largest counts for the level.
-        all_runs: all of its runs, among which the lost ones are counted; None when all are drawn.
+        stored: all of its runs, among which the lost ones are counted; None when all are drawn.
     """
     first = runs.iloc[0]
     seeds = ", ".join([seeds_text(runs), f"{first['scale']} scale"])
@@ -41,8 +41,8 @@ def caption(runs: pd.DataFrame, all_runs: pd.DataFrame | None = None) -> str:
         *_levels(runs),
         *_early_ends(runs),
     ]
-    losses = lost_text(runs if all_runs is None else all_runs)
-    return "; ".join([*parts, losses] if losses else parts)
+    lost = lost_text(runs if stored is None else stored)
+    return "; ".join([*parts, lost] if lost else parts)
 
 
 def warned(finding: str, runs: pd.DataFrame) -> str:
@@ -59,8 +59,8 @@ def seeds_text(runs: pd.DataFrame) -> str:
 
 def lost_text(runs: pd.DataFrame) -> str:
     """Return how many runs diverged or failed; "" when none did. Means count those that diverged at chance."""
-    num_lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
-    return f"{plural(num_lost, 'run')} diverged or failed" if num_lost else ""
+    lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
+    return f"{plural(lost, 'run')} diverged or failed" if lost else ""
 
 
 def training(runs: pd.DataFrame) -> str:
@@ -77,25 +77,25 @@ def training(runs: pd.DataFrame) -> str:
 def declared_recipe(run: pd.Series) -> Recipe | None:
     """Return the declared recipe of a run, with its own steps; None when the run changed anything else in it."""
     try:
-        declared = recipe(
+        found = recipe(
             run["scale"], run["dataset"], run["model"], run["preset"], run["task"]
         )
     except ValueError:
         return None
-    names = {f.name for f in fields(declared)}
-    run_values: dict[str, Any] = {
+    names = {f.name for f in fields(found)}
+    known: dict[str, Any] = {
         name: int(run[name])
         for name in ("q_min", "n_cycles", "fanout")
         if name in names and pd.notna(run[name])
     }
     if "aggregation" in names:
-        run_values["aggregation"] = run["aggregation"]
-    declared = replace(declared, **run_values, steps=int(run["total_steps"]))
-    is_declared = (
-        recipe_key(declared.to_dict(), "steps", "milestones", "evaluate_every")
+        known["aggregation"] = run["aggregation"]
+    found = replace(found, **known, steps=int(run["total_steps"]))
+    same = (
+        recipe_key(found.to_dict(), "steps", "milestones", "evaluate_every")
         == run["recipe_but_length"]
     )
-    return declared if is_declared else None
+    return found if same else None
 
 
 def _epochs(declared: Recipe) -> str:
@@ -118,13 +118,13 @@ def _levels(runs: pd.DataFrame) -> list[str]:
         shortest = full[full["total_steps"] == full["total_steps"].min()]
         level = levels.stated("training without a deficit", [levels.reached(shortest)])
         return [level] if level else []
-    has_both_aggregations = runs["aggregation"].nunique() > 1
-    level_texts = []
+    several = runs["aggregation"].nunique() > 1
+    found = []
     for kind, part in full.groupby("aggregation"):
         level = levels.stated(f"static {part['q_max'].iloc[0]}", [levels.reached(part)])
         if level:
-            level_texts.append(f"{level} with {AGGREGATIONS[kind]}" if has_both_aggregations else level)
-    return level_texts
+            found.append(f"{level} with {AGGREGATIONS[kind]}" if several else level)
+    return found
 
 
 def _early_ends(runs: pd.DataFrame) -> list[str]:
@@ -144,11 +144,11 @@ def _early_ends(runs: pd.DataFrame) -> list[str]:
         last = schedule(schedule.total_steps - 1)
         if last < line.q_max:
             arms.setdefault((int(line.q_max), int(last)), []).append(line.arm)
-    has_several_q_max = runs["q_max"].nunique() > 1
-    texts = []
+    several = runs["q_max"].nunique() > 1
+    found = []
     for (q_max, last), names in sorted(arms.items(), reverse=True):
-        where = f" at q_max {q_max}" if has_several_q_max else ""
-        texts.append(
+        where = f" at q_max {q_max}" if several else ""
+        found.append(
             f"{', '.join(dict.fromkeys(names))} end at {last} bits{where}, as their cycles are short"
         )
-    return texts
+    return found

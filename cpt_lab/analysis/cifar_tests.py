@@ -53,9 +53,9 @@ def slopes(runs: pd.DataFrame) -> Estimate:
         runs: of one recipe and one q_max, as ``runs.table`` returns them.
     """
     quality, cost = _quality_and_cost(runs)
-    by_schedule = quality[[*SUITE]].dropna()
-    log_cost = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
-    values = [float(np.polyfit(log_cost, seed, 1)[0]) for seed in by_schedule.to_numpy(dtype=float)]
+    wide = quality[[*SUITE]].dropna()
+    x = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
+    values = [float(np.polyfit(x, seed, 1)[0]) for seed in wide.to_numpy(dtype=float)]
     return Estimate(
         "quality per doubling of the cost", unit_of(runs), np.array(values), MARGIN
     )
@@ -94,10 +94,10 @@ def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
 def _quality_and_cost(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     """Return quality in printed units, seeds by arms, and the relative cost of every arm."""
     factor = metric_named(metric_of(runs)).factor
-    by_arm = quality_of(runs).pivot_table(
+    wide = quality_of(runs).pivot_table(
         index="seed", columns="arm", values="quality", aggfunc="first"
     )
-    return factor * by_arm, runs.groupby("arm")["relative_cost"].first()
+    return factor * wide, runs.groupby("arm")["relative_cost"].first()
 
 
 def paired_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
@@ -140,21 +140,21 @@ def _test(
 ) -> PreregisteredTest:
     keys = {spec.key for spec in specs}
     rows = runs[runs["key"].isin(keys)]
-    num_stored = rows["key"].nunique()
-    complete = num_stored == len(keys)
+    stored = rows["key"].nunique()
+    complete = stored == len(keys)
     return PreregisteredTest(
-        name, paper, estimate(rows) if complete else None, num_stored, len(keys)
+        name, paper, estimate(rows) if complete else None, stored, len(keys)
     )
 
 
-def outcomes(all_tests: Sequence[PreregisteredTest]) -> list[str]:
+def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
     """Return the outcome of every test in words, with Holm's correction over all of them.
 
     A test whose runs are not complete counts as one that may still come.
     """
-    p = [test.estimate.p() if test.estimate else math.nan for test in all_tests]
+    p = [test.estimate.p() if test.estimate else math.nan for test in found]
     words = []
-    for test, adjusted in zip(all_tests, holm(p), strict=True):
+    for test, adjusted in zip(found, holm(p), strict=True):
         if test.estimate is None:
             words.append(f"not complete: {test.stored} of {plural(test.needed, 'run')}")
         elif adjusted < ALPHA:
@@ -170,12 +170,12 @@ def outcomes(all_tests: Sequence[PreregisteredTest]) -> list[str]:
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the tests for people: what the paper says, the estimate with its 95 % interval, n, and the outcome."""
-    all_tests = tests(runs)
+    found = tests(runs)
     lines = []
-    for test, outcome in zip(all_tests, outcomes(all_tests), strict=True):
-        effect = test.estimate.shown() if test.estimate else "–"
+    for test, outcome in zip(found, outcomes(found), strict=True):
+        shown = test.estimate.shown() if test.estimate else "–"
         seeds = len(test.estimate.values) if test.estimate else "–"
-        lines.append((test.name, test.paper, effect, seeds, outcome))
+        lines.append((test.name, test.paper, shown, seeds, outcome))
     return pd.DataFrame(
         lines,
         columns=["preregistered test", "the paper says", "measured", "n", "outcome"],

@@ -41,27 +41,27 @@ def _best_elsewhere(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
     Both are chosen on every second seed and compared on the others. An effect of 0 says that they are the same.
     """
-    groups = [
-        quality_of(group)
-        for group in run_groups.quality_cost_groups(runs)
-        if {*SUITE} <= {*group["arm"]}
+    parts = [
+        quality_of(part)
+        for part in run_groups.quality_cost_groups(runs)
+        if {*SUITE} <= {*part["arm"]}
     ]
-    selection_runs = [group["seed"].isin(sorted(set(group["seed"]))[::2]) for group in groups]
+    chosen = [part["seed"].isin(sorted(set(part["seed"]))[::2]) for part in parts]
     suites = [
-        group[selects & group["arm"].isin([*SUITE])]
-        for group, selects in zip(groups, selection_runs, strict=True)
+        part[mine & part["arm"].isin([*SUITE])]
+        for part, mine in zip(parts, chosen, strict=True)
     ]
     ranks = pd.DataFrame(
         [suite.groupby("arm")["quality"].mean().rank() for suite in suites]
     )
-    for i, (group, selects) in enumerate(zip(groups, selection_runs, strict=True)):
+    for i, (part, mine) in enumerate(zip(parts, chosen, strict=True)):
         elsewhere = ranks[
-            [other["task"].iloc[0] != group["task"].iloc[0] for other in groups]
+            [other["task"].iloc[0] != part["task"].iloc[0] for other in parts]
         ]
-        if len(elsewhere) and not selects.all():
+        if len(elsewhere) and not mine.all():
             best, other = ranks.iloc[i].idxmax(), elsewhere.mean().idxmax()
             yield from minus(
-                group[~selects], str(best), str(other), ", the best of other tasks"
+                part[~mine], str(best), str(other), ", the best of other tasks"
             )
 
 
@@ -98,8 +98,8 @@ def _gradient_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         x, y = (
             quality_of(group[group["q_grad"] == bits]) for bits in (8, int(claim.a))
         )
-        comparison = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
-        yield effect_of(group, statistics.paired(x, y, "quality"), comparison)
+        what = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
+        yield effect_of(group, statistics.paired(x, y, "quality"), what)
 
 
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -109,7 +109,7 @@ def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         if claim.a
         else ("strength", "low", "high")
     )
-    comparison = (
+    what = (
         f"strength of {claim.a.replace('_', ' ')} minus that of cost"
         if claim.a
         else "rank correlation"
@@ -118,10 +118,10 @@ def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
         @cache
         def line(alpha: float, group: pd.DataFrame = group) -> pd.Series:
-            by_predictor = predictors.predictors(group, alpha=alpha).set_index("predictor")
-            return by_predictor.loc[claim.a or "relative_cost"]
+            found = predictors.predictors(group, alpha=alpha).set_index("predictor")
+            return found.loc[claim.a or "relative_cost"]
 
-        def interval_at(alpha: float, line: Callable[[float], pd.Series] = line) -> Interval:
+        def at(alpha: float, line: Callable[[float], pd.Series] = line) -> Interval:
             mean, low, high = line(alpha)[list(columns)]
             return mean, low, high
 
@@ -129,7 +129,7 @@ def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             first = line(statistics.ALPHA)
         except ValueError:  # too few arms or seeds
             continue
-        yield effect_at(group, interval_at, int(first.seeds), f"{comparison} over {first.arms} arms")
+        yield effect_at(group, at, int(first.seeds), f"{what} over {first.arms} arms")
 
 
 def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -144,10 +144,10 @@ def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         for r in clean[
             clean.total.isin([longest.total, clean.total.min()])
         ].itertuples():
-            comparison = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
+            what = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
             effects += (
                 arm_minus(
-                    group, (r.arm, r.recipe), (longest.arm, longest.recipe), comparison
+                    group, (r.arm, r.recipe), (longest.arm, longest.recipe), what
                 ),
             )
         if effects:
@@ -161,25 +161,25 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     decay of the learning rate: a late window of a training of fixed length has less time to recover.
     """
     for group in run_groups.deficit_groups(runs):
-        arms = critical_periods.deficits(group)
-        inner = arms[
-            (arms.experiment == "window") & arms.place.isin(["start", "inside"])
+        found = critical_periods.deficits(group)
+        inner = found[
+            (found.experiment == "window") & found.place.isin(["start", "inside"])
         ].sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
-            comparison = f"window {last.arm} minus {first.arm}"
+            what = f"window {last.arm} minus {first.arm}"
             yield arm_minus(
-                group, (last.arm, first.recipe), (first.arm, first.recipe), comparison
+                group, (last.arm, first.recipe), (first.arm, first.recipe), what
             )
     for group in deficit_dates.dated_groups(runs):
         for decay, part in deficit_dates.at_equal_recovery(deficit_dates.costs(group)):
             dates, recovery = part["start"].nunique(), part["recovery"].iloc[0]
-            comparison = f"loss at the earliest minus at the latest of {dates} dates, {recovery} steps after each"
+            what = f"loss at the earliest minus at the latest of {dates} dates, {recovery} steps after each"
             same_decay = group[group["decay"] == decay]
             effect = effect_of(
                 same_decay,
                 -deficit_dates.slopes(part),
-                f"{comparison}, {decay} learning rate",
+                f"{what}, {decay} learning rate",
             )
             yield replace(effect, bits=f"{effect.bits}, {decay} learning rate")
 
@@ -187,9 +187,9 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The latest window that leaves some time after it against one of the same length at the end."""
     for group in run_groups.deficit_groups(runs):
-        arms = critical_periods.deficits(group)
+        found = critical_periods.deficits(group)
         windows = (
-            arms[arms.experiment == "window"].sort_values("start").set_index("place")
+            found[found.experiment == "window"].sort_values("start").set_index("place")
         )
         if {"inside", "end"} <= set(windows.index):
             before, last = (
@@ -197,9 +197,9 @@ def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
                 windows.loc[["end"]].iloc[-1],
             )
             if before.stop - before.start == last.stop - last.start:
-                comparison = f"window {before.arm} minus {last.arm}"
+                what = f"window {before.arm} minus {last.arm}"
                 yield arm_minus(
-                    group, (before.arm, before.recipe), (last.arm, last.recipe), comparison
+                    group, (before.arm, before.recipe), (last.arm, last.recipe), what
                 )
 
 
@@ -209,28 +209,28 @@ def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     The rank correlation of both, by seed. What training gains before its first evaluation is not known.
     """
     for group in run_groups.deficit_groups(runs):
-        arms, name = critical_periods.deficits(group), metric_of(group)
-        inner = arms[
-            (arms.experiment == "window") & arms.place.isin(["start", "inside"])
+        found, name = critical_periods.deficits(group), metric_of(group)
+        inner = found[
+            (found.experiment == "window") & found.place.isin(["start", "inside"])
         ]
         for recipe, windows in inner.groupby("recipe"):
-            recipe_runs = group[group["recipe"] == recipe]
-            clean, gains = recipe_runs[recipe_runs["stop"] == 0].set_index("seed"), {}
+            mine = group[group["recipe"] == recipe]
+            clean, gains = mine[mine["stop"] == 0].set_index("seed"), {}
             for seed, evaluations in clean["evaluations"].items():
-                steps, values = zip(
+                at, of = zip(
                     *((e["step"], e["test"][name]) for e in evaluations), strict=True
                 )
-                gains[seed] = np.interp(windows.stop, steps, values) - np.interp(
-                    windows.start, steps, values
+                gains[seed] = np.interp(windows.stop, at, of) - np.interp(
+                    windows.start, at, of
                 )
-            costs = recipe_runs.pivot(index="seed", columns="arm", values=name)[
+            costs = mine.pivot(index="seed", columns="arm", values=name)[
                 windows.arm
             ].rsub(clean[name], axis=0)
             rho = costs.corrwith(
                 pd.DataFrame(gains, windows.arm).T, axis=1, method="spearman"
             ).dropna()
-            comparison = f"rank correlation over {len(windows)} windows"
-            yield effect_at(recipe_runs, partial(statistics.interval, rho), len(rho), comparison)
+            what = f"rank correlation over {len(windows)} windows"
+            yield effect_at(mine, partial(statistics.interval, rho), len(rho), what)
 
 
 def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -238,12 +238,12 @@ def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group, deficits, _ in _lengths(runs):
         if len(deficits) > 1:
             shorter, longest = deficits.iloc[-2], deficits.iloc[-1]
-            comparison = f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
+            what = f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
             yield arm_minus(
                 group,
                 (longest.arm, longest.recipe),
                 (shorter.arm, shorter.recipe),
-                comparison,
+                what,
             )
 
 
@@ -251,9 +251,9 @@ def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The shortest deficit at the start against the training that comes after it, alone."""
     for group, deficits, clean in _lengths(runs):
         shortest, normal = deficits.iloc[0], clean.iloc[0]
-        comparison = f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
+        what = f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
         yield arm_minus(
-            group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), comparison
+            group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), what
         )
 
 
@@ -264,16 +264,16 @@ def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """
     for group in deficit_dates.dated_groups(runs):
         effects: tuple[Effect, ...] = ()
-        for first_decay, second_decay, deficit, differences in deficit_dates.start_differences(
+        for one, other, where, differences in deficit_dates.start_differences(
             deficit_dates.costs(group)
         ):
-            stop, total = deficit["stop"].iloc[0], deficit["total"].iloc[0]
-            same_length = group["decay"].isin([first_decay, second_decay]) & (group["total_steps"] == total)
-            compared_runs = group[
-                same_length & group["stop"].isin([0, stop]) & (group["start"] == 0)
+            stop, total = where["stop"].iloc[0], where["total"].iloc[0]
+            alike = group["decay"].isin([one, other]) & (group["total_steps"] == total)
+            compared = group[
+                alike & group["stop"].isin([0, stop]) & (group["start"] == 0)
             ]
-            comparison = f"cost of a deficit of {stop} of {total} steps, {first_decay} minus {second_decay} learning rate"
-            effects += (effect_of(compared_runs, differences, comparison),)
+            what = f"cost of a deficit of {stop} of {total} steps, {one} minus {other} learning rate"
+            effects += (effect_of(compared, differences, what),)
         if effects:
             yield replace(effects[0], others=effects[1:])
 
@@ -283,11 +283,11 @@ def _lengths(
 ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
     """Experiments with deficits at the start, those by length, and trainings without one by length."""
     for group in run_groups.deficit_groups(runs):
-        arms = critical_periods.deficits(group)
-        arms = arms[arms.experiment == "length"]
+        found = critical_periods.deficits(group)
+        found = found[found.experiment == "length"]
         deficits, clean = (
-            arms[arms.place == "start"].sort_values("stop"),
-            arms[arms.place == "none"],
+            found[found.place == "start"].sort_values("stop"),
+            found[found.place == "none"],
         )
         if len(deficits) and len(clean):
             yield group, deficits, clean.sort_values("total")
@@ -312,8 +312,8 @@ def _varied(
     arms = sorted(set(sides[0]["arm"]) & set(sides[1]["arm"]))
     if arms:
         x, y = (side[side["arm"].isin(arms)] for side in sides)
-        comparison = f"{claim.a} minus {claim.b} {words} of {', '.join(arms)}"
-        yield effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), comparison)
+        what = f"{claim.a} minus {claim.b} {words} of {', '.join(arms)}"
+        yield effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
 
 
 def _aggregation_fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -325,8 +325,8 @@ def _aggregation_fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
                 aggregation.aggregation_difference(part).set_index("seed")["difference"]
                 for part in parts
             )
-            comparison = f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
-            yield effect_of(pd.concat(parts), (y - x).dropna(), comparison)
+            what = f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
+            yield effect_of(pd.concat(parts), (y - x).dropna(), what)
 
 
 def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:

@@ -116,29 +116,29 @@ def holm(words: Sequence[Callable[[float], str]]) -> list[str]:
     The least level at which an experiment says its word is its p-value: the smallest has to be below alpha / m, the
     next one below alpha / (m - 1), and so on until one is not.
     """
-    alone, corrected = [word(ALPHA) for word in words], [OPEN] * len(words)
-    remaining = set(range(len(words)))
+    alone, stands = [word(ALPHA) for word in words], [OPEN] * len(words)
+    left = set(range(len(words)))
     while passed := {
-        i for i in remaining if alone[i] != OPEN and words[i](ALPHA / len(remaining)) == alone[i]
+        i for i in left if alone[i] != OPEN and words[i](ALPHA / len(left)) == alone[i]
     }:
         for i in passed:
-            corrected[i] = alone[i]
-        remaining -= passed
-    return corrected
+            stands[i] = alone[i]
+        left -= passed
+    return stands
 
 
 def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
     """Return the word of several experiments of one scale, given as (task, word), by the rule of the test."""
     votes = list(votes)
-    verdicts = {verdict for _, verdict in votes}
-    decided = verdicts - {OPEN}
+    found = {v for _, v in votes}
+    decided = found - {OPEN}
     if test == "majority":
         return _majority(votes)
     if len(decided) != 1:
         return MIXED if decided else OPEN
-    if test == "correlation" and verdicts == {CONFIRMED, OPEN}:
+    if test == "correlation" and found == {CONFIRMED, OPEN}:
         return OPEN
-    if test == "predictor" and len({task for task, verdict in votes if verdict != OPEN}) < 2:
+    if test == "predictor" and len({task for task, v in votes if v != OPEN}) < 2:
         return OPEN
     return decided.pop()
 
@@ -149,12 +149,12 @@ def _majority(votes: list[tuple[str, str]]) -> str:
     Differs: that cost and quality are correlated in the majority of domains (section 4.5) stands beside sections 4.2 to
         4.4, by which schedules are alike on Pascal VOC and OGBN-Products, and cheap ones better on Penn Treebank.
     """
-    verdicts_by_task = {task: {verdict for other_task, verdict in votes if other_task == task} - {OPEN} for task, _ in votes}
-    words = [word for decided in verdicts_by_task.values() if len(decided) == 1 for word in decided]
-    winners = [
-        word for word in (CONFIRMED, CONTRADICTED) if words.count(word) > len(verdicts_by_task) / 2
+    of = {task: {v for t, v in votes if t == task} - {OPEN} for task, _ in votes}
+    words = [word for found in of.values() if len(found) == 1 for word in found]
+    most = [
+        word for word in (CONFIRMED, CONTRADICTED) if words.count(word) > len(of) / 2
     ]
-    return winners[0] if winners and len(verdicts_by_task) > 2 else OPEN
+    return most[0] if most and len(of) > 2 else OPEN
 
 
 @dataclass(frozen=True)
@@ -266,30 +266,30 @@ def _testable(effect: Effect) -> bool:
 def claims() -> list[Claim]:
     """Return the claims of ``data/paper/claims.csv``; ValueError for an unknown measure or test."""
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False, dtype=str)
-    all_claims = [
+    found = [
         Claim(**{**line, "margin": float(line["margin"] or 0)})
         for line in table.to_dict("records")
     ]
-    for claim in all_claims:
-        check_choice(f"measure of claim {claim.id}", claim.measure, MEASURES)
-        verdict(claim.test, claim.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
-    return all_claims
+    for c in found:
+        check_choice(f"measure of claim {c.id}", c.measure, MEASURES)
+        verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
+    return found
 
 
 def runs_for_claim(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
     """Return the runs that a claim is about: none at smoke scale, at paper scale those on the data of its grids."""
     datasets = {grid.split("/")[0] for grid in claim.grids.split()}
-    selected = runs["scale"] != "smoke"
+    mine = runs["scale"] != "smoke"
     if datasets:
-        selected &= (runs["scale"] != "paper") | runs["dataset"].isin(datasets)
+        mine &= (runs["scale"] != "paper") | runs["dataset"].isin(datasets)
     conditions = dict(condition.split("=") for condition in claim.only.split())
     if claim.tasks:
         conditions["task"] = claim.tasks
     if "aggregation" not in conditions and claim.measure not in BOTH_AGGREGATIONS:
-        selected &= runs["aggregation"].isin(["", "fp"])
+        mine &= runs["aggregation"].isin(["", "fp"])
     for name, value in conditions.items():
-        selected &= runs[name].astype("string") == value
-    return runs[selected]
+        mine &= runs[name].astype("string") == value
+    return runs[mine]
 
 
 def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
@@ -301,17 +301,17 @@ def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
         runs: as of ``runs.table``.
         only: ids of claims; none of them for all.
     """
-    is_preregistered = runs["key"].isin(run_groups.preregistered())
-    needed = runs.loc[
+    asked = runs["key"].isin(run_groups.preregistered())
+    read = runs.loc[
         :, ~runs.columns.str.fullmatch(UNREAD)
     ]  # all rows and columns take twice as long
-    pooled_runs = needed[~is_preregistered]
-    full_bits = levels.full_bits(needed)
+    others = read[~asked]
+    full_bits = levels.full_bits(read)
     entries = []
     for claim in claims():
         if only and claim.id not in only:
             continue
-        entry = judge(claim, needed if claim.measure in ASKED_TOO else pooled_runs)
+        entry = judge(claim, read if claim.measure in ASKED_TOO else others)
         entries.append(_with_levels(entry, full_bits))
     return entries
 
@@ -346,8 +346,8 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
 
 def coverage(entries: Iterable[Entry]) -> tuple[int, int]:
     """Return how many claims have a measured or computed effect at some scale, and how many have none."""
-    has_effects = [bool(entry.effects) for entry in entries]
-    return sum(has_effects), len(has_effects) - sum(has_effects)
+    there = [bool(entry.effects) for entry in entries]
+    return sum(there), len(there) - sum(there)
 
 
 def needs(claim: Claim) -> str:
@@ -363,13 +363,13 @@ def needs(claim: Claim) -> str:
 @cache
 def needed_runs(grid: str) -> str:
     """Return model, data set and number of runs of a grid, such as "sage on OGBN-Products, 66 runs at paper scale"."""
-    declared = GRIDS[grid]
-    specs = declared.make(declared.scales[0])
+    found = GRIDS[grid]
+    specs = found.make(found.scales[0])
     recipe = specs[0].recipe
     dataset = (
         DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
     )
-    return f"{recipe.model} on {dataset}, {plural(len(specs), 'run')} at {declared.scales[0]} scale (`{grid}`)"
+    return f"{recipe.model} on {dataset}, {plural(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
 
 
 def summary(entries: Iterable[Entry]) -> pd.DataFrame:
@@ -391,7 +391,7 @@ def summary(entries: Iterable[Entry]) -> pd.DataFrame:
 
 def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     """Return how many claims have which word, such as "6 as claimed, 1 against": those that are not open."""
-    counts = Counter(entry.verdict(paper_scale) for entry in entries)
+    found = Counter(entry.verdict(paper_scale) for entry in entries)
     words = {
         CONFIRMED: "as claimed",
         SMALLER: SMALLER,
@@ -400,7 +400,7 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     }
     return (
         ", ".join(
-            f"{counts[word]} {text}" for word, text in words.items() if counts[word]
+            f"{found[word]} {said}" for word, said in words.items() if found[word]
         )
         or "none"
     )
@@ -408,8 +408,8 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
 
 def claims_headline(entries: list[Entry]) -> str:
     """Return what was found of all of them, in a line."""
-    paper_scale, smaller_scales = (tally(entries, paper_scale) for paper_scale in (True, False))
-    return f"{len(entries)} claims, exactly or at the paper's scale: {paper_scale}; at smaller ones: {smaller_scales}; others: open"
+    at_paper, less = (tally(entries, paper_scale) for paper_scale in (True, False))
+    return f"{len(entries)} claims, exactly or at the paper's scale: {at_paper}; at smaller ones: {less}; others: open"
 
 
 def section(runs: pd.DataFrame) -> Section:

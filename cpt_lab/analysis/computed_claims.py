@@ -11,9 +11,9 @@ from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect
 from cpt_lab.experiments.registry import DATASETS, recipe
 
 
-def _exact(name: str, is_correct: bool, comparison: str) -> Iterator[Effect]:
-    value = 1.0 if is_correct else -1.0
-    yield Effect(name, "exact", lambda alpha: (value, value, value), LEAST_SEEDS, comparison)
+def _exact(name: str, right: bool, what: str) -> Iterator[Effect]:
+    value = 1.0 if right else -1.0
+    yield Effect(name, "exact", lambda alpha: (value, value, value), LEAST_SEEDS, what)
 
 
 def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -39,14 +39,14 @@ def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         totals[arm] = (
             count_bitops(model, inputs, schedule, convention="paper").total / 1e13
         )
-    is_correct = (
+    right = (
         totals["STATIC"] > 9
         and abs(totals["CR"] - 7) < 0.1
         and abs(totals["RR"] - 5.5) < 0.1
     )
     yield from _exact(
         "counted",
-        is_correct,
+        right,
         "static 8, CR, RR: " + ", ".join(f"{t:.2f}" for t in totals.values()),
     )
 
@@ -58,8 +58,8 @@ def cost_groups(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         for dataset in ("cifar10", "imagenet", "ptb")
         for q_max in (6, 8)
     ]
-    is_correct = all(_in_order(r.q_min, q_max, r.steps, r.n_cycles) for r, q_max in settings)
-    yield from _exact("computed", is_correct, "all ten schedules at 3, 4, 5 to 6 and 8 bits")
+    right = all(_in_order(r.q_min, q_max, r.steps, r.n_cycles) for r, q_max in settings)
+    yield from _exact("computed", right, "all ten schedules at 3, 4, 5 to 6 and 8 bits")
 
 
 def more_than_halved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -79,40 +79,40 @@ def more_than_halved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def cost_order(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The groups of savings cost in the same order whatever the number of cycles."""
     counts = (2, 4, 8, 16)
-    is_correct = all(_in_order(3, 8, 64_000, n) for n in counts)
+    right = all(_in_order(3, 8, 64_000, n) for n in counts)
     yield from _exact(
         "computed",
-        is_correct,
+        right,
         f"groups of savings, 3 to 8 bits, {', '.join(map(str, counts))} cycles",
     )
 
 
 def _in_order(q_min: int, q_max: int, steps: int, n_cycles: int) -> bool:
     """Whether schedules of large savings cost less than those of medium ones, and these less than those of small."""
-    costs_by_group: dict[str, list[float]] = {}
+    of: dict[str, list[float]] = {}
     for name, entry in SUITE.items():
         schedule = make_schedule(
             name, q_min=q_min, q_max=q_max, total_steps=steps, n_cycles=n_cycles
         )
-        costs_by_group.setdefault(entry.savings, []).append(schedule.relative_cost())
-    return max(costs_by_group["large"]) < min(costs_by_group["medium"]) and max(costs_by_group["medium"]) < min(costs_by_group["small"])
+        of.setdefault(entry.savings, []).append(schedule.relative_cost())
+    return max(of["large"]) < min(of["medium"]) and max(of["medium"]) < min(of["small"])
 
 
 def saved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Schedule or group ``a`` saves ``b`` percent, give or take the margin, at the setting of the claim's grid."""
     dataset, model = claim.grids.split("/")
-    paper_recipe = recipe("paper", dataset, model)
+    r = recipe("paper", dataset, model)
     schedules = [
         make_schedule(
-            name, q_min=paper_recipe.q_min, q_max=8, total_steps=paper_recipe.steps, n_cycles=paper_recipe.n_cycles
+            name, q_min=r.q_min, q_max=8, total_steps=r.steps, n_cycles=r.n_cycles
         )
         for name, entry in SUITE.items()
         if claim.a in (name, entry.savings)
     ]
-    savings = [100 - 100 * schedule.relative_cost() for schedule in schedules]
-    is_correct = all(abs(percent - float(claim.b)) <= claim.margin for percent in savings)
+    found = [100 - 100 * schedule.relative_cost() for schedule in schedules]
+    right = all(abs(percent - float(claim.b)) <= claim.margin for percent in found)
     yield from _exact(
-        "computed", is_correct, f"{claim.a}: {min(savings):.1f} to {max(savings):.1f} %, q_max 8"
+        "computed", right, f"{claim.a}: {min(found):.1f} to {max(found):.1f} %, q_max 8"
     )
 
 
@@ -133,23 +133,23 @@ def aggregation_share(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         sizes["nodes"] // 100,
         (2 * sizes["edges"] + sizes["nodes"]) // 100,
     )  # both ways, self-loops
-    targets = torch.arange(messages) % nodes
-    graph = Graph.from_edges((targets + torch.arange(messages) // nodes) % nodes, targets, nodes)
+    to = torch.arange(messages) % nodes
+    graph = Graph.from_edges((to + torch.arange(messages) // nodes) % nodes, to, nodes)
     model = quantize_(GraphNet("gcn", sizes["features"], sizes["classes"]))
     plan = count_bitops(
         model, (graph, torch.empty(nodes, sizes["features"])), StaticSchedule(8, 1)
     )
 
-    def share(counts: Mapping[str, int]) -> float:
+    def share(of: Mapping[str, int]) -> float:
         return (
             100
-            * sum(n for name, n in counts.items() if name.endswith("(aggregation)"))
-            / sum(counts.values())
+            * sum(n for name, n in of.items() if name.endswith("(aggregation)"))
+            / sum(of.values())
         )
 
     bitops = share({name: passes["forward"] for name, passes in plan.bitops.items()})
-    comparison = (
+    what = (
         f"OGBN-Arxiv, GCN, static 8 bits, FP-Agg: {share(plan.macs):.1f} % of the operations, "
         f"{bitops:.1f} % of BitOps"
     )
-    yield from _exact("counted", bitops <= float(claim.a), comparison)
+    yield from _exact("counted", bitops <= float(claim.a), what)

@@ -67,34 +67,34 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
         key: bool(((f["start"] > 0) & (f["stop"] < f["total_steps"])).any())
         for key, f in families.items()
     }
-    normal_length = _normal_length(
+    after = _normal_length(
         [f for key, f in families.items() if not is_window[key]],
         list(families.values()),
     )
-    rows = []
+    lines = []
     for key, family in families.items():
         total = int(family["total_steps"].iloc[0])
         control = family[family["stop"] == 0]
         at_start = int(max(family.loc[family["start"] == 0, "stop"], default=0))
-        length = not is_window[key] and total - at_start == normal_length
+        length = not is_window[key] and total - at_start == after
         for arm, part in family.groupby("arm", sort=False):
-            row = {
+            line = {
                 "arm": arm,
                 "recipe": key,
                 **_against(part, control, metric),
                 "total": total,
             }
             # Where windows lie within the normal length, the training without a deficit serves both experiments.
-            serves_both = row["place"] == "none" and total == normal_length and not length
+            both = line["place"] == "none" and total == after and not length
             for experiment in (
-                ["length"] if length else ["window", "length"] if serves_both else ["window"]
+                ["length"] if length else ["window", "length"] if both else ["window"]
             ):
                 paper_arm = _paper_arm(
-                    experiment, row["place"], str(arm), total == normal_length
+                    experiment, line["place"], str(arm), total == after
                 )
-                rows.append({"experiment": experiment, **row, "paper_arm": paper_arm})
-    table = pd.DataFrame(rows)
-    return table.sort_values(
+                lines.append({"experiment": experiment, **line, "paper_arm": paper_arm})
+    out = pd.DataFrame(lines)
+    return out.sort_values(
         ["experiment", "total", "start", "stop"], kind="stable"
     ).reset_index(drop=True)
 
@@ -105,14 +105,14 @@ def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame])
     It is what is left of most families after their deficit at the start. A family of windows can look the same, when
     its one window lies at the start: a length at which something was trained without a deficit goes first.
     """
-    clean_lengths = {
+    unharmed = {
         int(f["total_steps"].iloc[0]) for f in families if (f["stop"] == 0).any()
     }
-    remaining_steps = Counter(
+    left = Counter(
         int(f["total_steps"].iloc[0] - max(f.loc[f["start"] == 0, "stop"], default=0))
         for f in candidates
     )
-    return max(remaining_steps, key=lambda n: (n in clean_lengths, remaining_steps[n], n), default=0)
+    return max(left, key=lambda n: (n in unharmed, left[n], n), default=0)
 
 
 def _against(part: pd.DataFrame, control: pd.DataFrame, metric: str) -> dict[str, Any]:
@@ -159,22 +159,22 @@ def table_1(runs: pd.DataFrame) -> pd.DataFrame:
 
     Paper: table 1.
     """
-    arms, paper_values = (
+    found, known = (
         deficits(runs),
         paper_numbers.of_experiment(runs, "table_1").set_index("arm")["value"],
     )
-    arms[["mean", "std", "difference", "low", "high"]] *= metric_named(
+    found[["mean", "std", "difference", "low", "high"]] *= metric_named(
         metric_of(runs)
     ).factor
-    arms["paper"] = [float(paper_values.get(arm, float("nan"))) for arm in arms.paper_arm]
-    return arms
+    found["paper"] = [float(known.get(arm, float("nan"))) for arm in found.paper_arm]
+    return found
 
 
-def has_controls(arms: pd.DataFrame) -> bool:
+def has_controls(found: pd.DataFrame) -> bool:
     """Return whether every arm of ``deficits`` with a deficit has a training of the same length without one."""
-    clean_arms = arms[arms["place"] == "none"]
-    deficit_arms = arms[arms["place"] != "none"]
-    return set(deficit_arms["recipe"]) <= set(clean_arms["recipe"])
+    free = found[found["place"] == "none"]
+    low = found[found["place"] != "none"]
+    return set(low["recipe"]) <= set(free["recipe"])
 
 
 def minus_no_deficit(runs: pd.DataFrame) -> pd.DataFrame:
@@ -187,26 +187,26 @@ def minus_no_deficit(runs: pd.DataFrame) -> pd.DataFrame:
     """
     metric = metric_of(runs)
     better = metric_named(metric).better
-    arms = deficits(runs)
+    found = deficits(runs)
     columns = ["difference", "low", "high", "worse"]
-    for arm in arms.itertuples():
-        normal = _no_deficit(arms, arm.experiment)
-        if arm.place == "none" or normal is None:
-            arms.loc[arm.Index, columns] = [np.nan, np.nan, np.nan, 0]
+    for line in found.itertuples():
+        normal = _no_deficit(found, line.experiment)
+        if line.place == "none" or normal is None:
+            found.loc[line.Index, columns] = [np.nan, np.nan, np.nan, 0]
             continue
-        difference = paired(_arm(runs, arm), _arm(runs, normal), metric)
-        arms.loc[arm.Index, columns] = [
+        difference = paired(_arm(runs, line), _arm(runs, normal), metric)
+        found.loc[line.Index, columns] = [
             *interval(difference),
             int((better * difference < 0).sum()),
         ]
-    return arms
+    return found
 
 
-def _no_deficit(arms: pd.DataFrame, experiment: str) -> Any:
+def _no_deficit(found: pd.DataFrame, experiment: str) -> Any:
     """Return the line of the shortest training without a deficit, of an experiment if it has one; None without any."""
-    clean_arms = arms[arms["place"] == "none"]
-    same_experiment = clean_arms[clean_arms["experiment"] == experiment]
-    choice = (same_experiment if len(same_experiment) else clean_arms).sort_values("total", kind="stable")
+    free = found[found["place"] == "none"]
+    same = free[free["experiment"] == experiment]
+    choice = (same if len(same) else free).sort_values("total", kind="stable")
     return next(choice.itertuples(), None)
 
 
@@ -216,9 +216,9 @@ def _arm(runs: pd.DataFrame, line: Any) -> pd.DataFrame:
 
 def compare_deficits(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Return ``deficits`` and what its differences are to: the controls, or "no deficit" where some have no control."""
-    arms = deficits(runs)
-    if has_controls(arms):
-        return arms, "control of equal length"
+    found = deficits(runs)
+    if has_controls(found):
+        return found, "control of equal length"
     return minus_no_deficit(runs), "no deficit"
 
 
@@ -240,18 +240,18 @@ def table_1_beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
     numbers = numbers[
         (numbers["artefact"] == "table_1") & (numbers["dataset"] == dataset)
     ]
-    arms, metric = (
+    found, metric = (
         minus_no_deficit(runs),
         replace(metric_named(metric_of(runs)), digits=2),
     )
-    has_paper_arms = len(paper_numbers.of_experiment(runs, "table_1")) > 0
+    same = len(paper_numbers.of_experiment(runs, "table_1")) > 0
     lines = []
     for p in numbers.itertuples():
-        if has_paper_arms:
-            nearest = arms[arms["paper_arm"] == p.arm]
+        if same:
+            nearest = found[found["paper_arm"] == p.arm]
             label = "" if nearest.empty else nearest["arm"].iloc[0]
         else:
-            nearest, label = nearest_arm(arms, p.arm, dataset)
+            nearest, label = nearest_arm(found, p.arm, dataset)
         lines.append(
             (p.arm, f"{p.value:.2f} +- {p.std:.2f}", *_beside(nearest, label, metric))
         )
@@ -280,12 +280,12 @@ def _beside(nearest: pd.DataFrame, label: str, metric: Metric) -> tuple[str, str
 
 
 def nearest_arm(
-    arms: pd.DataFrame, paper_arm: str, dataset: str
+    found: pd.DataFrame, paper_arm: str, dataset: str
 ) -> tuple[pd.DataFrame, str]:
     """Return the line of ``deficits`` nearest to an arm of table 1, and its name with both shares.
 
     Args:
-        arms: of one experiment.
+        found: of one experiment.
         paper_arm: such as "no deficit", "[0, 16K)" or "[32K, 160K)".
         dataset: of table 1, "cifar10" or "imagenet".
 
@@ -293,18 +293,18 @@ def nearest_arm(
         One line, none where no such deficit was trained; and, such as "[0, 195) of 4095: 5 % of the normal training
         (paper: 6 %)", "" of none.
     """
-    normal = _no_deficit(arms, "length")
+    normal = _no_deficit(found, "length")
     span = re.fullmatch(r"\[(\d+)K?, (\d+)K?\)", paper_arm)
     if normal is None:
-        return arms.iloc[:0], ""
+        return found.iloc[:0], ""
     if span is None:
-        return arms.loc[[normal.Index]], normal.arm
+        return found.loc[[normal.Index]], normal.arm
     if span[1] == "0":
-        part = arms[(arms["experiment"] == "length") & (arms["place"] == "start")]
-        column, paper_step, words, total = "stop", int(span[2]), "", normal.total
+        part = found[(found["experiment"] == "length") & (found["place"] == "start")]
+        column, wanted, words, total = "stop", int(span[2]), "", normal.total
     else:
-        part = arms[(arms["experiment"] == "window") & (arms["place"] == "inside")]
-        column, paper_step, words, total = (
+        part = found[(found["experiment"] == "window") & (found["place"] == "inside")]
+        column, wanted, words, total = (
             "start",
             int(span[1]),
             "begins after ",
@@ -312,7 +312,7 @@ def nearest_arm(
         )
     if part.empty:
         return part, ""
-    paper_share = paper_step / NORMAL_TRAINING[dataset]
+    paper_share = wanted / NORMAL_TRAINING[dataset]
     share = part[column] / total
     nearest = (share - paper_share).abs().idxmin()
     text = f"{words}{100 * share[nearest]:.0f} % of the normal training (paper: {100 * paper_share:.0f} %)"
@@ -321,22 +321,22 @@ def nearest_arm(
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``table_1`` for people; runs as for ``deficits``."""
-    name, arms = metric_of(runs), table_1(runs)
+    name, found = metric_of(runs), table_1(runs)
     differences, control = compare_deficits(runs)
     metric = replace(metric_named(name), factor=1.0)  # table 1 is in printed units
     cells = {
-        "low precision": arms.arm,
-        "experiment": arms.experiment,
-        f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
-        "std": metric.text(arms["std"]),
-        "n": arms.n,
+        "low precision": found.arm,
+        "experiment": found.experiment,
+        f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+        "std": metric.text(found["std"]),
+        "n": found.n,
         f"minus {control} [95 %]": intervals(metric_named(name), differences),
         "worse": [
             f"{r.worse} of {r.n}" if r.place != "none" else ""
             for r in differences.itertuples()
         ],
-        "diverged": arms.diverged,
-        "paper": [f"{p:g}" if p == p else "–" for p in arms.paper],
+        "diverged": found.diverged,
+        "paper": [f"{p:g}" if p == p else "–" for p in found.paper],
     }
     return pd.DataFrame(cells)
 
@@ -348,10 +348,10 @@ def finding(runs: pd.DataFrame) -> str:
     controls; and about the earliest window against the latest one that leaves time after it. Effects are clear where
     their 95 % interval over seeds excludes 0. Fewer than ``MIN_SEEDS`` seeds compare nothing.
     """
-    arms, control = compare_deficits(runs)
+    found, control = compare_deficits(runs)
     parts = list(
         filter(
-            None, (_start_finding(runs, arms, control), _window_finding(runs, arms))
+            None, (_start_finding(runs, found, control), _window_finding(runs, found))
         )
     )
     if not parts:
@@ -360,11 +360,11 @@ def finding(runs: pd.DataFrame) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _start_finding(runs: pd.DataFrame, arms: pd.DataFrame, control: str) -> str:
-    deficit_arms = arms[(arms["experiment"] == "length") & (arms["place"] == "start")]
-    if deficit_arms.empty:
+def _start_finding(runs: pd.DataFrame, found: pd.DataFrame, control: str) -> str:
+    low = found[(found["experiment"] == "length") & (found["place"] == "start")]
+    if low.empty:
         return ""
-    longest = deficit_arms.sort_values("stop").iloc[-1]
+    longest = low.sort_values("stop").iloc[-1]
     if longest["n"] < MIN_SEEDS:
         return f"{plural(int(longest['n']), 'seed')}: no comparison"
     metric = metric_named(metric_of(runs))
@@ -383,9 +383,9 @@ def _start_finding(runs: pd.DataFrame, arms: pd.DataFrame, control: str) -> str:
     return f"no clear damage by {where}"
 
 
-def _window_finding(runs: pd.DataFrame, arms: pd.DataFrame) -> str:
-    windows = arms[
-        (arms["experiment"] == "window") & arms["place"].isin(["start", "inside"])
+def _window_finding(runs: pd.DataFrame, found: pd.DataFrame) -> str:
+    windows = found[
+        (found["experiment"] == "window") & found["place"].isin(["start", "inside"])
     ]
     dates = windows.sort_values("start", kind="stable")
     if dates["start"].nunique() < 2:
@@ -403,8 +403,8 @@ def _window_finding(runs: pd.DataFrame, arms: pd.DataFrame) -> str:
     return "no clear difference between early and late windows"
 
 
-def _line(arms: pd.DataFrame, position: int) -> Any:
-    return list(arms.itertuples())[position]
+def _line(found: pd.DataFrame, position: int) -> Any:
+    return list(found.itertuples())[position]
 
 
 def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
@@ -423,19 +423,19 @@ def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
     Differs: single seeds, both controls (the same length at q_max, the same low steps at the end) are ours.
     """
     name = metric_of(runs)
-    metric, arms = metric_named(name), deficits(runs)
-    controlled = has_controls(arms)
-    arms["mean"] *= metric.factor
-    values = runs.assign(value=metric.factor * runs[name]).groupby(["arm", "recipe"])[
+    drawn, found = metric_named(name), deficits(runs)
+    controlled = has_controls(found)
+    found["mean"] *= drawn.factor
+    values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])[
         "value"
     ]
     dots = {key: part.dropna().to_numpy() for key, part in values}
-    panels = [kind for kind in ("length", "window") if (arms.experiment == kind).any()]
+    panels = [kind for kind in ("length", "window") if (found.experiment == kind).any()]
     with subplots(
         1, len(panels), figsize=(max(5 * len(panels), 6.4), 4.2), sharey=True
     ) as (figure, axes):
         for ax, kind in zip(axes[0], panels, strict=True):
-            part = arms[arms.experiment == kind]
+            part = found[found.experiment == kind]
             seeds = [dots[r.arm, r.recipe] for r in part.itertuples()]
             _length(ax, part, seeds, controlled) if kind == "length" else _window(
                 ax, part, seeds
@@ -449,15 +449,15 @@ def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
         limits = axes[0][0].get_ylim()  # shared, and those of the runs
         for ax, kind in zip(axes[0], panels, strict=True):
             _learning_curve(
-                ax, runs, min(arms[arms.experiment == kind].total), name, metric
+                ax, runs, min(found[found.experiment == kind].total), name, drawn
             )
             ax.set_ylim(limits)
             ax.legend(
                 fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=2
             )  # above the axes: over no point
-        if metric.better < 0:
+        if drawn.better < 0:
             axes[0][0].invert_yaxis()
-        axes[0][0].set_ylabel(metric.label)
+        axes[0][0].set_ylabel(drawn.label)
         set_finding(figure, heading or warned(finding(runs), runs))
         first = runs.iloc[0]
         bits = f"{first['q_min']} bits in a deficit, else {first['q_max']}; a dot is a run, lines join means"
@@ -476,9 +476,9 @@ def _length(
         ("end", "low precision last", COLORS["medium"], "^--"),
         ("none", None, COLORS["static"], "s-"),
     ):
-        is_place, clean = part.place == place, place == "none"
+        here, clean = part.place == place, place == "none"
         for r, seeds in zip(
-            x[is_place], [d for d, h in zip(dots, is_place, strict=True) if h], strict=True
+            x[here], [d for d, h in zip(dots, here, strict=True) if h], strict=True
         ):
             alpha, size = (0.25, 3) if clean else (0.35, 4)
             ax.plot(
@@ -489,20 +489,20 @@ def _length(
                 alpha=alpha,
                 markersize=size,
             )
-        if is_place.any():
+        if here.any():
             size, width = (3, 1.2) if clean else (0, None)
             ax.plot(
-                x[is_place],
-                part["mean"][is_place],
+                x[here],
+                part["mean"][here],
                 style,
                 color=color,
                 label=label,
                 markersize=size,
                 linewidth=width,
             )
-        if clean and not controlled and is_place.any():
+        if clean and not controlled and here.any():
             ax.axhline(
-                part["mean"][is_place].iloc[0], color=color, linewidth=0.8, linestyle=":"
+                part["mean"][here].iloc[0], color=color, linewidth=0.8, linestyle=":"
             )
     ax.set_xlabel("R: steps at low precision")
 
@@ -577,7 +577,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 8 and table 1 of every critical-period experiment of which anything ran."""
     for name, group in with_unique_names(deficit_groups(runs)):
         if (group["status"] != "failed").any():
-            figure, alt = figure_8(group), "quality after a deficit, with controls"
+            drawn, alt = figure_8(group), "quality after a deficit, with controls"
             yield Section(
-                f"Critical learning periods: {name}", (), figure, alt, summary(group)
+                f"Critical learning periods: {name}", (), drawn, alt, summary(group)
             )

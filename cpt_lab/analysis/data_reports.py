@@ -24,17 +24,17 @@ def stored_reports(
         files: stores, whose reports lie beside them.
         rows: rows whose reports are meant; None for all rows of the stores.
     """
-    reports: dict[str, DataReport] = {}
+    found: dict[str, DataReport] = {}
     missing: dict[str, str] = {}
     for file in files:
         if not place(file, "data", "").parent.is_dir():  # rows older than data reports
             continue
         for row in load_rows(file) if rows is None else rows:
             digest = row.get("data_report")
-            if digest is None or digest in reports:
+            if digest is None or digest in found:
                 continue
             try:
-                reports[digest] = load_data_report(file, digest)
+                found[digest] = load_data_report(file, digest)
                 missing.pop(digest, None)
             except (FileNotFoundError, ValueError) as error:
                 reason = (
@@ -43,14 +43,14 @@ def stored_reports(
                 missing[digest] = (
                     f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
                 )
-    return list(reports.values()), list(missing.values())
+    return list(found.values()), list(missing.values())
 
 
 def sections(
     reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left"
 ) -> list[Section]:
     """Return a section of a page for every data report, and one for those that cannot be read."""
-    page_sections = []
+    shown = []
     for report in reports:
         notes = [
             f"Report {report.digest}: `data_report` of the rows that were trained on these data."
@@ -58,12 +58,12 @@ def sections(
         if not report.notices:
             notes.append(NOTHING_CHANGED)
         table = pd.DataFrame(report.facts, columns=["topic", "fact"])
-        page_sections.append(
+        shown.append(
             Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style)
         )
     if sentences := tuple(missing):
-        page_sections.append(Section("Data whose report cannot be read", sentences))
-    return page_sections
+        shown.append(Section("Data whose report cannot be read", sentences))
+    return shown
 
 
 def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:

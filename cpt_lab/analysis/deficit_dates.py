@@ -71,10 +71,10 @@ def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
     Preregistered runs are an experiment of their own: they are not pooled with others.
     """
-    deficit_runs = with_decay(runs[(runs["kind"] == "deficit") & runs["start"].notna()])
-    is_preregistered = deficit_runs["key"].isin(run_groups.preregistered()).rename("asked")
-    columns = [deficit_runs[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")]
-    parts = [part for _, part in deficit_runs.groupby([*columns, is_preregistered], sort=False)]
+    found = with_decay(runs[(runs["kind"] == "deficit") & runs["start"].notna()])
+    asked = found["key"].isin(run_groups.preregistered()).rename("asked")
+    columns = [found[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")]
+    parts = [part for _, part in found.groupby([*columns, asked], sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
 
 
@@ -85,7 +85,7 @@ def costs(runs: pd.DataFrame) -> pd.DataFrame:
         Columns: decay, start, stop, total (steps), recovery (steps after the deficit), seed, cost (as stored; of a
         perplexity 100 times its logarithm).
     """
-    rows = []
+    lines = []
     for _, family in quality_of(runs).groupby("recipe", sort=False):
         control = family[family["stop"] == 0]
         for (start, stop), part in family[family["stop"] > 0].groupby(
@@ -99,12 +99,12 @@ def costs(runs: pd.DataFrame) -> pd.DataFrame:
                 "total": total,
             }
             by_seed = statistics.paired(control, part, "quality")
-            rows += [
+            lines += [
                 {**where, "recovery": total - stop, "seed": seed, "cost": x}
                 for seed, x in by_seed.items()
             ]
     return pd.DataFrame(
-        rows, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"]
+        lines, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"]
     )
 
 
@@ -116,11 +116,11 @@ def ordered(decays: pd.Series) -> list[str]:
     )
 
 
-def at_equal_recovery(deficit_costs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+def at_equal_recovery(found: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield each decay with the costs of deficits at three dates or more that as many steps follow."""
-    for decay in ordered(deficit_costs["decay"]):
-        decay_costs = deficit_costs[deficit_costs["decay"] == decay]
-        for (_, _), part in decay_costs.groupby([decay_costs["stop"] - decay_costs["start"], "recovery"]):
+    for decay in ordered(found["decay"]):
+        mine = found[found["decay"] == decay]
+        for (_, _), part in mine.groupby([mine["stop"] - mine["start"], "recovery"]):
             if part["start"].nunique() >= MIN_DATES:
                 yield decay, part
 
@@ -136,24 +136,24 @@ def slopes(part: pd.DataFrame) -> pd.Series:
 
 
 def start_differences(
-    deficit_costs: pd.DataFrame,
+    found: pd.DataFrame,
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.Series]]:
     """Yield pairs of decays with the longest deficit at the start that both have, and what it costs more by seed.
 
     Yields:
         The decays; start, stop and total of the deficit, one line; its cost under the first minus under the second.
     """
-    first = deficit_costs[deficit_costs["start"] == 0]
-    for first_decay, second_decay in itertools.combinations(ordered(first["decay"]), 2):
+    first = found[found["start"] == 0]
+    for one, other in itertools.combinations(ordered(first["decay"]), 2):
         sides = [
             first[first["decay"] == decay].set_index(["stop", "total", "seed"])["cost"]
-            for decay in (first_decay, second_decay)
+            for decay in (one, other)
         ]
-        differences = (sides[0] - sides[1]).dropna()
-        if len(differences):
-            stop, total = max(differences.index.droplevel("seed"))
+        both = (sides[0] - sides[1]).dropna()
+        if len(both):
+            stop, total = max(both.index.droplevel("seed"))
             where = pd.DataFrame({"start": [0], "stop": [stop], "total": [total]})
-            yield first_decay, second_decay, where, differences.loc[(stop, total)]
+            yield one, other, where, both.loc[(stop, total)]
 
 
 class DateOutcome(NamedTuple):
@@ -190,14 +190,14 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
             f"runs: expected one experiment with deficits at {MIN_DATES} dates or more, got {len(parts)}"
         )
     (group,) = parts
-    deficit_costs, unit = costs(group), unit_of(group)
+    found, unit = costs(group), unit_of(group)
     factor = metric_named(metric_of(group)).factor
 
-    def estimate(description: str, values: pd.Series) -> Estimate:
-        return Estimate(description, unit, factor * values.to_numpy(dtype=float))
+    def estimate(what: str, values: pd.Series) -> Estimate:
+        return Estimate(what, unit, factor * values.to_numpy(dtype=float))
 
     losses, by_decay, fitted = {}, {}, {}
-    for decay, part in at_equal_recovery(deficit_costs):
+    for decay, part in at_equal_recovery(found):
         fitted[decay] = slopes(part)
         by_decay[decay] = estimate(
             f"loss, latest minus earliest, {decay} learning rate", fitted[decay]
@@ -207,21 +207,21 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
                 f"loss of a deficit from step {start}, {decay}", at_date["cost"]
             )
     differences = {}
-    for first_decay, second_decay, where, values in start_differences(deficit_costs):
+    for one, other, where, values in start_differences(found):
         stop = int(where["stop"].iloc[0])
-        differences[first_decay, second_decay] = estimate(
-            f"loss of the deficit [0, {stop}), {first_decay} minus {second_decay}", values
+        differences[one, other] = estimate(
+            f"loss of the deficit [0, {stop}), {one} minus {other}", values
         )
     between = {}
-    for first_decay, second_decay in itertools.combinations(fitted, 2):
-        slope_differences = (fitted[first_decay] - fitted[second_decay]).dropna()
-        between[first_decay, second_decay] = estimate(f"slope, {first_decay} minus {second_decay}", slope_differences)
+    for one, other in itertools.combinations(fitted, 2):
+        apart = (fitted[one] - fitted[other]).dropna()
+        between[one, other] = estimate(f"slope, {one} minus {other}", apart)
     controls = group[group["stop"] == 0]
     reached = {
         decay: levels.reached(controls[controls["decay"] == decay])
         for decay in by_decay
     }
-    _, first = next(at_equal_recovery(deficit_costs))
+    _, first = next(at_equal_recovery(found))
     length = int((first["stop"] - first["start"]).iloc[0])
     recovery = int(first["recovery"].iloc[0])
     return DateOutcome(
@@ -229,14 +229,14 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
     )
 
 
-def loss_table(results: DateOutcome) -> pd.DataFrame:
+def loss_table(found: DateOutcome) -> pd.DataFrame:
     """Return losses by date, slopes and levels as a table, a line per decay."""
     lines = []
-    for decay, slope in results.slopes.items():
+    for decay, slope in found.slopes.items():
         line = {"learning rate": decay}
-        for (other, start), loss in results.losses.items():
+        for (other, start), loss in found.losses.items():
             if other == decay:
-                line[f"[{start}, {start + results.deficit_steps})"] = (
+                line[f"[{start}, {start + found.deficit_steps})"] = (
                     loss.shown().removesuffix(f" {loss.unit}")
                 )
         line |= {
@@ -245,21 +245,21 @@ def loss_table(results: DateOutcome) -> pd.DataFrame:
             ),
             "p": f"{slope.p():.2g}",
             "n": str(len(slope.values)),
-            "no deficit reaches": results.control_levels[decay],
+            "no deficit reaches": found.control_levels[decay],
         }
         lines.append(line)
     return pd.DataFrame(lines)
 
 
-def difference_table(results: DateOutcome) -> pd.DataFrame:
+def difference_table(found: DateOutcome) -> pd.DataFrame:
     """Return how decays differ in the loss of the deficit at the start, and in the slope, as a table."""
     lines = []
-    for pair, effect in results.differences.items():
-        slope = results.slope_differences[pair]
+    for pair, effect in found.differences.items():
+        slope = found.slope_differences[pair]
         lines.append(
             {
                 "learning rates": " minus ".join(pair),
-                f"loss of the deficit [0, {results.deficit_steps}) [95 %]": effect.shown(),
+                f"loss of the deficit [0, {found.deficit_steps}) [95 %]": effect.shown(),
                 "p": f"{effect.p():.1g}",
                 "slope [95 %]": slope.shown(),
                 "p of the slope": f"{slope.p():.1g}",
@@ -269,10 +269,10 @@ def difference_table(results: DateOutcome) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def finding(results: DateOutcome) -> str:
+def finding(found: DateOutcome) -> str:
     """Return in words under which decays an early deficit costs more than a late one: where the interval excludes 0."""
     signs: dict[str, list[str]] = {"more": [], "less": [], "no clear difference": []}
-    for decay, slope in results.slopes.items():
+    for decay, slope in found.slopes.items():
         low, high = slope.interval()
         if high < 0:
             signs["more"].append(decay)
@@ -311,26 +311,26 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
     Paper: section 5, footnote 5.
     Differs: equal time to recover, controls of equal length and intervals are ours.
     """
-    results = outcome(runs)
+    found = outcome(runs)
     group = next(
         part for part in dated_groups(runs) if list(at_equal_recovery(costs(part)))
     )
-    starts = sorted({start for _, start in results.losses})
+    starts = sorted({start for _, start in found.losses})
     shift = 0.012 * (starts[-1] - starts[0])
-    with subplots(alt=f"{finding(results)}. {_described(results)}", figsize=(7, 4.2)) as (
+    with subplots(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (
         figure,
         ((ax,),),
     ):
-        for i, decay in enumerate(results.slopes):
-            decay_losses = [
+        for i, decay in enumerate(found.slopes):
+            mine = [
                 (start, loss)
-                for (other, start), loss in results.losses.items()
+                for (other, start), loss in found.losses.items()
                 if other == decay
             ]
-            x = [start + (i - 1) * shift for start, _ in decay_losses]
-            means = [loss.mean for _, loss in decay_losses]
-            halves = [loss.mean - loss.interval()[0] for _, loss in decay_losses]
-            label = f"{decay} learning rate: slope {results.slopes[decay].shown()}"
+            x = [start + (i - 1) * shift for start, _ in mine]
+            means = [loss.mean for _, loss in mine]
+            halves = [loss.mean - loss.interval()[0] for _, loss in mine]
+            label = f"{decay} learning rate: slope {found.slopes[decay].shown()}"
             color, marker = (
                 COLOR_OF_DECAY.get(decay, COLORS["own"]),
                 MARKER_OF_DECAY.get(decay, "^"),
@@ -346,32 +346,32 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
                 label=label,
             )
         ax.axhline(0, color="#888888", linewidth=0.8)
-        unit = next(iter(results.losses.values())).unit
+        unit = next(iter(found.losses.values())).unit
         ax.set(
             xlabel="first step of the deficit",
             ylabel=f"loss: no deficit minus deficit ({unit})",
             xticks=starts,
         )
         ax.legend(fontsize=SMALL, loc="upper right")
-        figure.suptitle(finding(results).replace("; ", ";\n"), fontsize=11)
-        figure.supxlabel(_caption(group, results), fontsize=SMALL, color="#666666")
+        figure.suptitle(finding(found).replace("; ", ";\n"), fontsize=11)
+        figure.supxlabel(_caption(group, found), fontsize=SMALL, color="#666666")
     return figure
 
 
-def _caption(group: pd.DataFrame, results: DateOutcome) -> str:
+def _caption(group: pd.DataFrame, found: DateOutcome) -> str:
     first = group.iloc[0]
-    n = min(len(loss.values) for loss in results.losses.values())
+    n = min(len(loss.values) for loss in found.losses.values())
     reached = levels.reached(group[group["stop"] == 0])
     return (
-        f"{run_groups.title_of(group)}; {results.deficit_steps} steps at {first['q_min']} "
+        f"{run_groups.title_of(group)}; {found.deficit_steps} steps at {first['q_min']} "
         f"instead of {first['q_max']} bits, "
-        f"{results.recovery_steps} steps after each; n = {n}; 95 % intervals;\n"
+        f"{found.recovery_steps} steps after each; n = {n}; 95 % intervals;\n"
         f"without a deficit {reached}. Secondary effects, without correction."
     )
 
 
-def _described(results: DateOutcome) -> str:
-    return "; ".join(f"{loss.what}: {loss.shown()}" for loss in results.losses.values())
+def _described(found: DateOutcome) -> str:
+    return "; ".join(f"{loss.what}: {loss.shown()}" for loss in found.losses.values())
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
@@ -379,11 +379,11 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     for group in dated_groups(runs):
         if not list(at_equal_recovery(costs(group))):
             continue
-        results = outcome(group)
+        found = outcome(group)
         title = f"Costs of a deficit by date and learning-rate decay: {run_groups.title_of(group)}"
-        note = f"{finding(results)}. Secondary effects: without correction for several tests."
+        note = f"{finding(found)}. Secondary effects: without correction for several tests."
         yield Section(
-            title, (note,), decay_figure(group), _described(results), loss_table(results)
+            title, (note,), decay_figure(group), _described(found), loss_table(found)
         )
-        if results.differences:
-            yield Section(f"{title}: decays compared", table=difference_table(results))
+        if found.differences:
+            yield Section(f"{title}: decays compared", table=difference_table(found))

@@ -62,20 +62,20 @@ class Effect:
 
     def higher_range_test(self) -> int:
         """Return the q_min that the range test finds if it is higher than that of the runs, else 0."""
-        tested_q_min = int(range_tests().get(self.place, {}).get("q_min") or 0)
-        return tested_q_min if self.bits < f"q_min {tested_q_min}" else 0
+        found = int(range_tests().get(self.place, {}).get("q_min") or 0)
+        return found if self.bits < f"q_min {found}" else 0
 
     def number(self) -> str:
         """Return what was compared with its effect."""
         mean, low, high = self.interval
-        divergence_note = (
+        lost = (
             f", {self.diverged} of {len(self.started)} runs diverged"
             if self.diverged
             else ""
         )
         if mean != mean:
-            return f"{self.what}: no seed to compare{divergence_note}"
-        return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{divergence_note}"
+            return f"{self.what}: no seed to compare{lost}"
+        return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
 
 
 @cache
@@ -116,8 +116,8 @@ class Claim:
 def effect_of(
     runs: pd.DataFrame,
     differences: Iterable[float],
-    comparison: str,
-    other_controls: tuple[Effect, ...] = (),
+    what: str,
+    others: tuple[Effect, ...] = (),
 ) -> Effect:
     """Make an effect of differences by seed, as stored and positive in the claim's direction; of the runs compared."""
     values = metric_named(metric_of(runs)).factor * np.asarray(
@@ -127,17 +127,17 @@ def effect_of(
         runs,
         lambda alpha: statistics.interval(values, alpha),
         len(values),
-        comparison,
-        other_controls,
+        what,
+        others,
     )
 
 
 def effect_at(
     runs: pd.DataFrame,
-    interval_at: Callable[[float], Interval],
+    at: Callable[[float], Interval],
     n: int,
-    comparison: str,
-    other_controls: tuple[Effect, ...] = (),
+    what: str,
+    others: tuple[Effect, ...] = (),
 ) -> Effect:
     """Make an effect whose interval is a function of its level; of the runs compared."""
     first = runs.iloc[0]
@@ -145,9 +145,9 @@ def effect_at(
     return Effect(
         f"{run_groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
         str(first["scale"]),
-        interval_at,
+        at,
         n,
-        comparison,
+        what,
         f"{dataset}/{first['model']}",
         f"q_min {first['q_min']}",
         tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})),
@@ -155,7 +155,7 @@ def effect_at(
         dataset,
         tuple(runs["started"]),
         int(runs["diverged"].sum()),
-        other_controls,
+        others,
     )
 
 
@@ -194,23 +194,23 @@ def minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effec
     """Quality of ``a`` minus that of ``b``, see ``named_arm``; nothing when one of them was not run."""
     runs = quality_of(runs)
     try:
-        first_arm, second_arm = named_arm(runs, a), named_arm(runs, b)
-        sides = quality_cost.runs_of(runs, first_arm), quality_cost.runs_of(runs, second_arm)
+        x, y = named_arm(runs, a), named_arm(runs, b)
+        sides = quality_cost.runs_of(runs, x), quality_cost.runs_of(runs, y)
     except ValueError:
         return
-    comparison = " minus ".join(
-        _called(side, name) for side, name in zip(sides, (first_arm, second_arm), strict=True)
+    what = " minus ".join(
+        _called(side, name) for side, name in zip(sides, (x, y), strict=True)
     )
     yield effect_of(
-        pd.concat(sides), statistics.paired(*sides, "quality"), comparison + words
+        pd.concat(sides), statistics.paired(*sides, "quality"), what + words
     )
 
 
 def _called(side: pd.DataFrame, name: str) -> str:
     """An arm, or a group of savings with the arms that stand for it where some of the suite were not run."""
     arms = [arm for arm, profile in SUITE.items() if profile.savings == name]
-    stored_arms = [arm for arm in arms if arm in set(side["arm"])]
-    return name if stored_arms == arms else f"{name} ({', '.join(stored_arms)} alone)"
+    there = [arm for arm in arms if arm in set(side["arm"])]
+    return name if there == arms else f"{name} ({', '.join(there)} alone)"
 
 
 def named_arm(runs: pd.DataFrame, name: str) -> str:
@@ -230,7 +230,7 @@ def named_arm(runs: pd.DataFrame, name: str) -> str:
 
 
 def arm_minus(
-    runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], comparison: str
+    runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], what: str
 ) -> Effect:
     """Quality of ``a`` minus that of ``b``, each an arm of a recipe."""
     runs = quality_of(runs)
@@ -238,4 +238,4 @@ def arm_minus(
         runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)]
         for arm, recipe in (a, b)
     )
-    return effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), comparison)
+    return effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)

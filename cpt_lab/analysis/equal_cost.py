@@ -30,7 +30,7 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     planned = runs["relative_cost"] * runs["total_steps"]
     unit = (runs["bitops"] / planned)[~runs["diverged"]].median()
     runs = runs.assign(bitops=runs["bitops"].where(~runs["diverged"], unit * planned))
-    rows = []
+    lines = []
     for base in [
         a for a in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", a)
     ]:
@@ -40,19 +40,19 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
             rf"{re.escape(base)}( delayed|$)"
         )
         for arm, part in runs[~other].groupby("arm", sort=False):
-            cost_ratio = float(part["bitops"].mean() / reference["bitops"].mean())
-            if abs(cost_ratio - 1) <= WITHIN:
+            spent = float(part["bitops"].mean() / reference["bitops"].mean())
+            if abs(spent - 1) <= WITHIN:
                 values, gains = (
                     part[metric],
                     metric_named(metric).better * paired(part, reference, metric),
                 )
                 gains = gains if arm != base else gains.iloc[:0]
                 mean, low, high = interval(gains)
-                rows.append(
+                lines.append(
                     {
                         "base": base,
                         "arm": arm,
-                        "spent": cost_ratio,
+                        "spent": spent,
                         "mean": values.mean(),
                         "std": values.std(),
                         "n": int(values.count()),
@@ -64,31 +64,31 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
                         "pairs": len(gains),
                     }
                 )
-    if not rows:
+    if not lines:
         raise ValueError(
             "no rows of RR that others could be compared with; run designs.equal_cost"
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(lines)
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``equal_cost`` for people; runs as there."""
     name = metric_of(runs)
-    metric, arms = metric_named(name), equal_cost(runs)
+    metric, found = metric_named(name), equal_cost(runs)
     cells = {
-        "arm": arms.arm,
-        "BitOps / those of RR": arms.spent.map("{:.3f}".format),
-        f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
-        "std": metric.text(arms["std"]),
-        "n": arms.n,
+        "arm": found.arm,
+        "BitOps / those of RR": found.spent.map("{:.3f}".format),
+        f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+        "std": metric.text(found["std"]),
+        "n": found.n,
         "better than RR by [95 %]": intervals(
-            replace(metric, digits=metric.digits + 1), arms
+            replace(metric, digits=metric.digits + 1), found
         ),
         "better": [
             f"{r.better} of {r.pairs}" if r.arm != r.base else ""
-            for r in arms.itertuples()
+            for r in found.itertuples()
         ],
-        "diverged": arms.diverged,
+        "diverged": found.diverged,
     }
     return pd.DataFrame(cells)
 
@@ -97,8 +97,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the same BitOps buy, for every recipe where that was tried."""
     for name, group in with_unique_names(equal_cost_groups(runs)):
         try:
-            arms = equal_cost(group)
+            found = equal_cost(group)
         except ValueError:  # RR itself is missing
             continue
-        if (arms.arm != arms.base).any():
+        if (found.arm != found.base).any():
             yield Section(f"Equal cost: {name}", table=summary(group))

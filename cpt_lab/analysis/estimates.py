@@ -73,15 +73,15 @@ class Estimate:
 
 def find_rows(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
     """Return the newest rows of specs in their order; where some are missing, a word such as "open: 3 of 9 runs"."""
-    keys, stored_rows = (
+    keys, known = (
         [spec.key for spec in specs],
         runs.drop_duplicates("key", keep="last").set_index("key"),
     )
-    num_stored = sum(key in stored_rows.index for key in keys)
+    there = sum(key in known.index for key in keys)
     return (
-        stored_rows.loc[keys]
-        if num_stored == len(keys)
-        else f"open: {num_stored} of {plural(len(keys), 'run')}"
+        known.loc[keys]
+        if there == len(keys)
+        else f"open: {there} of {plural(len(keys), 'run')}"
     )
 
 
@@ -122,7 +122,7 @@ def by_run(
         columns: name -> what follows the metric.
     """
     arms = [re.sub(r" at [\d.]+$", "", spec.arm) for spec in specs]
-    frame = pd.DataFrame(
+    found = pd.DataFrame(
         {
             "spec": specs,
             "seed": [spec.seed for spec in specs],
@@ -130,9 +130,9 @@ def by_run(
             "unit": unit_of(rows),
         }
     )
-    costs = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
+    taken = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
     values = {name: quality(rows, outputs, column) for name, column in columns.items()}
-    return frame.assign(lost=(rows["status"] != "ok").to_numpy(), **costs, **values)
+    return found.assign(lost=(rows["status"] != "ok").to_numpy(), **taken, **values)
 
 
 def seeds_by_arms(runs: pd.DataFrame, value: str = TOP) -> pd.DataFrame:

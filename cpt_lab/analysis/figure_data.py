@@ -33,17 +33,17 @@ def experiments(
         runs: None takes all committed rows.
         model: only runs of this model; "" takes all.
     """
-    candidates = all_committed() if runs is None else runs
-    candidates = candidates[candidates["scale"] != "smoke"]
+    found = all_committed() if runs is None else runs
+    found = found[found["scale"] != "smoke"]
     if model:
-        candidates = candidates[candidates["model"] == model]
+        found = found[found["model"] == model]
     figure, _, task = artefact.partition("/")
     if figure in ("figure_8", "table_1"):
         parts = run_groups.deficit_groups(
-            candidates[candidates["task"] == "image"] if figure == "table_1" else candidates
+            found[found["task"] == "image"] if figure == "table_1" else found
         )
     elif figure == "figure_5":
-        parts = run_groups.aggregation_groups(candidates)
+        parts = run_groups.aggregation_groups(found)
     else:
         tasks = (
             [task]
@@ -52,7 +52,7 @@ def experiments(
             if figure in _TASKS
             else ["language_model", "entailment"]
         )
-        parts = _by_recipe(candidates[candidates["task"].isin(tasks)])
+        parts = _by_recipe(found[found["task"].isin(tasks)])
     return sorted((part for part in parts if len(part)), key=_shows, reverse=True)
 
 
@@ -60,8 +60,8 @@ def best_rows(
     artefact: str, runs: pd.DataFrame | None = None, model: str = ""
 ) -> pd.DataFrame:
     """Return the experiment of a figure that shows most; an empty table where there is none."""
-    candidates = experiments(artefact, runs, model)
-    return candidates[0] if candidates else all_committed().iloc[:0]
+    found = experiments(artefact, runs, model)
+    return found[0] if found else all_committed().iloc[:0]
 
 
 def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
@@ -107,8 +107,8 @@ class _Shows(NamedTuple):
 
 def _shows(part: pd.DataFrame) -> _Shows:
     first = part.iloc[0]
-    suite_runs = part[part["arm"].isin(SUITE)]
-    schedules = suite_runs["arm"].nunique()
+    of_suite = part[part["arm"].isin(SUITE)]
+    schedules = of_suite["arm"].nunique()
     is_embedded = str(first["dataset"]) in DATASETS and bool(
         DATASETS[str(first["dataset"])].embedded
     )
@@ -118,7 +118,7 @@ def _shows(part: pd.DataFrame) -> _Shows:
         bool(schedules >= MIN_SCHEDULES or has_deficits or has_both_aggregations),
         SCALES.index(first["scale"]),
         not is_embedded,
-        suite_runs["q_max"].nunique(),
+        of_suite["q_max"].nunique(),
         schedules,
         int(part.groupby("arm")["seed"].nunique().median()),
     )

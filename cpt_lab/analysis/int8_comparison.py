@@ -71,14 +71,14 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return ``execution_difference`` for people, of the main metric and of the test loss; runs as there."""
     parts = []
     for metric in (metric_named(metric_of(runs)), LOSS):
-        differences = execution_difference(runs, metric.name)
+        found = execution_difference(runs, metric.name)
         cells = {
-            "comparison": differences["comparison"],
+            "comparison": found["comparison"],
             "of": f"{metric.name} {metric.unit}".rstrip(),
-            "difference [95 %]": intervals(metric, differences),
-            "std over seeds": metric.text(differences["std"]),
-            "pairs": differences["pairs"],
-            "diverged": differences["diverged"],
+            "difference [95 %]": intervals(metric, found),
+            "std over seeds": metric.text(found["std"]),
+            "pairs": found["pairs"],
+            "diverged": found["diverged"],
         }
         parts.append(pd.DataFrame(cells))
     return pd.concat(parts, ignore_index=True)

@@ -22,10 +22,10 @@ LEVEL_COLUMNS = ["recipe", "recipe_but_cycles", "preset", "scale", "q_max"]
 
 def value_text(metric: str, value: float) -> str:
     """Return a stored metric with its unit, such as "82.1 %" or "perplexity 8.31"."""
-    declared = metric_named(metric)
-    if declared.unit:
-        return f"{declared.factor * value:.1f} {declared.unit}"
-    return f"{metric} {declared.factor * value:.{max(declared.digits, 2)}f}"
+    found = metric_named(metric)
+    if found.unit:
+        return f"{found.factor * value:.1f} {found.unit}"
+    return f"{metric} {found.factor * value:.{max(found.digits, 2)}f}"
 
 
 def full_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -65,19 +65,19 @@ def level_of(full: pd.DataFrame, compared: Iterable[tuple[Any, ...]]) -> str:
         full: all runs at full bits that are known, see ``full_bits``.
         compared: values of ``LEVEL_COLUMNS`` of the runs that were compared. The highest q_max counts.
     """
-    level_keys = set(compared)
-    if not level_keys:
+    wanted = set(compared)
+    if not wanted:
         return ""
-    highest = max(q_max for *_, q_max in level_keys)
-    run_keys = list(full[LEVEL_COLUMNS].itertuples(index=False, name=None))
-    level_runs = full[[place in level_keys and place[-1] == highest for place in run_keys]]
-    if level_runs.empty:
-        but_cycles = {place[1:] for place in level_keys if place[-1] == highest}
-        level_runs = full[[place[1:] in but_cycles for place in run_keys]]
-    if level_runs.empty:
+    highest = max(q_max for *_, q_max in wanted)
+    places = list(full[LEVEL_COLUMNS].itertuples(index=False, name=None))
+    mine = full[[place in wanted and place[-1] == highest for place in places]]
+    if mine.empty:
+        but_cycles = {place[1:] for place in wanted if place[-1] == highest}
+        mine = full[[place[1:] in but_cycles for place in places]]
+    if mine.empty:
         return ""
-    name = "no deficit" if (level_runs["kind"] == "deficit").all() else f"static {highest}"
-    return stated(name, [reached(level_runs)])
+    name = "no deficit" if (mine["kind"] == "deficit").all() else f"static {highest}"
+    return stated(name, [reached(mine)])
 
 
 def of_experiment(runs: pd.DataFrame) -> str:
@@ -100,8 +100,8 @@ def training_text(recipe: Recipe) -> str:
     images, size = getattr(recipe, "train_images", None), getattr(recipe, "size", None)
     if images:
         epochs = recipe.steps * recipe.batch / images
-        epochs_text = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
-        return f"{epochs_text} epochs of {images:,} images of {size} x {size}"
+        shown = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
+        return f"{shown} epochs of {images:,} images of {size} x {size}"
     tokens, length = (
         getattr(recipe, "train_tokens", None),
         getattr(recipe, "length", None),

@@ -28,10 +28,10 @@ def worst_value(task: str, metric: Metric, recipe: Mapping[str, Any]) -> float:
 def metric_of(runs: pd.DataFrame) -> str:
     """Return the name of the main metric of the task that runs belong to; ValueError when they mix metrics."""
     tasks = set(runs["task"])
-    metric_names = {main_metric(task).name for task in tasks} or {ACCURACY.name}
-    if len(metric_names) > 1:
+    found = {main_metric(task).name for task in tasks} or {ACCURACY.name}
+    if len(found) > 1:
         raise ValueError(f"rows mix tasks: {', '.join(sorted(tasks))}; choose one")
-    return metric_names.pop()
+    return found.pop()
 
 
 def metric_named(name: str) -> Metric:
@@ -59,8 +59,8 @@ def interval_text(mean: float, low: float, high: float, digits: int = 2) -> str:
 
 def spread_text(metric: Metric, mean: float, std: float, n: int) -> str:
     """Return a stored mean with its standard deviation over n seeds; one seed has none: "82.4 +- 3.2 (n = 5)"."""
-    mean_text, std_text = metric.text([mean, std])
-    return f"{mean_text} +- {std_text} (n = {n})" if n > 1 else f"{mean_text} (n = {n})"
+    shown, spread = metric.text([mean, std])
+    return f"{shown} +- {spread} (n = {n})" if n > 1 else f"{shown} (n = {n})"
 
 
 def plural(n: int, word: str) -> str:

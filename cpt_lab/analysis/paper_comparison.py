@@ -44,13 +44,13 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     at_paper = runs[runs["scale"] == "paper"]
     lines = []
     for p in numbers().itertuples():
-        subject = ", ".join(
+        what = ", ".join(
             filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model))
         )
         arm = f"{p.arm} minus {p.minus}" if p.minus and p.metric != "saved" else p.arm
         printed = number_text(p.value, p.to, p.std, p.unit)
         lines.append(
-            (subject, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
+            (what, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
         )
     return pd.DataFrame(lines, columns=COLUMNS)
 
@@ -61,19 +61,19 @@ def _nearest(
     """Return our value, its data and scale, and the value of the best epoch ("" where there is none)."""
     if p.metric == "saved":
         return _saved(p), "the paper's setting", ""
-    same_setting = at_paper[
+    same = at_paper[
         (at_paper["dataset"] == p.dataset)
         & ((at_paper["model"] == p.model) | (p.model == ""))
     ]
     if p.minus:
-        differences = _differences(same_setting, p)
-        if differences:
-            return "; ".join(differences), "paper scale", ""
+        found = _differences(same, p)
+        if found:
+            return "; ".join(found), "paper scale", ""
     else:
-        arm_runs = _of_arm(same_setting, p)
-        measured = _spread(arm_runs, p, p.metric)
-        if measured:
-            return measured, "paper scale", _spread(arm_runs, p, f"{p.metric}_best_test")
+        of_arm = _of_arm(same, p)
+        ours = _spread(of_arm, p, p.metric)
+        if ours:
+            return ours, "paper scale", _spread(of_arm, p, f"{p.metric}_best_test")
     return *_on_stand_ins(p, runs[runs["scale"] != "paper"]), ""
 
 
@@ -87,9 +87,9 @@ def _on_stand_ins(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
         figure = f"{p.artefact}/{task}" if p.artefact == "figure_7" else p.artefact
         model = p.model if task == "graph" else ""
         for part in experiments(figure, runs, model):
-            differences = _differences(part, p)
-            if differences:
-                return differences[0].partition(": ")[2], _described(part)
+            found = _differences(part, p)
+            if found:
+                return found[0].partition(": ")[2], _described(part)
     return NOT_RUN, _needs(p)
 
 
@@ -100,12 +100,12 @@ def _described(part: pd.DataFrame) -> str:
 
 def _needs(p: Any) -> str:
     """Return which grid holds a number that was not measured, and its runs."""
-    dataset_grids = [
+    named = [
         name
         for name, grid in GRIDS.items()
         if name.startswith(f"{p.dataset}/") and "paper" in grid.scales
     ]
-    grids = [name for name in dataset_grids if GRIDS[name].artefact == p.artefact] or dataset_grids
+    grids = [name for name in named if GRIDS[name].artefact == p.artefact] or named
     return (
         f"needs `{grids[0]}` ({len(grid_specs(grids[0], 'paper'))} runs at paper scale)"
     )
@@ -114,18 +114,18 @@ def _needs(p: Any) -> str:
 def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
     """Return the accuracy of the arm whose deficit is nearest to one of table 1, as shares of the normal training."""
     for part in experiments("table_1", runs):
-        arms = critical_periods.deficits(part)
-        arm, _ = critical_periods.nearest_arm(arms, p.arm, p.dataset)
+        found = critical_periods.deficits(part)
+        arm, _ = critical_periods.nearest_arm(found, p.arm, p.dataset)
         if len(arm):
-            normal = arms[
-                (arms["experiment"] == "length") & (arms["place"] == "none")
+            normal = found[
+                (found["experiment"] == "length") & (found["place"] == "none")
             ]["total"].min()
             factor = metric_named(metric_of(part)).factor
             first = arm.iloc[0]
-            measured = spread_text(
+            shown = spread_text(
                 PRINTED, factor * first["mean"], factor * first["std"], first["n"]
             )
-            return f"{measured} with {first['arm']}", _described(part).replace(
+            return f"{shown} with {first['arm']}", _described(part).replace(
                 f"{part.iloc[0]['total_steps']:,} steps", f"{normal:,} normal steps"
             )
     return NOT_RUN, _needs(p)
@@ -141,11 +141,11 @@ def _of_arm(runs: pd.DataFrame, p: Any) -> pd.DataFrame:
         for r in critical_periods.deficits(part).itertuples()
     ]
     arms = {(r.arm, r.recipe) for r in found if r.paper_arm == p.arm}
-    is_arm = np.array(
+    same = np.array(
         [pair in arms for pair in zip(runs["arm"], runs["recipe"], strict=True)],
         dtype=bool,
     )
-    return runs[is_arm & (runs["q_max"] == p.q_max)]
+    return runs[same & (runs["q_max"] == p.q_max)]
 
 
 def _spread(runs: pd.DataFrame, p: Any, metric: str) -> str:
@@ -155,9 +155,9 @@ def _spread(runs: pd.DataFrame, p: Any, metric: str) -> str:
         if metric in runs
         else runs["relative_cost"].iloc[:0]
     )
-    divergence_note = f", {runs['diverged'].sum()} diverged" if runs["diverged"].any() else ""
+    lost = f", {runs['diverged'].sum()} diverged" if runs["diverged"].any() else ""
     return (
-        spread_text(PRINTED, values.mean(), values.std(), len(values)) + divergence_note
+        spread_text(PRINTED, values.mean(), values.std(), len(values)) + lost
         if len(values)
         else ""
     )
@@ -165,10 +165,10 @@ def _spread(runs: pd.DataFrame, p: Any, metric: str) -> str:
 
 def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
     """Our paired differences of what the paper compares, of every experiment that has both."""
-    differences = []
+    found = []
     if p.artefact == "figure_5":
         for part in run_groups.aggregation_groups(runs[runs["q_max"] == p.q_max]):
-            differences.append(
+            found.append(
                 (
                     run_groups.title_of(part),
                     -aggregation_difference(part, p.metric)["difference"],
@@ -181,10 +181,10 @@ def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
             q_max, names = part["q_max"].iloc[0], {*part["arm"], *part["savings"]}
             if {p.arm, static := f"static {q_max}"} <= names:
                 values = quality_cost.paired_difference(part, p.arm, static, p.metric)
-                differences.append((f"{run_groups.title_of(part)}, q_max {q_max}", values))
+                found.append((f"{run_groups.title_of(part)}, q_max {q_max}", values))
     return [
         f"{name}: {interval_text(*statistics.interval(UNITS[p.unit] * values))} (n = {len(values)})"
-        for name, values in differences
+        for name, values in found
         if len(values)
     ]
 

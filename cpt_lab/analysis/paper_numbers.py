@@ -22,18 +22,18 @@ def numbers() -> pd.DataFrame:
 
 def of_experiment(runs: pd.DataFrame, artefact: str) -> pd.DataFrame:
     """Return those of an artefact, such as "figure_3", that are about the arms of an experiment at paper scale."""
-    all_numbers, first = numbers(), runs.iloc[0]
-    is_selected = (
-        (all_numbers["minus"] == "")
-        & (all_numbers["artefact"] == artefact)
-        & (all_numbers["metric"] == metric_of(runs))
+    found, first = numbers(), runs.iloc[0]
+    same = (
+        (found["minus"] == "")
+        & (found["artefact"] == artefact)
+        & (found["metric"] == metric_of(runs))
     )
-    is_selected &= (
-        (all_numbers["dataset"] == first["dataset"])
-        & (all_numbers["model"] == first["model"])
+    same &= (
+        (found["dataset"] == first["dataset"])
+        & (found["model"] == first["model"])
         & (first["scale"] == "paper")
     )
-    return all_numbers[is_selected].astype({"q_max": int})
+    return found[same].astype({"q_max": int})
 
 
 def of_figure(runs: pd.DataFrame) -> pd.DataFrame:
@@ -43,31 +43,31 @@ def of_figure(runs: pd.DataFrame) -> pd.DataFrame:
     the same task, on graphs with the same network. Column ``own_data`` is True where the paper's data are not those of
     the experiment; ``data`` is the name of the paper's data set.
     """
-    all_numbers, first = numbers(), runs.iloc[0]
-    all_numbers = all_numbers[all_numbers["artefact"] == EXPERIMENTS[first["task"]].artefact]
-    all_numbers = all_numbers[
-        [task_of_dataset(dataset) == first["task"] for dataset in all_numbers["dataset"]]
+    found, first = numbers(), runs.iloc[0]
+    found = found[found["artefact"] == EXPERIMENTS[first["task"]].artefact]
+    found = found[
+        [task_of_dataset(dataset) == first["task"] for dataset in found["dataset"]]
     ]
     if first["task"] == "graph":
-        all_numbers = all_numbers[all_numbers["model"] == first["model"]]
-    is_same_setting = (all_numbers["dataset"] == first["dataset"]) & all_numbers["model"].isin(
+        found = found[found["model"] == first["model"]]
+    same = (found["dataset"] == first["dataset"]) & found["model"].isin(
         ["", first["model"]]
     )
-    own_data = not (first["scale"] == "paper" and is_same_setting.any())
+    own_data = not (first["scale"] == "paper" and same.any())
     if not own_data:
-        all_numbers = all_numbers[is_same_setting]
-    return all_numbers.assign(
+        found = found[same]
+    return found.assign(
         own_data=own_data,
-        data=[DATASETS[dataset].title for dataset in all_numbers["dataset"]],
+        data=[DATASETS[dataset].title for dataset in found["dataset"]],
     )
 
 
-def number_text(value: float, upper: float, std: float, unit: str) -> str:
+def number_text(value: float, to: float, std: float, unit: str) -> str:
     """Return a number as it is printed, such as "92.23 +- 0.09 %" or "-1.5 to -1 points"."""
     sign = "+" if unit == "points" else ""
-    value_text = (
+    shown = (
         f"{value:{sign}g}"
-        + (f" to {upper:{sign}g}" if upper == upper else "")
+        + (f" to {to:{sign}g}" if to == to else "")
         + (f" +- {std:.2f}" if std == std else "")
     )
-    return f"{value_text} {unit}"
+    return f"{shown} {unit}"

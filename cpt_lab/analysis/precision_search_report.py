@@ -50,23 +50,23 @@ NOT_TRIED = (
 
 def answer_sections(dataset: str, scale: str) -> list[Section]:
     """Return what was found for data, by model, with figures and links as seen from ``runs/reproduce/SCALE``."""
-    page_sections = []
+    found = []
     for path in sorted((runs_dir() / "try").glob(f"*-{scale}/{ANSWER}")):
-        answer_dataset, finding, *sentences = path.read_text(encoding="utf-8").splitlines()
-        folder_address = f"../../try/{path.parent.name}"
+        of, finding, *said = path.read_text(encoding="utf-8").splitlines()
+        at = f"../../try/{path.parent.name}"
         table = pd.DataFrame(
             {
                 "all of it": [
-                    {"page": f"{folder_address}/index.html", "name": "every training", "failed": ""}
+                    {"page": f"{at}/index.html", "name": "every training", "failed": ""}
                 ]
             }
         )
-        figure = f"{folder_address}/{FIGURE}" if path.with_name(FIGURE).exists() else None
-        if answer_dataset == dataset:
-            page_sections.append(
-                Section(f"{dataset}: {finding}", (*sentences, EVALUATED), figure, ALT, table)
+        figure = f"{at}/{FIGURE}" if path.with_name(FIGURE).exists() else None
+        if of == dataset:
+            found.append(
+                Section(f"{dataset}: {finding}", (*said, EVALUATED), figure, ALT, table)
             )
-    return page_sections
+    return found
 
 
 def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[RunSpec]:
@@ -100,7 +100,7 @@ def try_recipe(
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
     """
-    store, unit, title, metric_name = _folder(recipe, scale) / "rows.jsonl", "", "", ""
+    store, unit, title, of = _folder(recipe, scale) / "rows.jsonl", "", "", ""
     tried_rows: list[Row] = []
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
@@ -113,7 +113,7 @@ def try_recipe(
             )
         tried_rows.extend(rows)
         frame = table(rows)
-        unit, title, metric_name = unit_of(frame), rows[0]["title"], metric_of(frame)
+        unit, title, of = unit_of(frame), rows[0]["title"], metric_of(frame)
         values = pd.Series(quality(frame, 1, "_current")).where(
             (frame["status"] == "ok").to_numpy()
         )
@@ -122,7 +122,7 @@ def try_recipe(
             for a, v, row in zip(arms, values, rows, strict=True)
         }
 
-    result = run_precision_search(
+    found = run_precision_search(
         results,
         recipe.dataset,
         recipe.steps,
@@ -133,63 +133,63 @@ def try_recipe(
         at_once=at_once,
     )
     guess = -math.inf if guessed is None else 100 * guessed
-    result = replace(
-        result, title=title or recipe.dataset, unit=unit, of=metric_name, guessed=guess
+    found = replace(
+        found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess
     )
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     reports, missing = data_reports.stored_reports([store], tried_rows)
-    first, *further_sections = sections(result)
+    first, *others = sections(found)
     first = replace(first, notes=(*first.notes, *data_reports.summary(reports)))
-    page_sections = [first, *further_sections, *data_reports.sections(reports, missing)]
+    shown = [first, *others, *data_reports.sections(reports, missing)]
     write_text(
         page,
         render(
             "page.html.j2",
-            title=result.title,
+            title=found.title,
             notes=[note] if note else [],
-            sections=page_sections,
+            sections=shown,
         ),
     )
-    if figure := page_sections[0].figure:
-        page.with_name(FIGURE).write_bytes(picture(figure)[0])  # type: ignore[arg-type]  # no address
-    write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{result.finding}\n{result}\n")
-    return result, page
+    if drawn := shown[0].figure:
+        page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address
+    write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
+    return found, page
 
 
 def _folder(recipe: Recipe, scale: str) -> Path:
     """Return the folder of the page: a name that no shell hides, or the hidden one that a former release made."""
     name = re.sub(
-        r"[^\w.-]+", "-", recipe_name := f"{recipe.dataset.strip('/')}-{recipe.model}"
+        r"[^\w.-]+", "-", said := f"{recipe.dataset.strip('/')}-{recipe.model}"
     )
     former = name
     name = name.lstrip(".-") if name.startswith(".") else name
-    if name != recipe_name:  # for a-b/ is another folder than a/b/
+    if name != said:  # for a-b/ is another folder than a/b/
         name, former = (
-            f"{folder_name}-{zlib.crc32(recipe_name.encode()):08x}" for folder_name in (name, former)
+            f"{one}-{zlib.crc32(said.encode()):08x}" for one in (name, former)
         )
     hidden = runs_dir() / "try" / f"{former}-{scale}"
     return hidden if hidden.exists() else hidden.with_name(f"{name}-{scale}")
 
 
-def sections(result: PrecisionSearchResult) -> list[Section]:
+def sections(found: PrecisionSearchResult) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
-    sentences = (
-        *(f"{name}: {words}" for name, words in result.sentences().items()),
-        str(result).partition("\n")[0],
+    said = (
+        *(f"{name}: {words}" for name, words in found.sentences().items()),
+        str(found).partition("\n")[0],
     )
-    stop_notes = (
+    over = (
         ("Stopped before all was clear: the same command, run again, adds seeds.",)
-        if result.out_of_time
+        if found.out_of_time
         else ()
     )
-    differences = [
+    there = [
         d
-        for d in map(partial(result.difference, other=FULL), result.results)
+        for d in map(partial(found.difference, other=FULL), found.results)
         if d.arm.name != FULL
     ]
-    pasted = tuple(f"`{line}`" for line in result.lines().splitlines())
-    lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in differences]
+    pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
+    lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
     columns = [
         "bits",
         f"bit operations, {WIDTHS[0]} bits = 1",
@@ -197,7 +197,7 @@ def sections(result: PrecisionSearchResult) -> list[Section]:
         "seeds",
     ]
     return [
-        Section(result.finding, (*sentences, *stop_notes), result.figure() if differences else None, ALT),
+        Section(found.finding, (*said, *over), found.figure() if there else None, ALT),
         *([Section("To train like this", pasted)] if pasted else []),
         Section(
             "All that was trained",

@@ -68,8 +68,8 @@ def rank_correlation(
     metric = metric or metric_of(runs)
     runs = at_q_max(runs, None)
     bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
-    is_used = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
-    runs = runs[runs["savings"].isin(["large", "medium", "small"]) | is_used.fillna(False)]
+    kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
+    runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
     if len(wide) < 3:
         raise ValueError(
@@ -140,22 +140,22 @@ def predictors(
     Raises:
         ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
     """
-    correlations = rank_correlation(runs, metric, static=static, alpha=alpha)
-    arms, seeds = correlations["arms"].iloc[0], correlations["seeds"].iloc[0]
+    found = rank_correlation(runs, metric, static=static, alpha=alpha)
+    arms, seeds = found["arms"].iloc[0], found["seeds"].iloc[0]
     if arms < 10 or seeds < 2:
         raise ValueError(
             f"ten arms and two seeds are needed, there are {arms} and {seeds}"
         )
-    if correlations["strength"].isna().all():
+    if found["strength"].isna().all():
         raise ValueError(
             f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank"
         )
     verdicts = np.select(
-        [correlations["difference_low"] > 0, correlations["difference_high"] < 0],
+        [found["difference_low"] > 0, found["difference_high"] < 0],
         ["better", "worse"],
         "undecided",
     )
-    return correlations.assign(verdict=verdicts)
+    return found.assign(verdict=verdicts)
 
 
 def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -163,29 +163,29 @@ def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
     Where two experiments train the same, they go by their whole names.
     """
-    results = {}
+    found = {}
     for name, group in with_unique_names(quality_cost_groups(runs)):
         try:
-            results[name] = (
+            found[name] = (
                 f"{title_of(group)}, {group['scale'].iloc[0]} scale",
                 predictors(group),
             )
         except ValueError:  # too few arms or seeds
             continue
-    titles = Counter(title for title, _ in results.values())
+    titles = Counter(title for title, _ in found.values())
     return {
         title if titles[title] == 1 else name: frame
-        for name, (title, frame) in results.items()
+        for name, (title, frame) in found.items()
     }
 
 
-def summary(results: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return ``predictors_by_title`` for people: a line per experiment and predictor."""
-    value_columns = ["rank correlation [95 %]", "minus that of cost [95 %]"]
+    of_both = ["rank correlation [95 %]", "minus that of cost [95 %]"]
     columns = [
         "experiment",
         "predictor",
-        *value_columns,
+        *of_both,
         "verdict",
         "arms",
         "seeds",
@@ -193,10 +193,10 @@ def summary(results: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     ]
     lines = []
     short = {
-        name: re.split(r",(?![^(]*\))", name)[0] for name in results
+        name: re.split(r",(?![^(]*\))", name)[0] for name in found
     }  # up to the first comma, not in brackets
-    for name, frame in results.items():
-        title = short[name] if list(short.values()).count(short[name]) == 1 else name
+    for name, frame in found.items():
+        shown = short[name] if list(short.values()).count(short[name]) == 1 else name
         for r in frame.itertuples():
             cost = r.predictor == "relative_cost"
             against = (
@@ -208,7 +208,7 @@ def summary(results: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             verdict = "" if cost else r.verdict
             lines.append(
                 (
-                    title,
+                    shown,
                     NAMES[r.predictor],
                     strength,
                     against,
@@ -221,18 +221,18 @@ def summary(results: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def correlation_figure(results: Mapping[str, pd.DataFrame]) -> Figure:
+def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     """Draw the rank correlation of cost and quality over the ten schedules, an interval per experiment.
 
     Args:
-        results: ``predictors_by_title`` of runs.
+        found: ``predictors_by_title`` of runs.
 
     Paper: section 4.5 (cost and quality correlate in the majority of domains).
     Differs: the paper gives no coefficient; coefficients and intervals are ours.
     """
     lines = [
         (name, frame.set_index("predictor").loc["relative_cost"])
-        for name, frame in results.items()
+        for name, frame in found.items()
     ]
     lines.sort(key=lambda line: line[1].strength)
     names = [textwrap.fill(name.removesuffix(" scale"), 48) for name, _ in lines]
@@ -258,12 +258,12 @@ def correlation_figure(results: Mapping[str, pd.DataFrame]) -> Figure:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what predicts the quality of a schedule, over all experiments that are large enough."""
-    results = predictors_by_title(runs)
-    if results:
+    found = predictors_by_title(runs)
+    if found:
         note = (
             "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
             "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has "
             "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"
-        yield Section(name, (note,), table=summary(results), style="left")
+        yield Section(name, (note,), table=summary(found), style="left")

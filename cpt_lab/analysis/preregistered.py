@@ -53,23 +53,23 @@ class Answer:
         )
 
 
-def correct_answers(answers: Sequence[Answer]) -> list[Answer]:
+def correct_answers(found: Sequence[Answer]) -> list[Answer]:
     """Return the answers of a study with their p-values after Holm's correction, and the words that follow."""
 
     def worded(a: Answer, adjusted: float) -> Answer:
-        confirmed_word, otherwise = a.words
-        parts = [
-            word for word in (confirmed_word if adjusted < LEVEL else "", otherwise) if word
+        stands, otherwise = a.words
+        said = [
+            word for word in (stands if adjusted < LEVEL else "", otherwise) if word
         ]
         return replace(
             a,
             adjusted=adjusted,
-            word="; ".join([*(parts or ["open"]), *filter(None, [a.beside])]),
+            word="; ".join([*(said or ["open"]), *filter(None, [a.beside])]),
         )
 
     return [
         worded(a, p) if a.primary else a
-        for a, p in zip(answers, holm([a.p for a in answers]), strict=True)
+        for a, p in zip(found, holm([a.p for a in found]), strict=True)
     ]
 
 
@@ -83,10 +83,10 @@ def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
 
 def judge_unbeaten(
     primary: Sequence[Estimate],
-    confirmed_text: str,
+    stands: str,
     wins: str,
     secondary: Sequence[Estimate] = (),
-    note: str = "",
+    beside: str = "",
     other: str = "static",
 ) -> Answer:
     """Return the answer to whether nothing beats the other side by its margin; ``wins`` says what does."""
@@ -97,16 +97,16 @@ def judge_unbeaten(
         if above
         else ""
     )
-    words, remark = (
-        (f"confirmed: {confirmed_text}", beaten),
-        f"{other} is better in {len(below)} {count}{note}",
+    words, said = (
+        (f"confirmed: {stands}", beaten),
+        f"{other} is better in {len(below)} {count}{beside}",
     )
     return Answer(
         primary=tuple(primary),
         p=p,
         words=words,
         secondary=tuple(secondary),
-        beside=remark,
+        beside=said,
     )
 
 
@@ -120,23 +120,23 @@ def add_rules(
         family: the answers of the study, before Holm's correction.
         by_rule: the answer to the same question by rule, before correction.
     """
-    outcomes, texts = {}, []
-    for rule, rule_answer in by_rule.items():
-        rule_family = correct_answers(
-            [rule_answer if a.question == answer.question else a for a in family]
+    outcomes, told = {}, []
+    for rule, alike in by_rule.items():
+        told_alike = correct_answers(
+            [alike if a.question == answer.question else a for a in family]
         )
-        corrected = next(a for a in rule_family if a.question == answer.question)
-        outcomes[rule] = _outcome_alone(corrected.word)
-        without_names = re.sub(r" \([^()]*\)", "", corrected.word)
-        texts.append(
+        found = next(a for a in told_alike if a.question == answer.question)
+        outcomes[rule] = _outcome_alone(found.word)
+        without_names = re.sub(r" \([^()]*\)", "", found.word)
+        told.append(
             (
                 rule,
-                f"{without_names}; p {_number(corrected.adjusted)} after Holm's correction",
+                f"{without_names}; p {_number(found.adjusted)} after Holm's correction",
             )
         )
-    dependence = depends(_outcome_alone(answer.word), outcomes)
+    said = depends(_outcome_alone(answer.word), outcomes)
     return replace(
-        answer, word="; ".join(filter(None, [answer.word, dependence])), by_rule=tuple(texts)
+        answer, word="; ".join(filter(None, [answer.word, said])), by_rule=tuple(told)
     )
 
 
@@ -147,18 +147,18 @@ def _outcome_alone(word: str) -> str:
 
 def depends(outcome: str, by_rule: Mapping[str, str]) -> str:
     """Return "depends on the rule" where an outcome is another under rules that judge both sides alike, and which."""
-    deviations = [
+    others = [
         f"{other} where both are judged at {rule}"
         for rule, other in by_rule.items()
         if other != outcome
     ]
-    return f"depends on the rule: {' and '.join(deviations)}" if deviations else ""
+    return f"depends on the rule: {' and '.join(others)}" if others else ""
 
 
-def summary(answers: Sequence[Answer]) -> pd.DataFrame:
+def summary(found: Sequence[Answer]) -> pd.DataFrame:
     """Return the answers for people: question, primary effect, p-value before and after Holm, outcome, runs lost."""
     lines = []
-    for a in answers:
+    for a in found:
         effects = "; ".join(map(str, a.primary)) or "–"
         by_rule = a.judged() or "–"
         lines.append(
@@ -191,11 +191,11 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 
-def secondary(answers: Sequence[Answer]) -> pd.DataFrame:
+def secondary(found: Sequence[Answer]) -> pd.DataFrame:
     """Return all else that the document promises, with 95 % intervals; it decides nothing."""
     lines = [
         (a.question, e.what, e.shown(), len(e.values))
-        for a in answers
+        for a in found
         for e in a.secondary
     ]
     return pd.DataFrame(lines, columns=["", "effect", "mean [95 %]", "seeds"])
@@ -216,29 +216,29 @@ def in_margins(
     above: str = "cycle is better",
 ) -> list[Line]:
     """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
-    negative, positive = (
+    lost, won = (
         significant_effects(effects, side, 0.025) for side in ("less", "greater")
     )
     lines = []
     for name, e in zip(names, effects, strict=True):
         word = (
             below
-            if e.what in negative
+            if e.what in lost
             else above
-            if e.what in positive
+            if e.what in won
             else "alike"
             if e.small
             else "open"
         )
         low, high = e.interval()
-        verdict = f"{word} ({e.mean:+.2f} {e.unit})"
+        said = f"{word} ({e.mean:+.2f} {e.unit})"
         lines.append(
             (
                 f"{name}, n = {len(e.values)}",
                 e.mean / e.margin,
                 low / e.margin,
                 high / e.margin,
-                verdict,
+                said,
             )
         )
     return lines
@@ -335,30 +335,30 @@ def fresh(grid: str) -> list[RunSpec]:
 
 def data_of(grid: str) -> list[tuple[RunSpec, str]]:
     """Return a run of every recipe of a grid, and the checksum of the data that its committed rows were trained on."""
-    checksums = committed().set_index("key")["data_checksum"]
-    spec_by_data = {
-        (spec.recipe, str(checksums.get(spec.key, ""))): spec for spec in grid_specs(grid)
+    stored = committed().set_index("key")["data_checksum"]
+    of = {
+        (spec.recipe, str(stored.get(spec.key, ""))): spec for spec in grid_specs(grid)
     }
-    return [(spec, checksum) for (_, checksum), spec in spec_by_data.items() if checksum]
+    return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
 
 
 def replicated_effects(grid: str, rows: Iterable[Row]) -> list[ReplicatedEffect]:
     """Return the primary effects that rest on a grid, from committed rows and from those of ``fresh(grid)``."""
-    stored_runs, keys = committed(), [spec.key for spec in grid_specs(grid)]
-    fresh_runs = table(rows)
-    stored_keys = {spec.key: key for spec, key in zip(fresh(grid), keys, strict=True)}
-    fresh_runs = fresh_runs.assign(key=fresh_runs["key"].map(stored_keys), seed=fresh_runs["seed"] - FRESH)
-    replaced_runs = pd.concat([stored_runs[~stored_runs["key"].isin(keys)], fresh_runs])
-    study_pairs = zip(studies("arms"), studies("outcome"), strict=True)
-    (study,) = (outcome for arms, outcome in study_pairs if grid in arms.GRIDS)
-    original, repeated = (
+    known, keys = committed(), [spec.key for spec in grid_specs(grid)]
+    again = table(rows)
+    of = {spec.key: key for spec, key in zip(fresh(grid), keys, strict=True)}
+    again = again.assign(key=again["key"].map(of), seed=again["seed"] - FRESH)
+    mixed = pd.concat([known[~known["key"].isin(keys)], again])
+    both = zip(studies("arms"), studies("outcome"), strict=True)
+    (study,) = (outcome for arms, outcome in both if grid in arms.GRIDS)
+    before, now = (
         {(a.question, e.what): e for a in study.answers(runs) for e in a.primary}
-        for runs in (stored_runs, replaced_runs)
+        for runs in (known, mixed)
     )
     return pair_effects(
-        (e, repeated[k])
-        for k, e in original.items()
-        if k in repeated and list(e.values) != list(repeated[k].values)
+        (e, now[k])
+        for k, e in before.items()
+        if k in now and list(e.values) != list(now[k].values)
     )
 
 
@@ -372,5 +372,5 @@ def pair_effects(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[ReplicatedE
         ]
     )
     return [
-        ReplicatedEffect(a, b, adjusted_p) for (a, b), adjusted_p in zip(pairs, p, strict=True)
+        ReplicatedEffect(a, b, found) for (a, b), found in zip(pairs, p, strict=True)
     ]

@@ -83,7 +83,7 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
             )
     failed = (runs["status"] == "failed") & ~runs["diverged"]
     groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
-    shared_values = {
+    alike = {
         name: (name, "first")
         for name in ("savings", "relative_cost", "noise_exposure", "share_at_q_min")
     }
@@ -92,8 +92,8 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
         "std": (metric, "std"),
         "n": (metric, "count"),
     }
-    counts = {name: (name, "sum") for name in ("diverged", "failed")}
-    return groups.agg(**shared_values, **measured, **counts).reset_index()
+    lost = {name: (name, "sum") for name in ("diverged", "failed")}
+    return groups.agg(**alike, **measured, **lost).reset_index()
 
 
 def on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
@@ -152,11 +152,11 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
     Means are over all n seeds of an arm; the Pareto front is that of the seeds that all arms have.
     """
-    name, has_several_q_max = metric_of(runs), runs["q_max"].nunique() > 1
-    runs = relative_to_largest(runs) if has_several_q_max else runs
+    name, several = metric_of(runs), runs["q_max"].nunique() > 1
+    runs = relative_to_largest(runs) if several else runs
     metric, arms = metric_named(name), by_arm(runs)
-    common_arms = by_arm(on_common_seeds(runs))
-    best = common_arms[["q_max", "arm"]][pareto(common_arms, metric.better)]
+    compared = by_arm(on_common_seeds(runs))
+    best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
     front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(
         pd.MultiIndex.from_frame(best)
     )
@@ -165,7 +165,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         "savings": arms.savings,
         "q_max": arms.q_max,
         f"cost relative to static {runs['q_max'].max()}"
-        if has_several_q_max
+        if several
         else "relative cost": (arms.relative_cost.map("{:.3f}".format)),
         "noise exposure": arms.noise_exposure.map("{:.0f}".format),
         f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
@@ -176,8 +176,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         "diverged": arms.diverged,
         "failed": arms.failed,
     }
-    table = pd.DataFrame(cells)
-    return table.iloc[arms.relative_cost.argsort(kind="stable")]
+    shown = pd.DataFrame(cells)
+    return shown.iloc[arms.relative_cost.argsort(kind="stable")]
 
 
 def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
@@ -186,11 +186,11 @@ def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
     lines = paper_numbers.of_experiment(
         runs, EXPERIMENTS[first["task"]].artefact
     ).drop_duplicates(["arm", "q_max"])
-    printed_values = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
+    known = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
     unknown = (
         "drawn, no number printed" if first["scale"] == "paper" else "not in the paper"
     )
-    return [printed_values.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
+    return [known.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
 
 
 def finding(runs: pd.DataFrame) -> str:
@@ -214,10 +214,10 @@ def _finding(runs: pd.DataFrame) -> str:
     seeds = comparisons[0].seeds
     if 0 <= seeds < MIN_SEEDS:
         return f"{plural(seeds, 'seed')}: no comparison"
-    compared_runs = [
+    shown = [
         comparison for comparison in comparisons if comparison.schedules
     ] or comparisons[:1]
-    words = "; ".join(comparison.words for comparison in compared_runs)
+    words = "; ".join(comparison.words for comparison in shown)
     relation = _relation(runs) if comparisons[0].schedules > 1 else ""
     return f"{relation}; {words}" if relation else f"{words[0].upper()}{words[1:]}"
 
@@ -275,8 +275,8 @@ def _against_static(runs: pd.DataFrame) -> _Comparison:
     bounds = [interval(values, ALPHA / len(schedules)) for values in differences]
     above = sum(low > 0 for _, low, _ in bounds)
     below = sum(high < 0 for _, _, high in bounds)
-    above_text = f"{above} of {plural(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
-    words = f"{above_text}, {below} fall{'s' * (below == 1)} below"
+    of_all = f"{above} of {plural(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
+    words = f"{of_all}, {below} fall{'s' * (below == 1)} below"
     return _Comparison(words, seeds, len(schedules))
 
 
@@ -353,14 +353,14 @@ def figure_3(
             line[0].set_ylabel(metric.label)
         legend_below(figure, axes[0][0])
         set_finding(figure, warned(finding(common), runs))
-        encoding = "points are means over seeds, bars one standard deviation"
-        write_caption(figure, f"{caption(common, runs)}; {encoding}")
+        drawn = "points are means over seeds, bars one standard deviation"
+        write_caption(figure, f"{caption(common, runs)}; {drawn}")
         for ax, panel in zip(axes.flat, panels, strict=True):
-            named_arms = panel.arms[
+            shown = panel.arms[
                 (panel.arms.savings != "static") & panel.arms["mean"].notna()
             ]
-            colors = [PROFILE_TEXT[_profile(arm)] for arm in named_arms.arm]
-            name_points(ax, list(named_arms.arm), named_arms[panel.x], named_arms["mean"], colors)
+            colors = [PROFILE_TEXT[_profile(arm)] for arm in shown.arm]
+            name_points(ax, list(shown.arm), shown[panel.x], shown["mean"], colors)
     return figure
 
 
@@ -412,11 +412,11 @@ def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
     for r in arms[(arms.savings != "static") & arms["mean"].notna()].itertuples():
         color = PROFILE_COLORS[_profile(r.arm)]
         edge = COLORS["static"] if r.q_max >= OUTLINED_BITS else color
-        std = r.std if r.n > 1 else None
+        spread = r.std if r.n > 1 else None
         ax.errorbar(
             [getattr(r, x)],
             [r.mean],
-            None if std is None else [std],
+            None if spread is None else [spread],
             fmt=_marker(r.arm),
             color=color,
             markersize=7.5,
@@ -449,11 +449,11 @@ def _by_q_max(arms: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
 
 
 def _draw_static(ax: Axes, static: pd.DataFrame, x: str, color: str) -> None:
-    std = static["std"].where(static["n"] > 1).fillna(0)
+    spread = static["std"].where(static["n"] > 1).fillna(0)
     ax.errorbar(
         static[x],
         static["mean"],
-        std,
+        spread,
         color=color,
         marker="s",
         markersize=10,
@@ -600,8 +600,8 @@ def _printed_values(
     for p in lines[
         (lines["minus"] == "") & (lines["metric"] == metric.name)
     ].itertuples():
-        matching_arms = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
-        points += [(cost, p.value) for cost in matching_arms["relative_cost"]]
+        same = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
+        points += [(cost, p.value) for cost in same["relative_cost"]]
     return points
 
 
@@ -615,12 +615,12 @@ def _printed_costs(lines: pd.DataFrame, full: float) -> list[float]:
 def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
     """Draw a printed difference to static precision as a bar from our static level; nothing where an arm is missing."""
     q_max = arms.q_max.max() if np.isnan(p.q_max) else int(p.q_max)
-    q_max_arms = arms[arms.q_max == q_max]
-    static = q_max_arms[q_max_arms.arm == f"static {q_max}"]["mean"]
-    compared_arms = q_max_arms[(q_max_arms.arm == p.arm) | (q_max_arms.savings == p.arm)]
-    if static.empty or compared_arms.empty or static.isna().any():
+    mine = arms[arms.q_max == q_max]
+    static = mine[mine.arm == f"static {q_max}"]["mean"]
+    compared = mine[(mine.arm == p.arm) | (mine.savings == p.arm)]
+    if static.empty or compared.empty or static.isna().any():
         return
-    level, x = static.iloc[0], compared_arms["relative_cost"].mean()
+    level, x = static.iloc[0], compared["relative_cost"].mean()
     low, high = level + p.value, level + (p.value if np.isnan(p.to) else p.to)
     name = f"{p.arm} savings" if p.arm in GROUPS else p.arm
     where = f"paper, on its own data ({p.data})" if p.own_data else "paper"
@@ -652,8 +652,8 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
     """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
     schedules = arms[arms.savings != "static"]
     means = (schedules if len(schedules) else arms)["mean"]
-    value_range = means.max() - means.min()
-    limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * value_range
+    spread = means.max() - means.min()
+    limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * spread
     return (arms.savings == "static") & (
         metric.better * arms["mean"] < metric.better * limit
     )
@@ -663,23 +663,23 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the figure and the table of every recipe, with all its q_max, those that show most first."""
     for name, group in sorted(with_unique_names(recipe_groups(runs)), key=_shows):
         arms, metric = group["arm"].nunique(), metric_of(group)
-        figure = (
+        drawn = (
             figure_3(group, xs=("relative_cost", "noise_exposure"), front=True)
             if arms > 1
             else None
         )
-        table = summary(group)
-        constant_values = {
+        shown = summary(group)
+        same = {
             "paper": "not in the paper",
             "std": "–",
             "failed": 0,
             "q_max": group["q_max"].iloc[0],
         }
-        constant_columns = [
-            column for column, value in constant_values.items() if (table[column] == value).all()
+        silent = [
+            column for column, said in same.items() if (shown[column] == said).all()
         ]
         yield Section(
-            name, (), figure, f"{metric} against cost", table.drop(columns=constant_columns)
+            name, (), drawn, f"{metric} against cost", shown.drop(columns=silent)
         )
 
 

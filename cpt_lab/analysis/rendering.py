@@ -122,15 +122,15 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    used_terms: dict[str, str] = {}  # of the glossary, what the page uses
-    mark_terms = partial(_marked, glossary=glossary(), used=used_terms)
+    used: dict[str, str] = {}  # of the glossary, what the page uses
+    marked = partial(_marked, glossary=glossary(), used=used)
     environment.filters |= {
-        "marked": mark_terms,
+        "marked": marked,
         "contents": contents,
         "picture": _picture,
         "markdown": markdown,
     }
-    return environment.get_template(template).render(values, used=used_terms)
+    return environment.get_template(template).render(values, used=used)
 
 
 # "Equal cost: mlp6 on digits, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale": what is shown, of what, trained how
@@ -148,11 +148,11 @@ def contents(
         (part, entries) each; an entry is (name, links), a link (number of the section from 1, words). Sections that are
         no experiments are a part without a name, with one entry. What all experiments share at their ends is left out.
     """
-    matches = [_EXPERIMENT.fullmatch(section.title) for section in sections]
-    ends = {f", {m['how'].rpartition(', ')[2]}" for m in matches if m}
+    found = [_EXPERIMENT.fullmatch(section.title) for section in sections]
+    ends = {f", {m['how'].rpartition(', ')[2]}" for m in found if m}
     shared = ends.pop() if len(ends) == 1 else ""
     parts: dict[str, dict[str, list[tuple[int, str]]]] = {}
-    for number, (section, m) in enumerate(zip(sections, matches, strict=True), 1):
+    for number, (section, m) in enumerate(zip(sections, found, strict=True), 1):
         part, name = (
             (m["part"] or "Quality against cost", m["name"])
             if m
@@ -160,15 +160,15 @@ def contents(
         )
         how = m["how"].removesuffix(shared) if m else section.title
         parts.setdefault(part, {}).setdefault(name, []).append((number, how))
-    page_parts = []
+    shown = []
     for part, names in parts.items():
         # one training alone needs no settings to be told apart
         entries = [
-            (name, links) if not name or len(links) > 1 else ("", [(links[0][0], name)])
-            for name, links in names.items()
+            (name, at) if not name or len(at) > 1 else ("", [(at[0][0], name)])
+            for name, at in names.items()
         ]
-        page_parts.append((part if any(names) else "", entries))
-    return page_parts
+        shown.append((part if any(names) else "", entries))
+    return shown
 
 
 def plain(text: str) -> str:
@@ -184,8 +184,8 @@ def glossary() -> dict[str, str]:
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     text = plain(re.sub(r" (Notebook|Lesson)\s\[\d.*", "", text))
     return {
-        name: " ".join(definition.split())
-        for name, definition in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)
+        name: " ".join(said.split())
+        for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)
     }
 
 
@@ -194,20 +194,20 @@ def _marked(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str
     names = {
         word: name
         for name in glossary
-        for term in name.split(" and ")
+        for of in name.split(" and ")
         for word in (of, of.capitalize())
     }
     names |= {
         arm: name for name in glossary if name == "names of schedules" for arm in SUITE
     }
 
-    def mark(match: re.Match[str]) -> str:
-        if match["code"]:
-            return f"<code>{match['code']}</code>"
-        if (name := names[match["word"]]) in used:
-            return match[0]
+    def mark(found: re.Match[str]) -> str:
+        if found["code"]:
+            return f"<code>{found['code']}</code>"
+        if (name := names[found["word"]]) in used:
+            return found[0]
         used[name] = glossary[name]
-        return f'<a class="word" href="#word-{len(used)}">{match[0]}</a>'
+        return f'<a class="word" href="#word-{len(used)}">{found[0]}</a>'
 
     words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.sub(rf"``?(?P<code>[^`]+)``?|\b(?P<word>{words})s?\b", mark, str(escaped))

@@ -104,21 +104,21 @@ def write(
     return index
 
 
-def compare_claims(run_claims: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
+def compare_claims(here: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
     """Return the claims of a section: the paper, this run, the committed rows.
 
     Args:
-        run_claims: ``reproduction.claims_table`` of the runs of a page.
+        here: ``reproduction.claims_table`` of the runs of a page.
         committed: the same of the committed rows.
     """
     lines = []
-    for run_claim, stored_claim in zip(
-        run_claims.itertuples(index=False), committed.itertuples(index=False), strict=True
+    for ours, theirs in zip(
+        here.itertuples(index=False), committed.itertuples(index=False), strict=True
     ):
-        lines.append((stored_claim[0], _measured_here(run_claim), *stored_claim[1:]))
+        lines.append((theirs[0], _measured_here(ours), *theirs[1:]))
     return pd.DataFrame(
         lines,
-        columns=[run_claims.columns[0], "this run", "committed rows", *committed.columns[2:]],
+        columns=[here.columns[0], "this run", "committed rows", *committed.columns[2:]],
     )
 
 
@@ -143,10 +143,10 @@ def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
         if len(runs)
         else {}
     )
-    topics = [topic for topic, topic_figures in figures.items() if topic_figures]
+    topics = [topic for topic, drawn in figures.items() if drawn]
     if not topics:
         return
-    run_tables, committed = reproduction.claims_tables(runs), reproduction.claims_tables()
+    here, committed = reproduction.claims_tables(runs), reproduction.claims_tables()
     for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
         section = reproduction.SECTIONS[topic]
         heading = f"{section.title}: the paper, this run, committed rows"
@@ -157,7 +157,7 @@ def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
         yield Section(
             heading,
             (note,),
-            table=compare_claims(run_tables[topic], committed[topic]),
+            table=compare_claims(here[topic], committed[topic]),
             style="left claims",
         )
         yield from figures[topic]
@@ -176,7 +176,7 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
     for name, group in run_groups.with_unique_names(
         run_groups.quality_cost_groups(part)
     ):
-        figure = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
+        drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
         seeds = int(group.groupby("arm")["seed"].nunique().max())
         notes = (
             (f"{plural(seeds, 'seed')}: too few to compare.",)
@@ -186,7 +186,7 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
         yield Section(
             name,
             notes,
-            figure,
+            drawn,
             f"{metric_of(group)} against cost",
             _without_front(group),
         )
@@ -196,14 +196,14 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
 
 def _without_front(group: pd.DataFrame) -> pd.DataFrame:
     """Return the table of an experiment without its Pareto front, and without columns that say nothing."""
-    table = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
+    shown = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
     empty_values = {"paper": "not in the paper", "std": "–", "failed": 0}
     empty = [
         name
         for name, value in empty_values.items()
-        if name in table and (table[name] == value).all()
+        if name in shown and (shown[name] == value).all()
     ]
-    return table.drop(columns=empty)
+    return shown.drop(columns=empty)
 
 
 def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
@@ -212,10 +212,10 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     Without ``files`` it takes the committed stores and those under ``runs/``, without ``out`` ``runs/report.html``.
     """
     files = all_stores() if files is None else files
-    all_runs = load(*files, every_rate=True) if files else table([])
-    stored = all_runs[all_runs["scale"] != "smoke"]
+    found = load(*files, every_rate=True) if files else table([])
+    stored = found[found["scale"] != "smoke"]
     runs = tuned(stored)
-    result_sections = [section for question in QUESTIONS for section in question.sections(runs)]
+    shown = [section for question in QUESTIONS for section in question.sections(runs)]
     printed, title = paper_comparison.summary(runs), "Numbers printed in the paper"
     missing = printed.eq("not run").any(axis=1)
     parts = (
@@ -225,7 +225,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     tables = reproduction.claims_tables(runs) if len(runs) else {}
     sections = [
         *(
-            result_sections
+            shown
             or [
                 Section(
                     "Results",
@@ -271,7 +271,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none.",
     ]
     notes += _numerics_note(stored)
-    if smoke := len(all_runs) - len(stored):
+    if smoke := len(found) - len(stored):
         notes.append(
             f"{plural(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
         )
@@ -398,21 +398,21 @@ def _numerics(runs: pd.DataFrame) -> str:
 
 def _numerics_note(runs: pd.DataFrame) -> list[str]:
     """Return a note where some of the runs were made with other numerics than today's."""
-    num_others = int((runs["numerics"].fillna(0) != NUMERICS).sum())
-    if not num_others:
+    others = int((runs["numerics"].fillna(0) != NUMERICS).sum())
+    if not others:
         return []
     return [
-        f"{plural(num_others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
+        f"{plural(others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
         "gave other noise there, so these runs are neither paired with the others nor comparable run by run. The "
         "column numerics of the last table names them."
     ]
 
 
 def _versions() -> str:
-    versions_by_package = {name: provenance.version(name) for name in PACKAGES}
+    found = {name: provenance.version(name) for name in PACKAGES}
     versions = ", ".join(
         f"{name} {version}"
-        for name, version in versions_by_package.items()
+        for name, version in found.items()
         if version != "not installed"
     )
     commit = provenance.commit()
@@ -421,8 +421,8 @@ def _versions() -> str:
         if commit["commit"]
         else "none"
     )
-    timestamp = datetime.now(UTC).isoformat(timespec="minutes")
-    return f"Written {timestamp} with {versions}; commit {where}."
+    written = datetime.now(UTC).isoformat(timespec="minutes")
+    return f"Written {written} with {versions}; commit {where}."
 
 
 def differences() -> Iterator[tuple[str, str]]:
@@ -443,9 +443,9 @@ def differences() -> Iterator[tuple[str, str]]:
 
 def _entries(text: str) -> list[str]:
     """Return the differences in a text: each ends at a ``Paper:`` line, a blank line or a line of less indent."""
-    texts = re.findall(
+    found = re.findall(
         r"(?:^|\s)Differs: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)",
         text,
         re.S,
     )
-    return [" ".join(entry.split()) for entry in texts]
+    return [" ".join(entry.split()) for entry in found]

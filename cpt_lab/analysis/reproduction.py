@@ -163,7 +163,7 @@ _OPTIMIZERS = {
 
 
 def settings_table(
-    topic: str, specs: Sequence[RunSpec], figure_specs: Sequence[RunSpec] = ()
+    topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()
 ) -> pd.DataFrame:
     """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
 
@@ -174,7 +174,7 @@ def settings_table(
     Args:
         topic: a key of ``SECTIONS``.
         specs: the runs of this notebook, of one task; none leaves their column out.
-        figure_specs: the runs that the figure below shows, of the same task; none leaves their column out.
+        drawn: the runs that the figure below shows, of the same task; none leaves their column out.
 
     Returns:
         Columns: setting, one per data set of the paper that has this task, "figure below", "this run". A mark says that
@@ -184,47 +184,47 @@ def settings_table(
         ValueError: for an unknown topic, without any runs, and for a task that the section does not have.
     """
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
-    all_specs = [*figure_specs, *specs]
-    if not all_specs:
+    shown = [*drawn, *specs]
+    if not shown:
         raise ValueError("specs: expected at least one run here or in drawn, got none")
-    task, model = all_specs[0].recipe.task, all_specs[0].recipe.model
-    paper_columns, reference = {}, None
+    task, model = shown[0].recipe.task, shown[0].recipe.model
+    theirs, reference = {}, None
     for dataset, name in section.settings:
-        paper_recipe, arms = _paper_recipe(topic, dataset, name)
-        if paper_recipe.task != task:
+        found, arms = _paper_recipe(topic, dataset, name)
+        if found.task != task:
             continue
-        values = _settings([paper_recipe], None) | arms
-        paper_columns[f"paper: {DATASETS[dataset].title}"] = values
-        if reference is None or paper_recipe.model == model:
+        values = _settings([found], None) | arms
+        theirs[f"paper: {DATASETS[dataset].title}"] = values
+        if reference is None or found.model == model:
             reference = values
     if reference is None:
         raise ValueError(
             f"topic: {topic!r} of the paper has no experiment of task {task!r}"
         )
 
-    run_columns = (
-        {"figure below": _settings([spec.recipe for spec in figure_specs], figure_specs)}
-        if figure_specs
+    ours = (
+        {"figure below": _settings([spec.recipe for spec in drawn], drawn)}
+        if drawn
         else {}
     )
     if specs:
-        run_columns["this run"] = _settings([spec.recipe for spec in specs], specs)
-    other_fields = [name for name in reference if name not in _SHOWN_FIRST]
+        ours["this run"] = _settings([spec.recipe for spec in specs], specs)
+    further = [name for name in reference if name not in _SHOWN_FIRST]
     names = [
         *_SHOWN_FIRST,
         *(
             n
-            for n in other_fields
-            if any(values[n] != reference[n] for values in run_columns.values())
+            for n in further
+            if any(values[n] != reference[n] for values in ours.values())
         ),
     ]
     lines = []
     for name in names:
-        paper_values = [values[name] for values in paper_columns.values()]
-        measured = [_marked(values[name], reference[name]) for values in run_columns.values()]
+        of_paper = [values[name] for values in theirs.values()]
+        measured = [_marked(values[name], reference[name]) for values in ours.values()]
         label = _SHOWN_FIRST.get(name) or _LABELS.get(name) or name.replace("_", " ")
-        lines.append((label, *paper_values, *measured))
-    return pd.DataFrame(lines, columns=["setting", *paper_columns, *run_columns])
+        lines.append((label, *of_paper, *measured))
+    return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
 
 
 def _paper_recipe(
@@ -233,10 +233,10 @@ def _paper_recipe(
     """Return the paper's recipe of a section, and what its runs are where they are no schedules."""
     if topic != "critical-periods":
         return recipe("paper", dataset, model), {}
-    deficit_recipe, settings = deficits("paper", dataset, model)
+    found, settings = deficits("paper", dataset, model)
     lengths = f"deficits of {', '.join(f'{n:,}' for n in settings.lengths if n)} steps"
     windows = f", {plural(len(settings.starts), 'window')}" if settings.starts else ""
-    return deficit_recipe, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
+    return found, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
 
 
 def _marked(value: str, printed: str) -> str:
@@ -272,19 +272,19 @@ def _settings(
         }
         return words
     schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
-    other_arms = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
+    others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
     static = [
-        arm.removeprefix("static ") for arm in other_arms if arm.startswith("static ")
+        arm.removeprefix("static ") for arm in others if arm.startswith("static ")
     ]
     if static and all(
         spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs
     ):
         static = ["q_max"]
-    has_equal_gradient_bits = all(spec.q_grad == spec.q_max for spec in specs)
+    same = all(spec.q_grad == spec.q_max for spec in specs)
     words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
-    words["q_grad"] = "q_max" if has_equal_gradient_bits else _listed(str(spec.q_grad) for spec in specs)
+    words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
     words["seeds"] = _seeds(specs)
-    deficits = [arm for arm in other_arms if not arm.startswith("static ")]
+    deficits = [arm for arm in others if not arm.startswith("static ")]
     words["arms"] = _arms(list(schedules), static, len(deficits))
     return words
 
@@ -298,19 +298,19 @@ def _seeds(specs: Sequence[RunSpec]) -> str:
     return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
 
 
-def _arms(schedules: list[str], static: list[str], num_deficit_arms: int) -> str:
-    schedule_text = (
+def _arms(schedules: list[str], static: list[str], others: int) -> str:
+    named = (
         ", ".join(schedules)
         if len(schedules) < len(SUITE)
         else f"{len(SUITE)} schedules"
     )
-    parts = [schedule_text] if schedules else []
+    parts = [named] if schedules else []
     if static:
         parts.append(
             f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}"
         )
-    if num_deficit_arms:
-        parts.append(plural(num_deficit_arms, "arm") + " with and without a deficit")
+    if others:
+        parts.append(plural(others, "arm") + " with and without a deficit")
     return ", ".join(parts)
 
 
@@ -460,14 +460,14 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         topic: a key of ``SECTIONS``; "" takes all numbers.
         runs: None takes all committed rows.
     """
-    all_runs = all_committed() if runs is None else runs
-    numbers = paper_comparison.summary(all_runs)
+    found = all_committed() if runs is None else runs
+    numbers = paper_comparison.summary(found)
     if not topic:
         return numbers
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
-    is_in_section = [
+    mine = [
         p.artefact in section.artefacts and p.dataset in datasets
         for p in paper_numbers.numbers().itertuples()
     ]
-    return numbers[is_in_section]
+    return numbers[mine]

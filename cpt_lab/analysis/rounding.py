@@ -49,10 +49,10 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
         ValueError: for another statistic, or when nothing is recorded.
     """
     table = recording if isinstance(recording, pd.DataFrame) else recording.table()
-    recorded = table[table[check_choice("statistic", statistic, LABELS)].notna()]
-    if recorded.empty:
+    known = table[table[check_choice("statistic", statistic, LABELS)].notna()]
+    if known.empty:
         raise ValueError(f"no step has a {statistic}: nothing is recorded")
-    roles = recorded["role"].str.replace(
+    roles = known["role"].str.replace(
         r"_l\d+.*", "", regex=True
     )  # those of an LSTM's layers together
     with subplots(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (
@@ -61,10 +61,10 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
     ):
         looks = zip(ROLE_COLORS * 2, MARKERS * 2, strict=True)
         for (role, rows), (color, marker) in zip(
-            recorded.groupby(roles, sort=True), looks, strict=False
+            known.groupby(roles, sort=True), looks, strict=False
         ):
-            by_step = rows.groupby("step")[statistic]
-            middle = by_step.median()
+            of_steps = rows.groupby("step")[statistic]
+            middle = of_steps.median()
             upper.plot(
                 middle.index,
                 middle,
@@ -76,8 +76,8 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
             )
             upper.fill_between(
                 middle.index,
-                by_step.min(),
-                by_step.max(),
+                of_steps.min(),
+                of_steps.max(),
                 color=color,
                 alpha=0.15,
                 linewidth=0,
@@ -107,7 +107,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
         upper.set_ylabel(LABELS[statistic])
         lower.set(xlabel="optimizer step", ylabel="level (bits)")
         integer_ticks(lower.yaxis)
-        lower.set_ylim(recorded["level"].min() - 0.5, recorded["level"].max() + 0.5)
+        lower.set_ylim(known["level"].min() - 0.5, known["level"].max() + 0.5)
         legend_below(figure, upper)
     return figure
 
@@ -128,14 +128,14 @@ def histograms(
         quantize,
     )  # figures of rows need no torch
 
-    tensors = x if isinstance(x, Mapping) else {"": x}
+    given = x if isinstance(x, Mapping) else {"": x}
     with subplots(
-        len(tensors), len(bits), figsize=(3.1 * len(bits), 2.5 * len(tensors))
+        len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))
     ) as (figure, axes):
         figure.get_layout_engine().set(
             h_pad=0.1
         )  # titles keep away from the numbers of the row above
-        for line, (name, tensor) in zip(axes, tensors.items(), strict=True):
+        for line, (name, tensor) in zip(axes, given.items(), strict=True):
             before = tensor.detach().float().cpu()
             ends = np.linspace(float(before.min()), float(before.max()), BINS + 1)
             for ax, q in zip(line, bits, strict=True):

@@ -113,8 +113,8 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
         ValueError: for a file that is no store, see ``load_rows``.
     """
     files = [Path(file) for file in stores or sorted(runs_dir().glob("*/*.jsonl"))]
-    runs = table(newest(_of_one_data(_read(files))).values())
-    return runs if every_rate else tuned(runs)
+    found = table(newest(_of_one_data(_read(files))).values())
+    return found if every_rate else tuned(found)
 
 
 def _read(files: Iterable[Path]) -> list[Row]:
@@ -129,8 +129,8 @@ def _title(row: Row, file: Path) -> str:
     """Call what is kept by what it is: to the run it was data of the user's own."""
     title = str(row.get("title", ""))
     if file.parent == results_dir():
-        for former_title, name in SHORT_TITLES.items():
-            title = title.replace(former_title, name)
+        for own, name in SHORT_TITLES.items():
+            title = title.replace(own, name)
     return title
 
 
@@ -143,12 +143,12 @@ def _of_one_data(rows: list[Row]) -> list[Row]:
         if row.get("data_checksum"):
             recipes[_recipe_key(row["spec"]["recipe"])].append(row)
     left_out: set[int] = set()
-    for recipe_rows in recipes.values():
+    for mine in recipes.values():
         ordered = sorted(
-            recipe_rows, key=lambda row: row["provenance"]["started"], reverse=True
+            mine, key=lambda row: row["provenance"]["started"], reverse=True
         )
-        main_checksum = Counter(row["data_checksum"] for row in ordered).most_common(1)[0][0]
-        other = [row for row in recipe_rows if row["data_checksum"] != main_checksum]
+        kept = Counter(row["data_checksum"] for row in ordered).most_common(1)[0][0]
+        other = [row for row in mine if row["data_checksum"] != kept]
         if other:
             left_out.update(map(id, other))
             names = " and ".join(sorted({row["data_checksum"] for row in other}))
@@ -158,7 +158,7 @@ def _of_one_data(rows: list[Row]) -> list[Row]:
             )
             warnings.warn(
                 f"{len(other)} runs on {dataset} in {stores} are left out: their data (checksum {names}) are not those "
-                f"of the other {len(recipe_rows) - len(other)} ({main_checksum})",
+                f"of the other {len(mine) - len(other)} ({kept})",
                 OtherDataWarning,
                 stacklevel=3,
             )
@@ -170,23 +170,23 @@ def committed(*names: str) -> pd.DataFrame:
 
     Where several stores hold a run, the row that counts among all of them is taken, whichever were named.
     """
-    store_files = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
+    there = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
     rows = _read(
         dict.fromkeys(
             [
                 *(
-                    store_files[check_choice("name of kept rows", name, store_files)]
+                    there[check_choice("name of kept rows", name, there)]
                     for name in names
                 ),
-                *store_files.values(),
+                *there.values(),
             ]
         )
     )
-    places = {_place(store_files[name]) for name in names or store_files}
-    keys = {row["key"] for row in rows if row["store"] in places}
+    places = {_place(there[name]) for name in names or there}
+    named = {row["key"] for row in rows if row["store"] in places}
     return tuned(
         table(
-            newest(_of_one_data([row for row in rows if row["key"] in keys])).values()
+            newest(_of_one_data([row for row in rows if row["key"] in named])).values()
         )
     )
 
@@ -216,10 +216,10 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
         {**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows
     ]
     _count_diverged(lines, rows)
-    metric_names = dict.fromkeys(
+    found = dict.fromkeys(
         name for line in lines for name in line if name not in (*TYPES, "evaluations")
     )
-    metrics = list(dict.fromkeys([*metric_names, *METRICS]))
+    metrics = list(dict.fromkeys([*found, *METRICS]))
     frame = pd.DataFrame(lines, columns=[*TYPES, *metrics, "evaluations"])
     return frame.astype(
         {**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"}
@@ -236,7 +236,7 @@ def _with_further_columns(tabulate: Any) -> Any:
     @wraps(tabulate)
     def with_further_columns(rows: Iterable[Row]) -> pd.DataFrame:
         rows = list(rows)
-        frame = tabulate(rows)
+        found = tabulate(rows)
         recipes = [row["spec"]["recipe"] for row in rows]
         columns = {
             "lr_rule": [recipe.get("lr_rule", "") for recipe in recipes],
@@ -249,15 +249,15 @@ def _with_further_columns(tabulate: Any) -> Any:
             ],
         }
         for name, values in columns.items():
-            frame.insert(
-                frame.columns.get_loc("evaluations"),
+            found.insert(
+                found.columns.get_loc("evaluations"),
                 name,
                 pd.array(values, dtype="string"),
             )
         versions = pd.array([numerics_of(row) for row in rows], dtype="Int64")
-        frame.insert(frame.columns.get_loc("evaluations"), "numerics", versions)
+        found.insert(found.columns.get_loc("evaluations"), "numerics", versions)
         warn_of_other_numerics(rows, stacklevel=3)
-        return frame
+        return found
 
     return with_further_columns
 
@@ -382,11 +382,11 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     """
     arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
     better = [main_metric(task).better for task in runs["task"]]
-    scored = runs.assign(
+    counted = runs.assign(
         score=runs["valid"] * better, lost=runs["diverged"].where(runs["valid"].notna())
     )
     means = (
-        scored.astype({"lost": "float64"})
+        counted.astype({"lost": "float64"})
         .groupby([*arm, "lr"])[["lost", "score"]]
         .mean()
         .reset_index()
@@ -395,10 +395,10 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     best = means.sort_values(
         ["lost", "score"], ascending=[True, False], kind="stable"
     ).drop_duplicates(arm)
-    is_best = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(
+    chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(
         pd.MultiIndex.from_frame(best[[*arm, "lr"]])
     )
-    return runs[is_best | (runs["learning_rates"] == 1)]
+    return runs[chosen | (runs["learning_rates"] == 1)]
 
 
 def _place(store: Path) -> str:
@@ -413,8 +413,8 @@ def _place(store: Path) -> str:
 def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
     """Return a short name of a recipe without some fields; at several learning rates it is the same."""
     left_out = {*but, "lr"} if len(recipe.get("learning_rates", ())) > 1 else set(but)
-    fields = {name: value for name, value in recipe.items() if name not in left_out}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+    kept = {name: value for name, value in recipe.items() if name not in left_out}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _share_at_q_min(row: Row) -> float:

@@ -27,7 +27,7 @@ def figure_2(
 
     Paper: figure 2.
     """
-    suite = {
+    made = {
         name: make_schedule(
             name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles
         )
@@ -35,27 +35,27 @@ def figure_2(
     }
     titles = {
         f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s
-        for n, s in suite.items()
+        for n, s in made.items()
     }
-    levels = len({s.savings for s in suite.values()})
-    title = f"{len(suite)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {levels} levels of cost"
-    return schedules(titles, title)
+    levels = len({s.savings for s in made.values()})
+    what = f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {levels} levels of cost"
+    return schedules(titles, what)
 
 
-def schedules(schedules_by_name: Mapping[str, Schedule], title: str = "") -> Figure:
+def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
     """Draw schedules by name: precision before and after rounding at every step."""
     columns = 2
-    rows = -(-len(schedules_by_name) // columns)
+    rows = -(-len(found) // columns)
     with subplots(
         rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True
     ) as (
         figure,
         axes,
     ):
-        for ax, (name, schedule) in zip(axes.flat, schedules_by_name.items(), strict=False):
+        for ax, (name, schedule) in zip(axes.flat, found.items(), strict=False):
             draw_schedule(ax, schedule)
             ax.set_title(name, fontsize=9)
-        for ax in axes.flat[len(schedules_by_name) :]:
+        for ax in axes.flat[len(found) :]:
             ax.set_visible(False)
         for ax in axes[-1]:
             ax.set_xlabel("training step")
@@ -95,7 +95,7 @@ def profiles_figure() -> Figure:
         "mirrored horizontally, REX falls at once and the exponential at the very end, vertically the other way round."
     )
     with subplots(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
-        for ax, (way, formula) in zip(axes[0], turned.items(), strict=True):
+        for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
             for (name, group), line in zip(
                 groups.items(), (":", "-", "--", "-."), strict=True
             ):
@@ -107,7 +107,7 @@ def profiles_figure() -> Figure:
                     color=COLORS[group],
                     label="REX" if name == "rex" else name,
                 )
-            ax.set_title(formula, fontsize=10)
+            ax.set_title(said, fontsize=10)
             ax.set_xlabel("x, place in the cycle")
         axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
         legend_below(figure, axes[0][0])

@@ -35,18 +35,18 @@ def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
     ).dropna()
 
 
-def _once(function: Any) -> Any:
+def _once(by: Any) -> Any:
     """Ask once of the same contents: claims compare a few controls with everything."""
-    cached: dict[Any, pd.DataFrame] = {}
+    made: dict[Any, pd.DataFrame] = {}
 
-    @wraps(function)
+    @wraps(by)
     def of(runs: pd.DataFrame, value: str) -> pd.DataFrame:
         read = runs[["seed", "arm", "diverged", value]]
-        contents = (value, *read.dtypes, *read.itertuples(index=False, name=None))
-        if len(cached) > 1000:  # small tables, a few hundred for all that is stored
-            cached.clear()
+        asked = (value, *read.dtypes, *read.itertuples(index=False, name=None))
+        if len(made) > 1000:  # small tables, a few hundred for all that is stored
+            made.clear()
         return (
-            cached[contents] if contents in cached else cached.setdefault(contents, function(read, value))
+            made[asked] if asked in made else made.setdefault(asked, by(read, value))
         ).copy()
 
     return of

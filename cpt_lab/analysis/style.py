@@ -152,7 +152,7 @@ def name_points(
     ax.autoscale(False)
     points, sizes, lines = _drawn(ax)
     with redirect_stdout(None):  # it prints when it finds no place at all
-        _, _, placed_texts, _ = textalloc.allocate(
+        _, _, written, _ = textalloc.allocate(
             ax,
             list(x),
             list(y),
@@ -175,12 +175,12 @@ def name_points(
             parse_math=False,
             plot_kwargs={"in_layout": False, "zorder": 10},
         )
-    missing = [name for name, text in zip(names, placed_texts, strict=True) if text is None]
+    missing = [name for name, text in zip(names, written, strict=True) if text is None]
     if missing:
-        missing_text = textwrap.fill(f"no room to name: {', '.join(missing)}", 60)
+        said = textwrap.fill(f"no room to name: {', '.join(missing)}", 60)
         heading = ax.get_title(loc="left")
         ax.set_title(
-            f"{heading}\n{missing_text}".strip(), fontsize=SMALL, loc="left", parse_math=False
+            f"{heading}\n{said}".strip(), fontsize=SMALL, loc="left", parse_math=False
         )
 
 
@@ -191,7 +191,7 @@ def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
     """
     bars = [c for c in ax.collections if isinstance(c, LineCollection)]
     lines = [
-        bar for collection in bars for bar in collection.get_segments() if len(bar)
+        bar for found in bars for bar in found.get_segments() if len(bar)
     ]  # a bar of one seed is none
     points, sizes = [np.zeros((0, 2))], []
     for line in ax.lines:
@@ -205,14 +205,14 @@ def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
             lines.append(xy)
     legend = ax.get_legend()
     for words in [*ax.texts, *([legend] if legend else [])]:
-        (x_min, y_min), (x_max, y_max) = words.get_window_extent().get_points()
+        (left, low), (right, high) = words.get_window_extent().get_points()
         ends = [
-            (x_min, y_min),
-            (x_max, y_min),
-            (x_max, y_max),
-            (x_min, y_max),
-            (x_min, y_min),
-            (x_max, y_max),
+            (left, low),
+            (right, low),
+            (right, high),
+            (left, high),
+            (left, low),
+            (right, high),
         ]
         lines.append(ax.transData.inverted().transform(ends))
     return np.concatenate(points), np.array(sizes), lines

@@ -30,5 +30,5 @@ class Case:
     @cached_property
     def recipe(self) -> Recipe:
         """What is trained: the demo recipe, evaluated at the end alone."""
-        demo_recipe = recipe("demo", self.dataset, self.model, task=self.task)
-        return replace(demo_recipe, n_cycles=2, evaluate_every=0, **self.changes)
+        found = recipe("demo", self.dataset, self.model, task=self.task)
+        return replace(found, n_cycles=2, evaluate_every=0, **self.changes)

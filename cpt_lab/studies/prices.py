@@ -48,14 +48,14 @@ def prices(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
     Returns:
         A line per arm: columns "arm" and the names of ``PRICES``.
     """
-    wanted_arms, task = list(only), study.case(case)
+    chosen, found = list(only), study.case(case)
     lines = []
-    for arm, (schedule, q_grad) in study.arms(task).items():
-        if wanted_arms and arm not in wanted_arms:
+    for arm, (schedule, q_grad) in study.arms(found).items():
+        if chosen and arm not in chosen:
             continue
         levels = schedule.levels(q_grad)
         activation, weight, error, weight_gradient = (
-            _bits(task, role) for role in levels
+            _bits(found, role) for role in levels
         )
         line: dict[str, str | float] = {"arm": arm}
         for name, price in PRICES.items():
@@ -72,11 +72,11 @@ def prices(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
 
 def price_table(study: Tuned, case: str, only: Iterable[str] = ()) -> pd.DataFrame:
     """Return ``prices`` for people, with three digits."""
-    arm_prices = prices(study, case, only)
+    found = prices(study, case, only)
     return pd.DataFrame(
         {
-            "arm": arm_prices["arm"],
-            **{name: [f"{x:.3f}" for x in arm_prices[name]] for name in PRICES},
+            "arm": found["arm"],
+            **{name: [f"{x:.3f}" for x in found[name]] for name in PRICES},
         }
     )
 

@@ -59,10 +59,10 @@ class Tuned:
         self, case: str = "digits", seeds: Sequence[int] | None = None
     ) -> list[RunSpec]:
         """Return the runs of a task, every arm at its own rate; NotMeasuredError where rows that choose are missing."""
-        last, arm_settings = self.first + self.case(case).seeds, settings(self, case)
+        last, chosen = self.first + self.case(case).seeds, settings(self, case)
         return self._specs(
             case,
-            lambda arm: [arm_settings[arm][0]],
+            lambda arm: [chosen[arm][0]],
             range(self.first, last) if seeds is None else seeds,
         )
 
@@ -80,10 +80,10 @@ class Tuned:
 
     def grids(self) -> dict[str, tuple[Callable[..., list[RunSpec]], str]]:
         """Return the name of a grid -> what makes its runs, what they are."""
-        rates_title = f"learning rates of every arm of {self.name.upper()}"
+        about = f"learning rates of every arm of {self.name.upper()}"
         return {
             **{
-                f"{self.name}-rates/{c}": (partial(self.rates, c), f"{rates_title}, {c}")
+                f"{self.name}-rates/{c}": (partial(self.rates, c), f"{about}, {c}")
                 for c in self.cases
             },
             **{
@@ -96,7 +96,7 @@ class Tuned:
 def settings(study: Tuned, case: str) -> dict[str, tuple[float, str]]:
     """Return rate and key of ``EVALUATED`` of every arm: the best on held-out data, by the mean over seeds."""
     return {
-        arm: max(quality_by_setting, key=quality_by_setting.__getitem__) for arm, quality_by_setting in held_out(study, case).items()
+        arm: max(of, key=of.__getitem__) for arm, of in held_out(study, case).items()
     }
 
 
@@ -110,13 +110,13 @@ def rates_at_ends(study: Tuned) -> pd.DataFrame:
     """
     lines = []
     for name, case in study.cases.items():
-        rates = [rate for rate, _ in settings(study, name).values()]
+        chosen = [rate for rate, _ in settings(study, name).values()]
         lines.append(
             (
                 case.title or name,
-                len(rates),
-                rates.count(min(RATES)),
-                rates.count(max(RATES)),
+                len(chosen),
+                chosen.count(min(RATES)),
+                chosen.count(max(RATES)),
             )
         )
     return pd.DataFrame(
@@ -143,21 +143,21 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
     )
 
     def quality(row: dict[str, Any], precision: str) -> float:
-        metric_values = {
+        found = {
             (m["name"], m["precision"]): m["value"]
             for m in row.get("metrics", ())
             if m["split"] == "valid" and m["when"] == "final"
         }
         if row["status"] != "ok":
             return -float(np.log(outputs)) if text else 1 / outputs
-        return -metric_values["loss", precision] if text else metric_values["accuracy", precision]
+        return -found["loss", precision] if text else found["accuracy", precision]
 
     means: dict[str, dict[tuple[float, str], float]] = {}
     for i in range(0, len(specs), len(study.tuning)):
         arm, _, rate = specs[i].arm.rpartition(" at ")
-        seed_rows = [rows[spec.key] for spec in specs[i : i + len(study.tuning)]]
+        mine = [rows[spec.key] for spec in specs[i : i + len(study.tuning)]]
         for name, precision in EVALUATION_SUFFIXES.items():
             means.setdefault(arm, {})[float(rate), name] = float(
-                np.mean([quality(row, precision) for row in seed_rows])
+                np.mean([quality(row, precision) for row in mine])
             )
     return means

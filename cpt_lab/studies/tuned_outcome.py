@@ -77,9 +77,9 @@ class Task:
 
     def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
         """Return what an arm gains on another."""
-        description = f"{self.name}, {arm} minus {other}"
+        what = f"{self.name}, {arm} minus {other}"
         return Estimate(
-            description,
+            what,
             self.unit,
             self.quality(arm, rule) - self.quality(other, rule),
             self.margin,
@@ -95,19 +95,19 @@ class Task:
 
 def complete(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
     """Return the complete tasks, and a word on what is missing: "" when nothing is."""
-    complete_tasks, num_stored, num_needed = [], 0, 0
+    whole, there, wanted = [], 0, 0
     for case, c in study.cases.items():
-        num_needed += c.seeds * len(study.arms(c))
+        wanted += c.seeds * len(study.arms(c))
         try:
             specs = study.runs(case)
         except NotMeasuredError:
             continue
-        num_stored += len({spec.key for spec in specs} & set(runs["key"]))
+        there += len({spec.key for spec in specs} & set(runs["key"]))
         if not isinstance(rows := find_rows(specs, runs), str):
-            complete_tasks.append(Task(study, case, rows))
-    return complete_tasks, "" if len(complete_tasks) == len(
+            whole.append(Task(study, case, rows))
+    return whole, "" if len(whole) == len(
         study.cases
-    ) else f"open: {num_stored} of {plural(num_needed, 'run')}"
+    ) else f"open: {there} of {plural(wanted, 'run')}"
 
 
 def answer_questions(
@@ -118,21 +118,21 @@ def answer_questions(
         return [
             Answer(name, asks, word=missing) for name, (asks, _) in questions.items()
         ]
-    num_lost = sum(t.lost for t in parts)
+    lost = sum(t.lost for t in parts)
 
-    def answer_all(rule: str = "") -> list[Answer]:
-        answers_by_question = (
+    def told(rule: str = "") -> list[Answer]:
+        made = (
             (name, asks, make(parts, rule=rule))
             for name, (asks, make) in questions.items()
         )
         return [
-            replace(answer, question=name, asks=asks, lost=num_lost)
-            for name, asks, answer in answers_by_question
+            replace(answer, question=name, asks=asks, lost=lost)
+            for name, asks, answer in made
         ]
 
-    registered, by_rule = answer_all(), {rule: answer_all(rule) for rule in EVALUATION_RULES}
+    registered, by_rule = told(), {rule: told(rule) for rule in EVALUATION_RULES}
     return [
-        add_rules(a, registered, {rule: rule_answers[i] for rule, rule_answers in by_rule.items()})
+        add_rules(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
         for i, a in enumerate(correct_answers(registered))
     ]
 
@@ -151,18 +151,18 @@ def show_table(
     parts, missing = complete(study, runs)
     if not parts:
         return
-    study_answers = answer_questions(parts, missing, questions)
+    told = answer_questions(parts, missing, questions)
     undecided = (
         (f"Nothing is decided ({missing}): shown are the tasks that are complete.",)
         if missing
         else ()
     )
-    yield Section(name, (note, *undecided), figure(parts), alt, summary(study_answers), "left")
+    yield Section(name, (note, *undecided), figure(parts), alt, summary(told), "left")
     for title, table in (*tables, ("every arm", by_arm)):
         yield Section(f"{name}: {title}", table=table(parts), style="left folded")
     if not missing:
         yield Section(
-            f"{name}: other effects", table=secondary(study_answers), style="left folded"
+            f"{name}: other effects", table=secondary(told), style="left folded"
         )
 
 
@@ -198,7 +198,7 @@ def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
     """Return settings, quality and BitOps of every arm, for people."""
     lines = []
     for t in parts:
-        for arm, (rate, evaluation_bits) in t.settings.items():
+        for arm, (rate, evaluated) in t.settings.items():
             ratio = t.bitops.loc[arm] / t.bitops.loc[FULL_BITS]
             mean = f"{t.quality(arm).mean():.2f}"
             lines.append(
@@ -206,7 +206,7 @@ def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
                     t.name,
                     arm,
                     f"{rate:g}",
-                    evaluation_bits,
+                    evaluated,
                     mean,
                     *(f"{x:.3f}" for x in ratio),
                 )

@@ -64,7 +64,7 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     def static(bits: int) -> StaticSchedule:
         return StaticSchedule(level[bits], steps)
 
-    repeated_cycles = itertools.repeat(((low, SWITCH - 1), (high, 1)), steps // SWITCH)
+    every = itertools.repeat(((low, SWITCH - 1), (high, 1)), steps // SWITCH)
     return {
         **{
             f"{q}/{g}": (static(q), level[g])
@@ -72,7 +72,7 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
             if {q, g} <= set(level)
         },
         LATE: (late(SWITCH), low),
-        "forward spread": (TableSchedule(tuple(itertools.chain(*repeated_cycles))), low),
+        "forward spread": (TableSchedule(tuple(itertools.chain(*every))), low),
         "gradients late": (
             RoleSchedules(weight=static(4), activation=static(4), gradient=late(2)),
             None,

@@ -69,17 +69,17 @@ QUESTIONS = {
 
 def gains(parts: Sequence[Task]) -> pd.DataFrame:
     """Return what the late forward switch gains on the opponents of every question, for people."""
-    columns: dict[str, list[str]] = {"task": [t.name for t in parts]}
-    for question, opponent_name in {
+    found: dict[str, list[str]] = {"task": [t.name for t in parts]}
+    for question, what in {
         "H10a": "static bits",
         "H10b": "another switch",
         "H10c": "the same, spread",
     }.items():
-        effects_by_task = zip(parts, effects(parts, question), strict=True)
-        columns[f"minus {opponent_name} [95 %]"] = [
-            f"{e.shown()} ({t.best(OTHERS[question])})" for t, e in effects_by_task
+        told = zip(parts, effects(parts, question), strict=True)
+        found[f"minus {what} [95 %]"] = [
+            f"{e.shown()} ({t.best(OTHERS[question])})" for t, e in told
         ]
-    return pd.DataFrame(columns | level_columns(parts))
+    return pd.DataFrame(found | level_columns(parts))
 
 
 def gains_by_evaluation(parts: Sequence[Task], question: str = "H10a") -> pd.DataFrame:
@@ -116,14 +116,14 @@ def figure(parts: Sequence[Task]) -> Figure:
     """Draw what the late forward switch gains, in units of the margin."""
     lines = []
     for question in QUESTIONS:
-        task_effects = effects(parts, question)
+        found = effects(parts, question)
         names = [f"{t.name}, minus {t.best(OTHERS[question])}" for t in parts]
-        lines += in_margins(task_effects, names, "worse", "better")
-    num_won, num_lost = (
+        lines += in_margins(found, names, "worse", "better")
+    won, lost = (
         sum(line[-1].startswith(word) for line in lines) for word in ("better", "worse")
     )
     title = (
-        f"A late forward switch wins {num_won} of {len(lines)} comparisons and loses {num_lost}"
+        f"A late forward switch wins {won} of {len(lines)} comparisons and loses {lost}"
     )
     return intervals(
         lines,

@@ -119,14 +119,14 @@ def least_noisy(
     be, and those that do not end at 8 bits, are left out. Gradients have ``q_grad`` bits on both sides.
     """
     budget = cost.relative_cost([bits], Q_MAX, q_grad)
-    candidates = []
+    found = []
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
         for low in range(lowest, bits):
             for e in SUITE.values():
                 with suppress(
                     ValueError
                 ):  # a shape that so few steps cannot bend to the cost
-                    candidates.append(
+                    found.append(
                         solve_schedule(
                             budget,
                             low,
@@ -140,7 +140,7 @@ def least_noisy(
                         )
                     )
     return min(
-        (s for s in candidates if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure()
+        (s for s in found if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure()
     )
 
 
@@ -157,9 +157,9 @@ def deficit_dates(
             r = replace(_recipe(dataset, start + WINDOW + RECOVERY), lr_rule=rule)  # type: ignore[call-arg]
             for windows in ((), ((start, start + WINDOW),)):
                 schedule = DeficitSchedule(Q_MIN, Q_MAX, windows, r.steps)
-                arm = f"[{start}, {start + WINDOW})" if windows else "no deficit"
+                what = f"[{start}, {start + WINDOW})" if windows else "no deficit"
                 specs += [
-                    _spec(r, schedule, f"{arm} of {r.steps}, {rule}", s)
+                    _spec(r, schedule, f"{what} of {r.steps}, {rule}", s)
                     for s in _seeds(seeds, 10)
                 ]
     return specs
@@ -220,10 +220,10 @@ def _seeds(seeds: Sequence[int] | None, n: int) -> Sequence[int]:
 
 
 def _recipe(dataset: str, steps: int | None = None, model: str | None = None) -> Recipe:
-    demo_recipe = recipe("demo", dataset, model, task="graph")
+    found = recipe("demo", dataset, model, task="graph")
     return replace(
-        demo_recipe,
-        steps=steps or STEPS[demo_recipe.model],
+        found,
+        steps=steps or STEPS[found.model],
         n_cycles=2,
         q_min=Q_MIN,
         evaluate_every=0,

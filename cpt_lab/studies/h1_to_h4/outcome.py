@@ -46,31 +46,31 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
     Holm's correction is over all five, whether the others are answered or not.
     """
-    study_answers, by_rule = [], {}
+    told, alike = [], {}
     for question, (asks, names, answer) in QUESTIONS.items():
         specs = [grid_specs(name) for name in names]
         rows = find_rows([spec for part in specs for spec in part], runs)
         if isinstance(rows, str):
-            study_answers.append(Answer(question, asks, word=rows))
+            told.append(Answer(question, asks, word=rows))
             continue
         frames = [_frame(part, rows.loc[[spec.key for spec in part]]) for part in specs]
         lost = sum(int(frame["lost"].sum()) for frame in frames)
-        study_answers.append(replace(answer(*frames), question=question, asks=asks, lost=lost))
+        told.append(replace(answer(*frames), question=question, asks=asks, lost=lost))
         if answer is _static:
-            by_rule = {
+            alike = {
                 rule: replace(_static(*frames, rule=rule), question=question)
                 for rule in EVALUATION_RULES
             }
     return [
-        add_rules(a, study_answers, by_rule) if a.question == "H2" and by_rule else a
-        for a in correct_answers(study_answers)
+        add_rules(a, told, alike) if a.question == "H2" and alike else a
+        for a in correct_answers(told)
     ]
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the questions came to, once all runs of one are there."""
-    study_answers = answers(runs)
-    if not any(a.primary for a in study_answers):
+    told = answers(runs)
+    if not any(a.primary for a in told):
         return
     note = (
         "Arms, seeds, tests and what each outcome means were written down (docs/preregistration.md) before the first "
@@ -78,24 +78,24 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     )
     alt = "primary effects of the preregistered questions with their intervals and margins"
     lines: list[preregistered.Line] = []
-    for question, e in ((a.question, e) for a in study_answers for e in a.primary):
+    for question, e in ((a.question, e) for a in told for e in a.primary):
         mean, low, high = (x / e.margin for x in (e.mean, *e.interval()))
         lines.append(
             (f"{question} {e.what}, n = {len(e.values)}", mean, low, high, e.shown())
         )
     title = "What was found, beside margins within which it is not worth naming"
-    figure = preregistered.intervals(
+    drawn = preregistered.intervals(
         lines, title, "effect in margins (grey: within one)", band=1
     )
     yield Section(
         "Preregistered questions",
         (note,),
-        figure,
+        drawn,
         alt,
-        preregistered.summary(study_answers),
+        preregistered.summary(told),
         "left",
     )
-    other = preregistered.secondary(study_answers)
+    other = preregistered.secondary(told)
     yield Section(
         "Preregistered questions: other effects", table=other, style="left folded"
     )
@@ -255,13 +255,13 @@ def _static(*frames: pd.DataFrame, rule: str = "") -> Answer:
                 secondary.append(
                     Estimate(f"{name} at {where}", unit, np.asarray(schedule - values))
                 )
-    remark = f"; alike within the margin in {sum(effect.small for effect in primary)}"
+    alike = f"; alike within the margin in {sum(effect.small for effect in primary)}"
     return judge_unbeaten(
         primary,
         "no schedule beats static by the margin",
         "a schedule wins",
         secondary,
-        remark,
+        alike,
     )
 
 
@@ -306,9 +306,9 @@ def _date(frame: pd.DataFrame) -> Answer:
 
 # --- H4 -------------------------------------------------------------------------------------------
 def _gradients(frame: pd.DataFrame) -> Answer:
-    arm_by_bits = {(int(s.schedule(0)), s.q_grad): s.arm for s in frame["spec"]}
+    at = {(int(s.schedule(0)), s.q_grad): s.arm for s in frame["spec"]}
     wide = seeds_by_arms(frame, CURRENT_BITS)
-    y = {bits: wide[arm].to_numpy() for bits, arm in arm_by_bits.items()}
+    y = {bits: wide[arm].to_numpy() for bits, arm in at.items()}
     primary = Estimate(
         "6 bits forward with 8-bit gradients, minus the reverse",
         PERCENT,

@@ -78,15 +78,15 @@ def allocated(
     r, s = c.recipe, stored_sensitivity(case)
     arms: dict[str, Schedule] = {STATIC: StaticSchedule(c.bits, r.steps)}
     arms |= {
-        f"over {dimension}": allocate(s, c.budget, r.q_min, Q_MAX, dimension, total_steps=r.steps)
-        for dimension in OVER
+        f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps)
+        for over in OVER
     }
     arms[LATE] = low_then_high(c.bits, r.steps)
-    schedules_by_arm = {f"{arm} at {c.budget:.3f}": schedule for arm, schedule in arms.items()}
-    schedules_by_arm[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, r.steps)
+    named = {f"{arm} at {c.budget:.3f}": schedule for arm, schedule in arms.items()}
+    named[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, r.steps)
     return [
         RunSpec(r, schedule, Q_MAX, Q_MAX, seed, arm, "demo")
-        for arm, schedule in schedules_by_arm.items()
+        for arm, schedule in named.items()
         for seed in (range(100, 100 + c.seeds) if seeds is None else seeds)
     ]
 
@@ -94,11 +94,11 @@ def allocated(
 def low_then_high(static: int, total_steps: int) -> TableSchedule:
     """Return the schedule that is one bit below static until ``SWITCH``, and spends what is left evenly after it."""
     low, first = static - 1, round(SWITCH * total_steps)
-    remaining_budget = cost.relative_cost(
+    left = cost.relative_cost(
         [static], Q_MAX
     ) * total_steps - first * cost.relative_cost([low], Q_MAX)
     high = static_of_cost(
-        min(1.0, remaining_budget / (total_steps - first)), Q_MAX, total_steps - first
+        min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first
     )
     runs = (
         high.runs
@@ -112,14 +112,14 @@ def low_then_high(static: int, total_steps: int) -> TableSchedule:
 def stored_sensitivity(case: str) -> Sensitivity:
     """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
     path = results_dir() / FILE
-    stored_cases = (
+    held = (
         json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
     )
-    if case not in stored_cases:
+    if case not in held:
         raise NotMeasuredError(
             f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
         )
-    return Sensitivity.from_dict(stored_cases[case])
+    return Sensitivity.from_dict(held[case])
 
 
 # name of a grid -> what makes its runs, what they are

@@ -160,7 +160,7 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
     for arm in ARMS:
         gain = arms.gain(arm, rule)
         low, high = gain.interval()
-        is_static = arms.is_static(arm)
+        same = arms.is_static(arm)
         yield {
             "case": case,
             "arm": arm,
@@ -168,8 +168,8 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
             "mean": gain.mean,
             "low": low,
             "high": high,
-            "p": 1.0 if is_static else gain.p(),
-            "word": "static precision itself" if is_static else "",
+            "p": 1.0 if same else gain.p(),
+            "word": "static precision itself" if same else "",
             "n": len(gain.values),
             "lost": arms.lost[arm] + arms.lost[STATIC],
             "opponent": opponent.removeprefix("their "),
@@ -189,13 +189,13 @@ def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
             continue
 
         def add(
-            description: str,
+            what: str,
             a: pd.Series,
             b: pd.Series,
             case: str = case,
             unit: str = arms.unit,
         ) -> None:
-            lines.append((case, description, Estimate(description, unit, (a - b).to_numpy()).shown()))
+            lines.append((case, what, Estimate(what, unit, (a - b).to_numpy()).shown()))
 
         top, static = (
             arms.by_rule[TOP],
@@ -228,13 +228,13 @@ def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
                 )
         for other in ALLOCATED[:2]:
             add(f"{ALLOCATED[2]}, minus {other}", top[ALLOCATED[2]], top[other])
-        for dimension in OVER[:2]:
-            agreement = f"{stored_sensitivity(case).agreement(dimension):+.2f}"
+        for over in OVER[:2]:
+            shown = f"{stored_sensitivity(case).agreement(over):+.2f}"
             lines.append(
                 (
                     case,
-                    f"rank correlation over {dimension}: measured w, and estimated from gradients",
-                    agreement,
+                    f"rank correlation over {over}: measured w, and estimated from gradients",
+                    shown,
                 )
             )
     return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
@@ -255,42 +255,42 @@ def verdict(gains: pd.DataFrame) -> str:
 
     Of an arm that wins and nowhere loses, all other tasks are told too.
     """
-    allocated_gains = gains[gains["arm"].isin(ALLOCATED)]
+    mine = gains[gains["arm"].isin(ALLOCATED)]
     if missing := [
         case
         for case in CASES
         if gains["word"][gains["case"] == case].str.startswith("open: ").any()
     ]:
         return f"open: runs of {', '.join(missing)} are missing"
-    if not (allocated_gains["word"] == WINS).any():
-        best = allocated_gains.loc[(allocated_gains["high"] / allocated_gains["full"]).idxmax()]
+    if not (mine["word"] == WINS).any():
+        best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
         return (
             f"{NOTHING_BEAT_STATIC}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
-    sentences, outcome_by_line = [], allocated_gains["arm"].map(_outcomes(gains))
+    said, of = [], mine["arm"].map(_outcomes(gains))
     for word in (WON, MIXED, WORSE):
-        lines = allocated_gains[(outcome_by_line == word) & allocated_gains["word"].isin((WINS, LOSES))]
-        sentences += [f"{word}: {'; '.join(_gains(lines))}"] if len(lines) else []
-    rest = allocated_gains[(outcome_by_line == WON) & (allocated_gains["word"] != WINS)]
+        lines = mine[(of == word) & mine["word"].isin((WINS, LOSES))]
+        said += [f"{word}: {'; '.join(_gains(lines))}"] if len(lines) else []
+    rest = mine[(of == WON) & (mine["word"] != WINS)]
     undecided = rest["word"] == "open"
-    sentences += (
+    said += (
         [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"]
         if undecided.any()
         else []
     )
-    static_arms = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
-    sentences += [f"static precision itself: {'; '.join(static_arms)}"] if static_arms else []
-    return ". ".join([sentences[0], *(f"{part[0].upper()}{part[1:]}" for part in sentences[1:])])
+    same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
+    said += [f"static precision itself: {'; '.join(same)}"] if same else []
+    return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
 
 
 def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
     """Return the outcome of every allocated arm, in the words of the document, or "open"."""
     words = {arm: set(gains["word"][gains["arm"] == arm]) for arm in ALLOCATED}
-    outcome_by_results = {(True, False): WON, (True, True): MIXED, (False, True): WORSE}
+    known = {(True, False): WON, (True, True): MIXED, (False, True): WORSE}
     return {
-        arm: outcome_by_results.get((WINS in words_of_arm, LOSES in words_of_arm), "open")
-        for arm, words_of_arm in words.items()
+        arm: known.get((WINS in found, LOSES in found), "open")
+        for arm, found in words.items()
     }
 
 
@@ -300,33 +300,33 @@ def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
         rule: _outcomes(effects(parts, rule)) for rule in ("", *EVALUATION_RULES)
     }
     registered = by_rule.pop("")
-    dependence = {
-        a: depends(word, {rule: outcomes[a] for rule, outcomes in by_rule.items()})
+    said = {
+        a: depends(word, {rule: of[a] for rule, of in by_rule.items()})
         for a, word in registered.items()
     }
-    return {arm: text.replace(ELSEWHERE, "") for arm, text in dependence.items() if text}
+    return {arm: text.replace(ELSEWHERE, "") for arm, text in said.items() if text}
 
 
 def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the outcomes of all allocated arms in words by each of ``RULES``, also where both rules agree."""
-    texts = {}
+    found = {}
     for rule in EVALUATION_RULES:
         outcomes = _outcomes(effects(parts, rule))
-        texts[rule] = "; ".join(
+        found[rule] = "; ".join(
             f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items()
         )
-    return texts
+    return found
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
     """Gains in words; where the BitOps of the whole model differ from static's by 0.5 %, they are told."""
-    texts = []
+    said = []
     for r in lines.itertuples():
-        has_equal_bitops = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
-        model_bitops = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} of all that runs"
+        alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
+        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} of all that runs"
         gain = f"{r.arm}, {r.case}: {_interval(r)}"
-        texts.append(gain if has_equal_bitops else f"{gain} (BitOps of the whole model: {model_bitops})")
-    return texts
+        said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
+    return said
 
 
 def _interval(r: Any) -> str:
@@ -336,14 +336,14 @@ def _interval(r: Any) -> str:
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     parts = cases(runs)
-    outcome = verdict(effects(parts))
+    said = verdict(effects(parts))
     words = (
         "; ".join(
             word
             for word in (WON, MIXED, WORSE, NOTHING_BEAT_STATIC)
-            if word in outcome.lower()
+            if word in said.lower()
         )
-        or outcome
+        or said
     )
     primary = [
         replace(arms.gain(arm), what=f"{case}, {arm} minus static")
@@ -355,7 +355,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     if rules := robustness(parts):
         words += f"; depends on the rule: {' and '.join(rules)}"
     by_rule = (
-        () if outcome.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
+        () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
     )
     return [Answer("H5", ASKS, tuple(primary), word=words, by_rule=by_rule)]
 
@@ -363,8 +363,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 def summary(gains: pd.DataFrame) -> pd.DataFrame:
     """Return ``effects`` for people."""
 
-    def shown(values: Iterable[float], template: str) -> list[str]:
-        return [template.format(x) if x == x else "–" for x in values]
+    def shown(values: Iterable[float], form: str) -> list[str]:
+        return [form.format(x) if x == x else "–" for x in values]
 
     bitops = zip(
         shown(gains["bitops"], "{:.3f}"),

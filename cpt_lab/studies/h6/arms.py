@@ -36,7 +36,7 @@ def on_ladders(
     case: str = "digits", seeds: Sequence[int] | None = None
 ) -> list[RunSpec]:
     """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself."""
-    c, specs = CASES[check_choice("case", case, CASES)], []
+    c, found = CASES[check_choice("case", case, CASES)], []
     for name in ON:
         levels = LADDERS[name].levels
         low, high = levels[0], levels[-1]
@@ -46,9 +46,9 @@ def on_ladders(
             arms = [*SUITE, *(f"static {level}" for level in levels)]
             # Rex rises late: it ends one level short of the highest in 64 steps
             with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-                specs += [run_spec(r, arm, q_max=high, seed=seed) for arm in arms]
-            specs.append(RunSpec(r, late, high, high, seed, LATE, "demo"))
-    return specs
+                found += [run_spec(r, arm, q_max=high, seed=seed) for arm in arms]
+            found.append(RunSpec(r, late, high, high, seed, LATE, "demo"))
+    return found
 
 
 GRIDS = {

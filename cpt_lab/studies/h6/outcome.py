@@ -109,16 +109,16 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     parts = cells(runs)
     if isinstance(parts, str):
         return [Answer(name, asks, word=parts) for name, asks in QUESTIONS.items()]
-    answers_by_question = zip(
+    told = zip(
         QUESTIONS.items(),
         (_correlation(parts), _gains(parts, SUITE), _gains(parts, (LATE,))),
         strict=True,
     )
-    num_lost = sum(c.lost for c in parts)
+    lost = sum(c.lost for c in parts)
     return correct_answers(
         [
-            replace(answer, question=name, asks=asks, lost=num_lost)
-            for (name, asks), answer in answers_by_question
+            replace(answer, question=name, asks=asks, lost=lost)
+            for (name, asks), answer in told
         ]
     )
 
@@ -133,7 +133,7 @@ def _correlation(parts: list[Cell]) -> Answer:
     )
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
-    confirmed_text = (
+    stands = (
         "confirmed: dearer schedules are better in every task and format" if up else ""
     )
     reverse = (
@@ -141,14 +141,14 @@ def _correlation(parts: list[Cell]) -> Answer:
         if below
         else ""
     )
-    note = f"dearer schedules are better in {len(above)} of {len(primary)}"
-    return Answer(primary=tuple(primary), p=p, words=(confirmed_text, reverse), beside=note)
+    beside = f"dearer schedules are better in {len(above)} of {len(primary)}"
+    return Answer(primary=tuple(primary), p=p, words=(stands, reverse), beside=beside)
 
 
 def _gains(parts: list[Cell], arms: Collection[str]) -> Answer:
-    (subject,) = arms if len(arms) == 1 else ("schedules",)
+    (one,) = arms if len(arms) == 1 else ("schedules",)
     primary = [
-        Estimate(f"{c.name}: {subject} minus static", c.unit, c.gain(arms), c.margin)
+        Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), c.margin)
         for c in parts
     ]
     return judge_unbeaten(
@@ -179,10 +179,10 @@ def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
     )
 
 
-def figure(study_answers: Sequence[Answer]) -> Figure:
+def figure(told: Sequence[Answer]) -> Figure:
     """Draw H6b and H6c of ``answers``: schedules against static formats of their cost, in units of the margin."""
     lines = []
-    for effects in (a.primary for a in study_answers[1:]):
+    for effects in (a.primary for a in told[1:]):
         names = [effect.what.replace(" minus static", "") for effect in effects]
         lines += in_margins(effects, names, above="schedule is better")
     unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
@@ -193,7 +193,7 @@ def figure(study_answers: Sequence[Answer]) -> Figure:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the schedules came to on other formats, once all runs are there."""
-    parts, study_answers = cells(runs), answers(runs)
+    parts, told = cells(runs), answers(runs)
     if isinstance(parts, str):
         return
     note = (
@@ -208,9 +208,9 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     yield Section(
         "Schedules on other number formats",
         (note,),
-        figure(study_answers),
+        figure(told),
         alt,
-        summary(study_answers),
+        summary(told),
         "left",
     )
     yield Section(

@@ -57,12 +57,12 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
         + [(b + 1, REDUCED_GRAD_BITS) for b in BUDGETS]
         + [(Q_MAX, Q_MAX)]
     )
-    arms_by_name: dict[str, tuple[Schedule, int]] = {
+    found: dict[str, tuple[Schedule, int]] = {
         f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs
     }
     for q, g in [(4, Q_MAX), *((b + 1, REDUCED_GRAD_BITS) for b in CYCLED)]:
-        arms_by_name[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
-    return arms_by_name
+        found[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
+    return found
 
 
 STUDY = Tuned(

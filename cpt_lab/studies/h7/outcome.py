@@ -63,9 +63,9 @@ def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
         for t in parts
     ]
     words = ("confirmed: gradients may pay", keep)
-    note = f"the pair gains in {len(wins)} of {len(primary)}"
+    said = f"the pair gains in {len(wins)} of {len(primary)}"
     return Answer(
-        primary=tuple(primary), p=p, words=words, secondary=tuple(other), beside=note
+        primary=tuple(primary), p=p, words=words, secondary=tuple(other), beside=said
     )
 
 
@@ -105,10 +105,10 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
 
     The interval of the share is a bootstrap's, over seeds; there is no share where 8/8 itself gains nothing clear.
     """
-    columns: dict[str, list[str]] = {"task": [t.name for t in parts]}
+    found: dict[str, list[str]] = {"task": [t.name for t in parts]}
     for bits in BUDGETS:
         static, pair = f"{bits}/{Q_MAX}", paying_arm(bits)
-        cells = columns[f"{pair} minus {static} [95 %]"] = []
+        cells = found[f"{pair} minus {static} [95 %]"] = []
         for t in parts:
             gain, full = t.gain(pair, static), t.gain(FULL_BITS, static)
             share = f"{FULL_BITS} gains nothing clear"
@@ -116,13 +116,13 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
                 with np.errstate(
                     divide="ignore", invalid="ignore"
                 ):  # where what 8/8 gains is drawn as 0
-                    gain_pairs = (gain.values, full.values)
+                    both = (gain.values, full.values)
                     ends = bootstrap(
-                        gain_pairs, _ratio, paired=True, method="percentile", rng=0
+                        both, _ratio, paired=True, method="percentile", rng=0
                     ).confidence_interval
                 share = f"{interval_text(gain.mean / full.mean, *ends)} of what {FULL_BITS} gains"
             cells.append(f"{gain.shown()}; {share}")
-    return pd.DataFrame(columns | level_columns(parts))
+    return pd.DataFrame(found | level_columns(parts))
 
 
 def gains_by_evaluation(
@@ -130,18 +130,18 @@ def gains_by_evaluation(
 ) -> pd.DataFrame:
     """Return what the pair that costs no more than static ``bits`` gains on it, by the bits of evaluation."""
     pair, static = paying_arm(bits), f"{bits}/{Q_MAX}"
-    table = by_evaluation(
+    found = by_evaluation(
         parts, lambda t: (pair, static), f"{pair} minus {static} [95 %]"
     )
     if len(parts) < GAIN:
-        return table
+        return found
     cells = [f"tasks that gain, p of at least {GAIN}"]
     for rule in EVALUATIONS.values():
         primary = [t.gain(pair, static, rule) for t in parts]
         _, wins, _ = against(primary)
         cells.append(f"{len(wins)} of {len(parts)}, p {p_of_gains(primary):.2g}")
-    table.loc[len(table)] = cells
-    return table
+    found.loc[len(found)] = cells
+    return found
 
 
 def _ratio(gain: np.ndarray, full: np.ndarray, axis: int) -> np.ndarray:
@@ -154,28 +154,28 @@ def figure(parts: Sequence[Task]) -> Figure:
         raise ValueError("no task of H7 is complete yet; all runs of one are needed")
     with subplots(
         1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True
-    ) as (chart, axes):
+    ) as (drawn, axes):
         for ax, bits in zip(axes[0], BUDGETS, strict=True):
             _panel(ax, bits, parts)
         won = [
             len(against([t.gain(paying_arm(b), f"{b}/{Q_MAX}") for t in parts])[1])
             for b in BUDGETS
         ]
-        gain_counts = f"{', '.join(map(str, won[:-1]))} and {won[-1]} of {len(parts)} tasks"
-        chart.suptitle(
-            f"One more forward bit, paid with {REDUCED_GRAD_BITS}-bit gradients, gains in {gain_counts}",
+        said = f"{', '.join(map(str, won[:-1]))} and {won[-1]} of {len(parts)} tasks"
+        drawn.suptitle(
+            f"One more forward bit, paid with {REDUCED_GRAD_BITS}-bit gradients, gains in {said}",
             fontsize=11,
         )
         axes[0, 0].set_yticks(
             range(len(parts))[::-1], [t.name for t in parts], fontsize=SMALL
         )
-        legend_below(chart, axes[0, BUDGETS.index(4)])
-    return chart
+        legend_below(drawn, axes[0, BUDGETS.index(4)])
+    return drawn
 
 
 def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
     static, pair = f"{bits}/{Q_MAX}", paying_arm(bits)
-    arm_styles = {
+    shown = {
         pair: ("gradients pay", "o", COLORS["small"]),
         f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
         f"cycle at {pair}": ("gradients pay, and a cycle", "D", COLORS["medium"]),
@@ -183,13 +183,13 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
     }
     ax.axvspan(-1, 1, color="#dddddd", linewidth=0)
     ax.axvline(0, color="#888888", linewidth=0.8)
-    for row, (arm, (label, marker, color)) in enumerate(arm_styles.items()):
-        gains_by_row = [
+    for row, (arm, (label, marker, color)) in enumerate(shown.items()):
+        there = [
             (y, t.gain(arm, static))
             for y, t in enumerate(reversed(parts))
             if arm in t.settings
         ]
-        for y, e in gains_by_row:
+        for y, e in there:
             ends = (x / e.margin for x in (e.mean, *e.interval()))
             look = {"fmt": marker, "color": color, "label": "" if y else label}
             interval_bar(
