@@ -1,17 +1,20 @@
-"""Try precisions with a model and a training loop of one's own.  Beyond the paper.
+"""Precision search with a user's model and training loop.  Beyond the paper.
+
+``try_precision`` runs the search of ``search_loop`` on a model and a ``train_step`` of the user: every training starts
+from the same weights, and a file can store the trainings, so that an interrupted search continues.
 
 >>> import torch
 >>> _ = torch.manual_seed(0)
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 >>> optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(100, 64, 8)
->>> def loss_of(x):
+>>> def compute_loss(x):
 ...     return (model(x) - x[:, :2]).square().mean()
 >>> def train_step(step):
-...     loss = loss_of(batches[step % 100])
+...     loss = compute_loss(batches[step % 100])
 ...     loss.backward(), optimizer.step(), optimizer.zero_grad()
 ...     return loss
->>> found = try_precision(model, train_step, optimizer, lambda: -loss_of(batches[0]), steps=40, seeds=1)
->>> print(found)  # doctest: +ELLIPSIS
+>>> answer = try_precision(model, train_step, optimizer, lambda: -compute_loss(batches[0]), steps=40, seeds=1)
+>>> print(answer)  # doctest: +ELLIPSIS
 Sequential: 12 trainings, 1 seed; nothing is clear with so few; plus is better, 0.00073 is too little to matter
 Bits:      With ... bits it is perhaps as good as in float32, which reaches -0.0... (...
 """
@@ -35,13 +38,17 @@ from cpt_core.schedules.schedule import MAX_STEPS
 from cpt_core.validation import check_int
 from cpt_extras.files import nan_to_none
 from cpt_extras.progress import progress_bar
-from cpt_extras.search.restartable import TrainStep, restartable_trainings
+from cpt_extras.search.restartable import (
+    RestartableTraining,
+    TrainStep,
+    restartable_trainings,
+)
+from cpt_extras.search.search_loop import run_precision_search
 from cpt_extras.search.search_result import (
-    WIDTHS,
+    STATIC_BITS,
     Arm,
     PrecisionSearchResult,
     Result,
-    run_precision_search,
 )
 from cpt_extras.validation import check_float
 
@@ -62,29 +69,33 @@ def try_precision(
     config: QuantConfig | str | None = None,
     progress: bool | None = None,
 ) -> PrecisionSearchResult:
-    """Say how few bits a model can be trained with, whether a schedule helps, and what that costs.
+    """Find the fewest bits that train a model as well as float32, and whether a schedule helps.
 
     Trained are float32, static 8, 6, 5, 4, 3 and 2 bits; at the fewest bits that lose no more than the margin, two
     schedules of the same cost, and 6, 5 and 4 bits for gradients. From three seeds on, only what is not clear is
     repeated. An interval is that of one comparison which is looked at once. Here some are looked at after every seed:
     "clear" is a good hint, not a test.
 
-    Other arguments are those of ``precision_range_test``.
-
     Args:
         model: converted for the trainings if it is not yet, and left as it was.
         train_step: ``train_step(step) -> loss`` does one whole optimizer step on batch number ``step``, the same batch
             whenever the number is the same. Numbers go on from one seed to the next.
-        evaluate: called after every training, at the bits with which it ended; what is larger when better. The model
-            is in the mode in which the training left it: call ``model.eval()`` where that matters.
+        optimizer: the one that ``train_step`` uses, made for this model.
+        evaluate: called after every training, at the bits with which it ended; returns a quality, larger is better.
+            The model is in the mode in which the training left it: call ``model.eval()`` where that matters.
         steps: optimizer steps of a training.
         minutes: after which no training is begun that would end too late.
         seeds: at most so many; the model keeps its weights and takes the batches from number ``seed * steps`` on,
             which must be others.
-        margin: what is too little to matter, in units of ``evaluate``; None takes 1 % of what float32 reaches.
+        margin: largest difference that is too small to matter, in units of ``evaluate``; None takes 1 % of what
+            float32 reaches.
         cycles: of a schedule.
-        store: a file of JSON lines; trainings that it holds are not repeated, so that what was stopped goes on. It
-            knows weights, rates, steps and ``config``: take another file when the data or ``evaluate`` change.
+        store: a file of JSON lines; trainings that it holds are not repeated, so that an interrupted search continues.
+            It knows weights, rates, steps and ``config``: take another file when the data or ``evaluate`` change.
+        stateful: objects that every training begins with as they are now, such as LR schedulers: with ``state_dict``
+            and ``load_state_dict``.
+        config: ``QuantConfig``, or the name of a recipe, for a model that is not converted yet.
+        progress: show a progress bar; None shows it in a terminal or a notebook only.
 
     Raises:
         ValueError: for wrong values, before anything is trained; when training diverges in float32; when two seeds are
@@ -94,70 +105,28 @@ def try_precision(
         raise ValueError(
             f"evaluate must be a function without arguments that returns a number, got {evaluate!r}"
         )
-    path = (
-        None
-        if store is None
-        else Path(store)
-        if isinstance(store, (str, Path))
-        else Path()
-    )
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(
-            f"store must be a file in a folder that is there, got {store!r}"
-        )
+    path = _check_store(store)
     title, steps = type(model).__name__, check_int("steps", steps, 1, MAX_STEPS)
-    trials = restartable_trainings(
-        model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful
+    trainings = restartable_trainings(
+        model, train_step, optimizer, STATIC_BITS[0], (0,), steps, config, stateful
     )
-    quiet = progress_bar("", progress=False)
-    with closing(trials):
-        conversion = (
-            "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
-        )
+    conversion = (
+        "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
+    )
+
+    with closing(trainings):
         if isinstance(model, nn.Module) and is_converted(model):
             conversion = "# the model is quantised already"
-        trial, _ = next(trials)
+        training, _ = next(trainings)
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())
         rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
-        what = f"{title}, {steps} steps, {cycles} cycles, rate {rates}, weights that sum to {weights:.9g}, {config=}"
-        seen: dict[str, list[list[float]]] = defaultdict(list)  # losses by arm
-        known = {} if path is None else _known(path, what)
-
-        def run(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
-            (arm,) = arms
-            if found := known.get((arm.name, seed)):
-                return {arm.name: found}
-            began, value, bits = (
-                time.perf_counter(),
-                math.nan,
-                [int(b) for b in arm.schedule.bits()],
-            )
-            losses = trial.losses(bits, seed * steps, arm.q_grad, quiet)
-            if math.isfinite(losses[-1]):
-                if losses in seen[arm.name]:
-                    raise ValueError(
-                        f"seed {seed} is the same training as one before; train_step must take other batches from "
-                        f"number {seed * steps} on, or seeds must be 1"
-                    )
-                seen[arm.name].append(losses)
-                with precision(model, bits=bits[-1], q_grad=arm.q_grad):
-                    value = check_float("evaluate must return a quality", evaluate())
-            result = Result(value, time.perf_counter() - began)
-            if path is not None:
-                line = {
-                    "of": what,
-                    "arm": arm.name,
-                    "seed": seed,
-                    **nan_to_none(result._asdict()),
-                }
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(
-                        "\n" + json.dumps(line)
-                    )  # after a line that was cut off, too
-            return {arm.name: result}
-
-        found = run_precision_search(
-            run,
+        description = (
+            f"{title}, {steps} steps, {cycles} cycles, rate {rates}, "
+            f"weights that sum to {weights:.9g}, {config=}"
+        )
+        trainer = _ArmTrainer(training, evaluate, steps, path, description)
+        answer = run_precision_search(
+            trainer,
             title,
             steps,
             cycles=cycles,
@@ -166,26 +135,118 @@ def try_precision(
             seeds=seeds,
             progress=progress,
         )
-    return replace(found, conversion=conversion)
+    return replace(answer, conversion=conversion)
 
 
-def _known(path: Path, what: str) -> dict[tuple[str, int], Result]:
-    """Read the trainings of a store; a line that was cut off when its process died does not count."""
-    found = {}
-    for text in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if path.exists()
-        else ()
-    ):
+def _check_store(store: Any) -> Path | None:
+    """Return the path of a store; ValueError unless it can be a file in an existing folder."""
+    if store is None:
+        return None
+
+    is_path = isinstance(store, (str, Path))
+    path = Path(store) if is_path else Path()
+    if not is_path or path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"store must be a file in a folder that is there, got {store!r}"
+        )
+    return path
+
+
+class _ArmTrainer:
+    """Trains one arm from one seed with the user's loop, unless a store holds its result.
+
+    Args:
+        training: the model, which every training resets.
+        evaluate: returns the quality after a training.
+        steps: optimizer steps of a training.
+        path: of the store; None stores nothing.
+        description: of the trainings, which the store has to share.
+    """
+
+    def __init__(
+        self,
+        training: RestartableTraining,
+        evaluate: Callable[[], float],
+        steps: int,
+        path: Path | None,
+        description: str,
+    ) -> None:
+        self.training = training
+        self.evaluate = evaluate
+        self.steps = steps
+        self.path = path
+        self.description = description
+        self.stored_results = (
+            {} if path is None else _read_stored_results(path, description)
+        )
+        self.losses_by_arm: dict[str, list[list[float]]] = defaultdict(list)
+        self.no_bar = progress_bar("", progress=False)
+
+    def __call__(self, arms: Sequence[Arm], seed: int) -> dict[str, Result]:
+        """Train the one arm of ``arms`` on the batches of a seed."""
+        (arm,) = arms
+        stored = self.stored_results.get((arm.name, seed))
+        if stored:
+            return {arm.name: stored}
+
+        start_time = time.perf_counter()
+        value = self._train_and_evaluate(arm, seed)
+        result = Result(value, time.perf_counter() - start_time)
+        if self.path is not None:
+            self._store(self.path, arm, seed, result)
+        return {arm.name: result}
+
+    def _train_and_evaluate(self, arm: Arm, seed: int) -> float:
+        """Return the quality of an arm; NaN if its training diverges."""
+        bits = [int(b) for b in arm.schedule.bits()]
+        first_batch = seed * self.steps
+        losses = self.training.losses(bits, first_batch, arm.q_grad, self.no_bar)
+        if not math.isfinite(losses[-1]):
+            return math.nan
+
+        if losses in self.losses_by_arm[arm.name]:
+            raise ValueError(
+                f"seed {seed} is the same training as one before; train_step must take other batches from "
+                f"number {first_batch} on, or seeds must be 1"
+            )
+        self.losses_by_arm[arm.name].append(losses)
+        with precision(self.training.model, bits=bits[-1], q_grad=arm.q_grad):
+            return check_float("evaluate must return a quality", self.evaluate())
+
+    def _store(self, path: Path, arm: Arm, seed: int, result: Result) -> None:
+        record = {
+            "of": self.description,
+            "arm": arm.name,
+            "seed": seed,
+            **nan_to_none(result._asdict()),
+        }
+        with path.open("a", encoding="utf-8") as file:
+            # begins a new line, as the line before may have been cut off
+            file.write("\n" + json.dumps(record))
+
+
+def _read_stored_results(path: Path, description: str) -> dict[tuple[str, int], Result]:
+    """Read the results of a store, by arm and seed.
+
+    A line that was cut off when its process died does not count.
+
+    Raises:
+        ValueError: if the store holds trainings of another description.
+    """
+    if not path.exists():
+        return {}
+
+    results = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            record = json.loads(text)
         except ValueError:
             continue
-        if not isinstance(line, dict) or line.get("of") != what:
-            of = line.get("of") if isinstance(line, dict) else line
+        stored = record.get("of") if isinstance(record, dict) else record
+        if not isinstance(record, dict) or stored != description:
             raise ValueError(
-                f"{path} holds trainings of {of!r}, this is {what!r}; take another file as store"
+                f"{path} holds trainings of {stored!r}, this is {description!r}; take another file as store"
             )
-        value = math.nan if line["value"] is None else line["value"]
-        found[line["arm"], line["seed"]] = Result(value, line["seconds"])
-    return found
+        value = math.nan if record["value"] is None else record["value"]
+        results[record["arm"], record["seed"]] = Result(value, record["seconds"])
+    return results

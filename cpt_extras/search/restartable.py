@@ -1,4 +1,8 @@
-"""Trainings that are repeated from one start: what the range test and sensitivities have in common."""
+"""Trainings that are repeated from one start, for precision searches, range tests and sensitivities.
+
+A ``RestartableTraining`` stores the state of a model, its optimizer and the random numbers, and trains from that state
+at other bits; ``restartable_trainings`` converts a model for such trainings and restores it afterwards.
+"""
 
 import copy
 import math
@@ -22,23 +26,81 @@ from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
 from cpt_extras.validation import check_float
 
 TrainStep = Callable[[int], Any]
-Bits = (
-    int | Mapping[str, int] | RoleLevels
-)  # of all layers, by patterns of their names, or of all layers by role
+# of all layers, by patterns of layer names, or of all layers by role
+Bits = int | Mapping[str, int] | RoleLevels
 
 
 class Judge(NamedTuple):
-    """What is measured after a training, +1 if larger is better or -1, and the function that measures it."""
+    """A quality that is measured after a training.
+
+    Attributes:
+        name: of the quality.
+        better: +1 if larger values are better, -1 if smaller ones are.
+        measure: returns the quality of the trained model.
+    """
 
     name: str
     better: int
     measure: Callable[[], float]
 
 
-class RestartableTraining:
-    """A model that can be put back to where it started; without a judge its loss is what a training gave.
+class _RandomStates(NamedTuple):
+    """States of the random number generators of torch, CUDA (None without it), Python and numpy."""
 
-    ``stateful``: what else is put back, by ``state_dict`` and ``load_state_dict``.
+    torch: torch.Tensor
+    cuda: list[torch.Tensor] | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def current(cls) -> "_RandomStates":
+        """Return the states as they are now."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        return cls(
+            torch.get_rng_state(),
+            cuda,
+            python_random.getstate(),
+            np.random.get_state(),  # noqa: NPY002
+        )
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        python_random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+
+
+class _TrainingState(NamedTuple):
+    """Everything that a training changes and a reset restores.
+
+    Attributes:
+        model: ``state_dict`` of the model.
+        optimizer: ``state_dict`` of the optimizer.
+        running: running ranges and keys of the rounding noise, by layer.
+        stateful: ``state_dict`` of every further object.
+        random: states of the random number generators.
+    """
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    running: Mapping[str, Any]
+    stateful: list[Any]
+    random: _RandomStates
+
+
+class RestartableTraining:
+    """A model with a training loop that can be reset to its start; without a judge its losses are the result.
+
+    Args:
+        model: the converted model.
+        train_step: does one optimizer step on a numbered batch and returns the loss.
+        optimizer: the one that ``train_step`` uses.
+        q_max: highest bits of the trainings.
+        title: name of the model.
+        judge: measures the quality after a training; None takes the losses.
+        stateful: further objects that are reset, by ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(
@@ -51,94 +113,99 @@ class RestartableTraining:
         judge: Judge | None = None,
         stateful: Sequence[Any] = (),
     ) -> None:
-        self.model, self.train_step, self.optimizer, self.title = (
-            model,
-            train_step,
-            optimizer,
-            title,
-        )
-        self.judge, self.stateful = judge, tuple(stateful)
-        self.rates: list[
-            list[float]
-        ] = []  # after every step, which all trainings have in common
+        self.model = model
+        self.train_step = train_step
+        self.optimizer = optimizer
+        self.title = title
+        self.judge = judge
+        self.stateful = tuple(stateful)
+
+        # learning rates after every step, equal in all trainings
+        self.rates: list[list[float]] = []
         self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))
-        self.precisions = all_precisions(model)  # also of layers that have not run yet
-        self.buffers = [
-            (buffer, buffer.detach().clone()) for buffer in model.buffers()
-        ]  # also those of no state_dict
-        random = (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-        )
-        random_python = (python_random.getstate(), np.random.get_state())  # noqa: NPY002
-        others = [s.state_dict() for s in self.stateful]
-        running = {
-            name: p.get_running() for name, p in self.precisions.items()
-        }  # ranges and keys of the noise
-        states = (model.state_dict(), optimizer.state_dict(), running, others)
-        self.before = copy.deepcopy((*states, *random, *random_python))
+        # includes layers that have not run yet, and buffers that no state_dict holds
+        self.precisions = all_precisions(model)
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
-    def put_back(self) -> None:
-        """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""
-        model, optimizer, running, others, random, random_cuda, pythons, numpys = (
-            copy.deepcopy(self.before)
+        random = _RandomStates.current()
+        stateful_states = [s.state_dict() for s in self.stateful]
+        running = {name: p.get_running() for name, p in self.precisions.items()}
+        self.start = copy.deepcopy(
+            _TrainingState(
+                model.state_dict(),
+                optimizer.state_dict(),
+                running,
+                stateful_states,
+                random,
+            )
         )
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+
+    def reset(self) -> None:
+        """Restore the state before the first training.
+
+        It covers weights, train or eval mode, optimizer, running ranges, the further objects and the random numbers.
+        """
+        start = copy.deepcopy(self.start)
+        self.model.load_state_dict(start.model)
+        self.optimizer.load_state_dict(start.optimizer)
         for parameter in self.model.parameters():
             parameter.grad = None
         self.optimizer.zero_grad(set_to_none=True)
+
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        for name, precision_state in running.items():
-            self.precisions[name].set_running(precision_state)
-        for other, state in zip(self.stateful, others, strict=True):
-            other.load_state_dict(state)
+        for name, running in start.running.items():
+            self.precisions[name].set_running(running)
+        for item, state in zip(self.stateful, start.stateful, strict=True):
+            item.load_state_dict(state)
         for module, training in self.modes:
             module.training = training
-        torch.set_rng_state(random)
-        if random_cuda is not None:
-            torch.cuda.set_rng_state_all(random_cuda)
-        python_random.setstate(pythons)
-        np.random.set_state(numpys)  # noqa: NPY002
+        start.random.restore()
 
     def losses(
         self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any
     ) -> list[float]:
-        """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``RoleLevels``.
+        """Train from the start and return the loss of every step, NaN after a step that diverged.
 
-        A diverged training ends with NaN.
+        Args:
+            bits: of every step.
+            first: number of the first batch.
+            q_grad: gradient bits; ``RoleLevels`` have their own.
+            bar: progress bar, updated after every step.
 
-        ValueError when the loss is no number, and when a learning rate is not that of the trainings before.
+        Raises:
+            ValueError: when the loss is no number, and when a learning rate is not that of the trainings before.
         """
-        self.put_back()
-        out: list[float] = []
-        for i, q in enumerate(bits):
-            with precision(
-                self.model, q_grad if isinstance(q, RoleLevels) else q, q_grad
-            ):
-                if isinstance(q, RoleLevels):
+        self.reset()
+        losses: list[float] = []
+        for i, step_bits in enumerate(bits):
+            if isinstance(step_bits, RoleLevels):
+                with precision(self.model, q_grad, q_grad):
                     for layer in self.precisions.values():
-                        layer.set_levels(q)
-                loss = self.train_step(first + i)
-            out.append(check_float("train_step must return the loss", loss))
+                        layer.set_levels(step_bits)
+                    loss = self.train_step(first + i)
+            else:
+                with precision(self.model, step_bits, q_grad):
+                    loss = self.train_step(first + i)
+            losses.append(check_float("train_step must return the loss", loss))
             self._check_rates(i)
             bar.update()
-            if not math.isfinite(out[-1]):
-                bar.update(len(bits) - len(out))
-                return out + [math.nan] * (len(bits) - len(out))
-        return out
+            if not math.isfinite(losses[-1]):
+                skipped_steps = len(bits) - len(losses)
+                bar.update(skipped_steps)
+                return losses + [math.nan] * skipped_steps
+        return losses
 
     def _check_rates(self, step: int) -> None:
-        """Compare the learning rates after a step with those of other trainings: only bits may differ."""
-        now = [float(group["lr"]) for group in self.optimizer.param_groups]
+        """Raise ValueError unless the learning rates after a step equal the rates of former trainings there."""
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if step == len(self.rates):
-            self.rates.append(now)
-        elif now != self.rates[step]:
+            self.rates.append(rates)
+        elif rates != self.rates[step]:
             raise ValueError(
-                f"after step {step} one training has the learning rates {self.rates[step]}, another {now}; "
+                f"after step {step} one training has the learning rates {self.rates[step]}, another {rates}; "
                 "name the LR scheduler in stateful=, so that every training begins with it anew, or set the rate by "
                 "how many steps a training has made, not by the number of the batch or by the loss"
             )
@@ -155,9 +222,9 @@ def restartable_trainings(
     stateful: Sequence[Any] = (),
     judge: Judge | None = None,
 ) -> Generator[tuple[RestartableTraining, int]]:
-    """Yield for every seed what to train, and the number of its first batch, ``seed * batches``.
+    """Yield for every seed a training, and the number of its first batch: ``seed * batches``.
 
-    The model is converted if it is not yet; closing the generator leaves it as it was.
+    The model is converted if it is not yet; closing the generator restores it.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, got {model!r}")
@@ -165,16 +232,7 @@ def restartable_trainings(
         raise ValueError(
             "a model needs train_step(step) -> loss and the optimizer it uses"
         )
-    listed = isinstance(stateful, Iterable) and not isinstance(
-        stateful, (str, bytes, Mapping)
-    )
-    others = tuple(stateful) if listed else (None,)
-    if not all(
-        hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others
-    ):
-        raise ValueError(
-            f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}"
-        )
+    _check_stateful(stateful)
     convert = not is_converted(model)
     if convert:
         quantize_(model, config)
@@ -182,28 +240,39 @@ def restartable_trainings(
         raise ValueError(
             "the model is quantised already, so that config= would change nothing"
         )
-    layers, trial = all_precisions(model).values(), None
-    former = [
+
+    training = None
+    former_bits = [
         (layer, layer.active_levels, layer.highest, layer.owning_scheduler)
-        for layer in layers
+        for layer in all_precisions(model).values()
     ]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    former_gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        trial = RestartableTraining(
+        training = RestartableTraining(
             model, train_step, optimizer, q_max, type(model).__name__, judge, stateful
         )
         for seed in seeds:
-            yield trial, seed * batches
+            yield training, seed * batches
     finally:
-        if trial is not None:
-            trial.put_back()
-        for parameter, gradient in gradients:
+        if training is not None:
+            training.reset()
+        for parameter, gradient in former_gradients:
             parameter.grad = gradient
-        for layer, in_force, top, driver in former:
-            layer.active_levels, layer.highest, layer.owning_scheduler = (
-                in_force,
-                top,
-                driver,
-            )
+        for layer, levels, highest, scheduler in former_bits:
+            layer.active_levels = levels
+            layer.highest = highest
+            layer.owning_scheduler = scheduler
         if convert:
             restore_(model)
+
+
+def _check_stateful(stateful: Any) -> None:
+    """Raise ValueError unless ``stateful`` lists objects with ``state_dict`` and ``load_state_dict``."""
+    no_list = (str, bytes, Mapping)
+    is_list = isinstance(stateful, Iterable) and not isinstance(stateful, no_list)
+    items = tuple(stateful) if is_list else (None,)
+    for item in items:
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise ValueError(
+                f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}"
+            )

@@ -256,7 +256,7 @@ def run_sensitivity(
 def _macs(trial: RestartableTraining, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
     operations: list[Operation] = []
-    trial.put_back()
+    trial.reset()
     with (
         precision(trial.model, bits=bits, q_grad=bits),
         counting(trial.model, operations.append),
@@ -329,7 +329,7 @@ def _estimate(
     groups: Sequence[Sequence[str]],
 ) -> list[tuple[float, ...]]:
     """Train once at ``base`` bits and return the mean estimate of every window and group."""
-    trial.put_back()
+    trial.reset()
     found = []
     for start, stop in spans:
         of_layers: dict[str, float] = defaultdict(float)

@@ -15,13 +15,13 @@ import pandas as pd
 
 from cpt_extras.figures import picture
 from cpt_extras.files import write_text
+from cpt_extras.search.search_loop import run_precision_search
 from cpt_extras.search.search_result import (
-    FULL,
-    WIDTHS,
+    FLOAT32_ARM,
+    STATIC_BITS,
     Arm,
     PrecisionSearchResult,
     Result,
-    run_precision_search,
 )
 from cpt_lab.analysis import data_reports
 from cpt_lab.analysis.estimates import quality, unit_of
@@ -74,7 +74,7 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
     if getattr(recipe, "lr_rule", "") != "plateau":
         recipe = replace(recipe, evaluate_every=0)
     return [
-        RunSpec(recipe, a.schedule, WIDTHS[0], a.q_grad, seed, a.name, scale)
+        RunSpec(recipe, a.schedule, STATIC_BITS[0], a.q_grad, seed, a.name, scale)
         for a in arms
     ]
 
@@ -134,7 +134,7 @@ def try_recipe(
     )
     guess = -math.inf if guessed is None else 100 * guessed
     found = replace(
-        found, title=title or recipe.dataset, unit=unit, of=of, guessed=guess
+        found, title=title or recipe.dataset, unit=unit, metric=of, chance_level=guess
     )
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def try_recipe(
     )
     if drawn := shown[0].figure:
         page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address
-    write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
+    write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.headline}\n{found}\n")
     return found, page
 
 
@@ -185,19 +185,19 @@ def sections(found: PrecisionSearchResult) -> list[Section]:
     )
     there = [
         d
-        for d in map(partial(found.difference, other=FULL), found.results)
-        if d.arm.name != FULL
+        for d in map(partial(found.difference, other=FLOAT32_ARM), found.results)
+        if d.arm.name != FLOAT32_ARM
     ]
-    pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
+    pasted = tuple(f"`{line}`" for line in found.code().splitlines())
     lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
     columns = [
         "bits",
-        f"bit operations, {WIDTHS[0]} bits = 1",
+        f"bit operations, {STATIC_BITS[0]} bits = 1",
         "difference to float32 [95 %]",
         "seeds",
     ]
     return [
-        Section(found.finding, (*said, *over), found.figure() if there else None, ALT),
+        Section(found.headline, (*said, *over), found.figure() if there else None, ALT),
         *([Section("To train like this", pasted)] if pasted else []),
         Section(
             "All that was trained",

@@ -12,14 +12,14 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_extras.search.precision_search import try_precision
+from cpt_extras.search.search_loop import run_precision_search
 from cpt_extras.search.search_result import (
-    FEWEST,
-    FULL,
-    WIDTHS,
+    FLOAT32_ARM,
+    MIN_SEEDS,
+    STATIC_BITS,
     Arm,
     Difference,
     Result,
-    run_precision_search,
 )
 from tests.search.test_restartable import problem as trained
 
@@ -40,7 +40,7 @@ class Trainings:
         self.most = max(self.most, len(arms))
         return {
             arm.name: Result(
-                self.value(arm, seed), self.seconds if arm.name != FULL else 1.0
+                self.value(arm, seed), self.seconds if arm.name != FLOAT32_ARM else 1.0
             )
             for arm in arms
         }
@@ -75,13 +75,13 @@ def answer(run, **options):
 def test_the_answer_is_that_of_the_trainings():
     run = Trainings()
     found = answer(run)
-    assert (found.bits, found.q_grad, found.rival, found.out_of_time) == (
+    assert (found.bits, found.q_grad, found.matched_bits, found.out_of_time) == (
         4,
         5,
         4,
         False,
     )
-    words = {d.arm.name: d.word for d in found.rests_on}
+    words = {d.arm.name: d.verdict for d in found.deciding_comparisons}
     assert words == {
         "4 bits": "as good as",
         "3 bits": "worse than",
@@ -108,17 +108,19 @@ def test_the_answer_is_that_of_the_trainings():
     assert told["Cost"] == cost  # (16 + 64) / 192, (16 + 40) / 192
     assert told["Time"].endswith("a training takes 1.5 times float32's.")
     assert (
-        found.finding
+        found.headline
         == "4 bits are enough, 5 for gradients; no schedule is clearly better"
     )
     pasted = {"cpt": cpt, "model": nn.Sequential(nn.Linear(4, 4)), "total_steps": 3}
-    exec(found.lines(), pasted)
+    exec(found.code(), pasted)
     assert (pasted["model"][0].precision.bits, pasted["model"][0].precision.q_grad) == (
         4,
         5,
     )
     assert (
-        len(run.done) == len(set(run.done)) == FEWEST * (1 + len(WIDTHS) + 2 + 3)
+        len(run.done)
+        == len(set(run.done))
+        == MIN_SEEDS * (1 + len(STATIC_BITS) + 2 + 3)
     )  # clear: no further seed
     assert str(found).startswith(
         "net on data: 36 trainings, 3 seeds; plus is better, 1 point is too little to matter\nBits:"
@@ -155,7 +157,7 @@ def test_the_answer_is_that_of_the_trainings():
             "4 bits are",
         ),
         (
-            dict(diverged=[f"{b} bits" for b in WIDTHS]),
+            dict(diverged=[f"{b} bits" for b in STATIC_BITS]),
             1.0,
             8,
             4,
@@ -207,7 +209,7 @@ def test_other_trainings_have_other_answers(
     found = answer(Trainings(**of), margin=margin)
     assert (found.bits, found.q_grad) == (bits, q_grad)
     assert said in found.sentences()[part]
-    assert finding in found.finding
+    assert finding in found.headline
 
 
 def test_what_diverged_is_not_drawn():
@@ -221,7 +223,8 @@ def test_where_static_precision_alone_diverges_schedules_and_gradients_are_not_w
     lost = dict.fromkeys((5, 4, 3, 2), 9.0)
     found = answer(Trainings(lost=lost, diverged=("6 bits",)), seeds=3)
     words = {
-        name: found.difference(name).word for name in ("6 bits", "CR at 6", "RR at 6")
+        name: found.difference(name).verdict
+        for name in ("6 bits", "CR at 6", "RR at 6")
     }
     assert words == {
         "6 bits": "worse than",
@@ -238,7 +241,7 @@ def test_float32_that_diverges_is_an_error():
     refused(
         "in float32 training diverges, or its evaluation gives no",
         answer,
-        Trainings(diverged=(FULL,)),
+        Trainings(diverged=(FLOAT32_ARM,)),
     )
 
 
@@ -262,7 +265,7 @@ def test_so_few_steps_that_no_schedule_costs_that_are_said():
 def test_what_is_not_clear_is_repeated_and_no_more_than_that():
     run = Trainings(noise=1.0)
     found = answer(run, seeds=12)
-    repeated = {name for name, seed in run.done if seed >= FEWEST}
+    repeated = {name for name, seed in run.done if seed >= MIN_SEEDS}
     assert repeated
     assert not {"8 bits", "2 bits"} & repeated
 
@@ -273,20 +276,23 @@ def test_what_is_not_clear_is_repeated_and_no_more_than_that():
 
     run = OneIsNoisy()
     answer(run, seeds=6)
-    assert {name for name, seed in run.done if seed >= FEWEST} == {"4 bits", "RR at 4"}
+    assert {name for name, seed in run.done if seed >= MIN_SEEDS} == {
+        "4 bits",
+        "RR at 4",
+    }
     noisy = answer(Trainings(noise=3.0), seeds=3)
     assert "Not clear" in noisy.sentences()
     assert "points" not in noisy.sentences()["Not clear"]  # 1 point
-    pasted = noisy.lines()
+    pasted = noisy.code()
     assert (noisy.q_grad < 8, "q_grad=8" in pasted) == (
         True,
         True,
     )  # what is not clear is told, not given to paste
     few = answer(Trainings(), seeds=1).sentences()["Not clear"]
     assert few.endswith("To tell 1 point apart takes 3 seeds or more.")
-    assert "bits are perhaps enough" in noisy.finding
-    assert max(d.needed for d in noisy.unclear) > 20
-    assert len(found.results[FULL]) >= FEWEST
+    assert "bits are perhaps enough" in noisy.headline
+    assert max(d.seeds_needed for d in noisy.unclear) > 20
+    assert len(found.results[FLOAT32_ARM]) >= MIN_SEEDS
 
 
 def test_trainings_that_all_reach_the_same_tell_nothing():
@@ -295,26 +301,26 @@ def test_trainings_that_all_reach_the_same_tell_nothing():
             return 100.0
 
     found = answer(Same())
-    assert (found.finding, found.lines()) == ("Nothing tells precisions apart", "")
+    assert (found.headline, found.code()) == ("Nothing tells precisions apart", "")
     assert found.sentences() == {
         "Bits": "All 36 trainings reached 100 %: nothing tells precisions apart."
     }
 
 
 def test_a_task_that_float32_does_not_learn_tells_nothing_of_bits():
-    found = replace(answer(Trainings(reached=49.0, noise=0.0)), guessed=50.0)
+    found = replace(answer(Trainings(reached=49.0, noise=0.0)), chance_level=50.0)
     assert found.sentences() == {
         "Bits": "Nothing can be said: in float32 it reaches 49 %, no more than guessing (50)."
     }
-    assert found.finding == "In float32 it reaches 49 %, no more than guessing (50)"
-    assert found.lines() == ""
-    assert len(replace(found, guessed=48.9).sentences()) > 3
+    assert found.headline == "In float32 it reaches 49 %, no more than guessing (50)"
+    assert found.code() == ""
+    assert len(replace(found, chance_level=48.9).sentences()) > 3
 
 
 def test_time_is_kept(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(
-        "cpt_extras.search.search_result.time.monotonic", lambda: clock[0]
+        "cpt_extras.search.search_loop.time.monotonic", lambda: clock[0]
     )
     run = Trainings()
 
@@ -332,8 +338,8 @@ def test_time_is_kept(monkeypatch):
         "Bits": "Nothing can be said: it was stopped before float32 and one precision were trained. A training takes "
         "1 s; a first answer needs a dozen."
     }
-    assert nothing.finding.startswith("It was stopped before")
-    assert nothing.lines() == ""
+    assert nothing.headline.startswith("It was stopped before")
+    assert nothing.code() == ""
 
 
 def test_ctrl_c_ends_early_with_the_answer_so_far():
@@ -357,7 +363,7 @@ def test_ctrl_c_ends_early_with_the_answer_so_far():
     )
     assert found.sentences()["Schedule"] == "Not compared yet."
     assert (
-        found.finding
+        found.headline
         == "4 bits are perhaps enough, perhaps 6 for gradients; schedules were not compared"
     )
     with pytest.raises(KeyboardInterrupt):
@@ -371,7 +377,7 @@ def test_words_of_a_difference():
         4,
         cpt.make_schedule("STATIC", q_max=4, total_steps=9),
         8,
-        FULL,
+        FLOAT32_ARM,
     )
     for values, word in (
         ((0.1, -0.1, 0.0), "as good as"),
@@ -381,7 +387,7 @@ def test_words_of_a_difference():
         ((0.0, 0.0), "unclear"),
         ((0.0, math.nan, 0.0), "worse than"),
     ):
-        assert Difference(arm, values, 1.0).word == word, values
+        assert Difference(arm, values, 1.0).verdict == word, values
     assert str(Difference(arm, (1.0,), 1.0, "points")) == "+1 (one seed) points"
     assert (
         str(Difference(arm, (-40.0, 42.0), 1.0, "points")) == "+1 (2 seeds) points"
@@ -420,7 +426,7 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
     plain = problem()  # the same training, without anything of ours
     for i in range(16):
         plain[1](i)
-    assert whole.results[FULL][0].value == pytest.approx(plain[3]())
+    assert whole.results[FLOAT32_ARM][0].value == pytest.approx(plain[3]())
 
     store.write_text("\n".join([*lines[:5], lines[5][:20]]))  # killed while it wrote
     again, step, optimizer, evaluate, seen = problem()
@@ -495,10 +501,10 @@ def test_lines_convert_as_the_try_did():
     options = {"steps": 8, "seeds": 1, "cycles": 1, "progress": False}
     config = cpt.QuantConfig(float32=("4",))
     found = try_precision(model, step, optimizer, evaluate, config=config, **options)
-    assert found.lines().startswith("cpt.quantize_(model, config)\n")
+    assert found.code().startswith("cpt.quantize_(model, config)\n")
     cpt.quantize_(model)
     found = try_precision(model, step, optimizer, evaluate, **options)
-    assert found.lines().startswith("# the model is quantised already\n")
+    assert found.code().startswith("# the model is quantised already\n")
     said = "quantised already, so that config= would change nothing"
     refused(
         said, try_precision, model, step, optimizer, evaluate, config=config, **options
